@@ -1,0 +1,48 @@
+# Each target sets up what it needs in .venv first. Overrides go in ARGS: make train ARGS="trainer.max_steps=100"
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+NPROC ?= 2
+ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help train ddp sample test test-all lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.installed  ## train the recipe that fits this machine, then print a sample
+	$(RUN) main.py $(ARGS)
+	$(RUN) sample.py
+
+ddp: $(VENV)/.installed  ## the same with NPROC processes (2)
+	$(VENV)/bin/torchrun --standalone --nproc_per_node=$(NPROC) main.py $(ARGS)
+
+sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROMEO: num_samples=3'
+	$(RUN) sample.py $(ARGS)
+
+test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
+	$(RUN) -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-dev  ## run all tests
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## check format, style and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy .
+
+clean:  ## remove the environment and every cache; runs/ and data/ stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+
+# The stamp is written last, so an interrupted install is done again.
+$(VENV)/.installed: requirements.txt
+	@echo "Setting up $(VENV) with $(PYTHON): the first time takes a minute or two."
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	@echo "Adding what the tests need."
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@

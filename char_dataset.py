@@ -1,0 +1,346 @@
+"""Text for a character-level model: fetching, vocabulary, split, windows, and the order of training
+windows.
+
+    CharDataset(DataConfig(path="data/input.txt", block_size=128))
+
+A text is read once, encoded once into the smallest unsigned integer type that holds its vocabulary,
+and cut into batches by one vectorised gather; nothing here loops over characters or windows in
+Python.
+"""
+
+import hashlib
+import math
+import os
+import tempfile
+from dataclasses import dataclass
+
+import fsspec
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from errors import UserError
+
+PYDOC = "pydoc:topics"  # the reference text inside every Python, used as a corpus that needs no download
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+CONNECT_TIMEOUT_S = 10  # a machine without a network should notice within seconds
+IGNORE = -1  # a target with this value is not scored; minGPT's convention
+
+
+@dataclass
+class DataConfig:
+    """Which text, and how it is cut. The fields are explained in `conf/data/`."""
+
+    path: str = "data/input.txt"
+    url: str | None = None
+    sha256: str | None = None
+    fallback: str | None = None
+    block_size: int = 128
+    train_split: float = 0.9
+    truncate: float = 1.0
+
+    def __post_init__(self):
+        if self.block_size < 1:
+            raise UserError(f"data.block_size={self.block_size}: must be at least 1 character")
+        if not 0 < self.train_split < 1:
+            raise UserError(
+                f"data.train_split={self.train_split}: must lie between 0 and 1, both excluded"
+            )
+        if not 0 < self.truncate <= 1:
+            raise UserError(
+                f"data.truncate={self.truncate}: must be above 0 and at most 1 (the whole text)"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Getting the text
+
+
+def fetch(config: DataConfig) -> str:
+    """Makes the text available and returns the path to read it from: `config.path`, or
+    `config.fallback`.
+
+    With a `url`, a text that is not yet at `path` is downloaded to a temporary file beside it,
+    checked against `sha256`, and moved into place whole. One process per host calls this; see
+    `distributed.first_on_each_host`.
+
+    Raises `UserError` where the text cannot be had, or is not the one that `sha256` promises.
+    """
+    if config.path == PYDOC or config.url is None or _exists(config.path):
+        return config.path
+    try:
+        content = _read_bytes(config.url)
+    except UserError:
+        if config.fallback is None:
+            raise
+        return config.fallback
+    _check_digest(content, config, f"data.url={config.url}")
+    folder = os.path.dirname(os.path.abspath(config.path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".download-", delete=False) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(file.name, 0o644)  # a temporary file is private; a text is not
+        os.replace(file.name, config.path)
+    except OSError as error:
+        raise UserError(
+            f"data.path={config.path}: cannot write the downloaded text: {error.strerror}"
+        ) from error
+    return config.path
+
+
+def read_text(config: DataConfig) -> str:
+    """The text at `config.path` (a local path, any fsspec URL, or `pydoc:topics`), decoded as
+    UTF-8.
+
+    Raises `UserError` if it is missing, unreachable, empty, not UTF-8 (naming the byte offset), or
+    if its SHA-256 is not `config.sha256`.
+    """
+    if config.path == PYDOC:
+        from pydoc_data import topics  # a quarter of a second, only for those who use it
+
+        return "\n\n".join(text for _, text in sorted(topics.topics.items()))
+    content = _read_bytes(config.path)
+    _check_digest(content, config, f"data.path={config.path}")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data.path={config.path}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}"
+        ) from error
+
+
+def _exists(path: str) -> bool:
+    return "://" in path or os.path.exists(path)
+
+
+def _read_bytes(path: str) -> bytes:
+    options = {}
+    if path.startswith(("http://", "https://")):
+        import aiohttp  # comes with fsspec[http]; only needed for a download
+
+        timeout = aiohttp.ClientTimeout(
+            sock_connect=CONNECT_TIMEOUT_S, sock_read=6 * CONNECT_TIMEOUT_S
+        )
+        options = {"client_kwargs": {"timeout": timeout}}
+    try:
+        with fsspec.open(path, "rb", **options) as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a directory, not a text") from error
+    except ImportError as error:  # s3fs, gcsfs, ...: fsspec names the package to install
+        raise UserError(f"{path}: {error}") from error
+    except (
+        Exception
+    ) as error:  # every remote file system has its own errors; all mean that the text cannot be had
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{path}: cannot be read: {' '.join(reason.split())}") from error
+
+
+def _check_digest(content: bytes, config: DataConfig, name: str) -> None:
+    digest = hashlib.sha256(content).hexdigest()
+    if config.sha256 is not None and digest != config.sha256:
+        raise UserError(
+            f"{name}: SHA-256 is {digest}, but data.sha256={config.sha256}; remove a damaged file to download it "
+            "again, or set data.sha256=null to accept this text"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The data set
+
+
+class CharDataset(Dataset):
+    """Every window of `block_size` characters of a text, each with the characters that follow.
+
+    `len(dataset) == characters - block_size`; `dataset[i]` is `(x, y)`, two int64 tensors of shape
+    `(block_size,)`, `y` being `x` one character later. `batch(indices)` is the same for many
+    windows at once. `split()` gives the training and the held-out part.
+
+    Attributes:
+        vocabulary: the distinct characters of the whole (truncated) text, sorted; their positions
+            are the ids.
+        stoi, itos: character to id and back, as in minGPT.
+        data: the encoded characters, a 1-D tensor of uint8, uint16 or uint32.
+        digest: SHA-256 of the truncated text, hexadecimal: which text this is.
+
+    Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
+    """
+
+    def __init__(self, config: DataConfig):
+        text = read_text(config)
+        text = text[: int(len(text) * config.truncate)]
+        if not text:
+            raise UserError(
+                f"data.path={config.path}: the text is empty (data.truncate={config.truncate})"
+            )
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        present = np.zeros(int(codes.max()) + 1, dtype=bool)
+        present[codes] = True
+        distinct = np.flatnonzero(present)
+        smallest = np.min_scalar_type(len(distinct) - 1)
+        id_of_code = np.zeros(len(present), dtype=smallest)
+        id_of_code[distinct] = np.arange(len(distinct), dtype=smallest)
+        self._init(
+            config,
+            "".join(map(chr, distinct)),
+            torch.from_numpy(id_of_code[codes]),
+            hashlib.sha256(text.encode("utf-8")).hexdigest(),
+            name="text",
+        )
+
+    def _init(
+        self, config: DataConfig, vocabulary: str, data: torch.Tensor, digest: str, name: str
+    ):
+        if len(data) <= config.block_size:
+            raise UserError(
+                f"data.block_size={config.block_size}: the {name} has {len(data):,} characters, but a window needs "
+                f"{config.block_size + 1:,}; use a longer text, a smaller data.block_size or another data.train_split"
+            )
+        self.config = config
+        self.block_size = config.block_size
+        self.vocabulary = vocabulary
+        self.vocab_size = len(vocabulary)
+        self.stoi = {character: i for i, character in enumerate(vocabulary)}
+        self.itos = dict(enumerate(vocabulary))
+        self.data = data
+        self.digest = digest
+
+    def split(self) -> tuple["CharDataset", "CharDataset"]:
+        """(training part, held-out part): the text cut once at `int(characters * train_split)`,
+        before windowing.
+
+        No character is in both, and both have the vocabulary of the whole text. Raises `UserError`
+        if either part is shorter than one window.
+        """
+        cut = int(len(self.data) * self.config.train_split)
+        parts = []
+        for name, data in (("training part", self.data[:cut]), ("held-out part", self.data[cut:])):
+            part = CharDataset.__new__(CharDataset)
+            part._init(self.config, self.vocabulary, data, self.digest, name)
+            parts.append(part)
+        return parts[0], parts[1]
+
+    def to(self, device: torch.device | str) -> "CharDataset":
+        """Moves the encoded text to `device`, so that batches are cut there; returns self."""
+        self.data = self.data.to(device)
+        return self
+
+    def __len__(self) -> int:
+        return len(self.data) - self.block_size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        x, y = self.batch(np.array([index % len(self)]))
+        return x[0], y[0]
+
+    def batch(self, indices: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows `indices` (B,) as `(x, y)`, int64 of shape (B, block_size) each, on the device of the text."""
+        starts = torch.as_tensor(indices, dtype=torch.int64).to(self.data.device, non_blocking=True)
+        offsets = torch.arange(self.block_size + 1, device=self.data.device)
+        windows = self._ids(starts[:, None] + offsets)  # (B, T + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+    def tiles(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows `first` to `last` (excluded) of the text laid end to end: every character is a
+        target once.
+
+        Returns `(x, y)`, int64 of shape (last - first, block_size). What lies beyond the end of the
+        text has the target `IGNORE`, so the last window may be a short one, and windows past the
+        end are wholly ignored.
+        """
+        positions = torch.arange(
+            first * self.block_size, last * self.block_size, device=self.data.device
+        )
+        end = len(self.data) - 1
+        x = self._ids(positions.clamp(max=end - 1))
+        y = self._ids((positions + 1).clamp(max=end)).masked_fill(positions >= end, IGNORE)
+        return x.view(-1, self.block_size), y.view(-1, self.block_size)
+
+    @property
+    def num_tiles(self) -> int:
+        """How many windows `tiles` has before they run off the end of the text."""
+        return -(-(len(self.data) - 1) // self.block_size)
+
+    def _ids(self, positions: torch.Tensor) -> torch.Tensor:
+        # torch gathers from few unsigned types; a signed view has the same bits, and the mask
+        # removes its sign.
+        signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.data.element_size()]
+        ids = self.data.view(signed)[positions].long()
+        return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
+
+    def encode(self, text: str) -> torch.Tensor:
+        """The ids of `text`, int64 of shape (len(text),). Raises `UserError` naming a character it does not know."""
+        return encode(text, self.stoi)
+
+    def decode(self, ids) -> str:
+        """The text of a sequence of ids."""
+        return "".join(self.itos[int(i)] for i in ids)
+
+
+def encode(text: str, stoi: dict[str, int]) -> torch.Tensor:
+    """The ids of `text` under the vocabulary `stoi`; `UserError` names the first character that is not in it."""
+    for position, character in enumerate(text):
+        if character not in stoi:
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) at position {position} is not in the vocabulary of "
+                f"{len(stoi)}: {''.join(stoi)!r}"
+            )
+    return torch.tensor([stoi[character] for character in text], dtype=torch.int64)
+
+
+# --------------------------------------------------------------------------------------------------
+# The order of training windows
+
+
+def window_order(positions: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
+    """Which window stands at each of `positions` (int64) of the endless training stream.
+
+    Position p lies in epoch `p // num_windows`; every epoch is another permutation of all windows.
+    The order is a pure function of (seed, epoch, position): nothing is stored, any position can be
+    asked for, and neither the number of processes nor a restart can change it. It takes constant
+    memory for any number of windows.
+
+    The permutation is a Feistel network over a domain a x b barely larger than `num_windows`,
+    walked until it falls inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002:
+    methods "generalised Feistel" and "cycle walking"), with the mixer of SplitMix64 (Steele, Lea
+    and Flood, 2014) as its round function.
+    """
+    positions = np.asarray(positions, dtype=np.uint64)
+    size = np.uint64(num_windows)
+    epoch, value = positions // size, positions % size
+    a = (
+        math.isqrt(num_windows - 1) + 1
+    )  # a * b is the domain: b is as small as a x b >= num_windows allows
+    a, b = np.uint64(a), np.uint64(-(-num_windows // a))
+    key = _mix(_mix(np.full_like(epoch, seed % 2**64)) ^ epoch)
+    value = _permute(value, a, b, key)
+    while (outside := value >= size).any():
+        value[outside] = _permute(value[outside], a, b, key[outside])
+    return value.astype(np.int64)
+
+
+def _permute(value: np.ndarray, a: np.uint64, b: np.uint64, key: np.ndarray) -> np.ndarray:
+    left, right = (
+        value // b,
+        value % b,
+    )  # each round adds a hash of one half to the other: a bijection
+    for round_number in range(0, 6, 2):
+        left = (left + _mix(right ^ _mix(key + np.uint64(round_number))) % a) % a
+        right = (right + _mix(left ^ _mix(key + np.uint64(round_number + 1))) % b) % b
+    return left * b + right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

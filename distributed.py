@@ -1,0 +1,164 @@
+"""Processes: who am I, where do I compute, and how do we agree. Works the same for one process
+without any launcher.
+
+The launcher's environment (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`: torchrun's
+names, which Accelerate sets too) decides whether there is a process group; nothing else in the
+application reads these variables.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `rank` of `size`, `local_rank` of `local_size` on its host, computing on `device`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0, the one process that writes and prints."""
+        return self.rank == 0
+
+
+def launched_size() -> int:
+    """How many processes the launcher started; 1 without a launcher. Needs no process group."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launched_rank() -> int:
+    """The global rank that the launcher gave this process; 0 without a launcher. Needs no process group."""
+    return int(os.environ.get("RANK", 0))
+
+
+def start(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
+    """Chooses the device and joins the process group, if a launcher started more than one process.
+
+    `device` is auto, cpu or cuda; `threads` per process on a CPU, where None shares out the cores
+    of the host (torchrun would leave every process with one). `timeout_s` bounds every later wait
+    for another process. The backend is gloo on a CPU and NCCL on GPUs. Raises `UserError` for a
+    device that is not there.
+    """
+    rank, size = launched_rank(), launched_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"trainer.device={device}: must be auto, cpu or cuda")
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise UserError(
+            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu or auto"
+        )
+    if gpus and local_size > gpus:
+        raise UserError(
+            f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start --nproc_per_node={gpus}, "
+            "or set trainer.device=cpu"
+        )
+    if gpus:
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+    else:
+        chosen = torch.device("cpu")
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+        torch.set_num_threads(threads or max(1, cores // local_size))
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpus else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if gpus else None,
+        )
+    return World(rank, size, local_rank, local_size, chosen)
+
+
+def stop() -> None:
+    """Leaves the process group, if there is one. Called once, at the end of the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """`model` on this process's device, in `DistributedDataParallel` if there are several processes."""
+    model.to(world.device)
+    if world.size == 1:
+        return model
+    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `wrap`'s result: the one whose parameter names a snapshot holds."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def run_on_first(action: Callable[[], Any], world: World) -> Any:
+    """Runs `action` on rank 0 alone and returns its result, a plain value, on every rank.
+
+    A `UserError` or `OSError` there is raised as a `UserError` on every rank, so that none is left
+    waiting.
+    """
+    outcome: list[Any] = [None, None]
+    if world.is_first:
+        try:
+            outcome[0] = action()
+        except (UserError, OSError) as error:
+            outcome[1] = str(error)
+    if world.size > 1:
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]
+
+
+def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
+    """Runs `action` on the first process of every host, then returns rank 0's result on every rank.
+
+    Errors are shared as in `run_on_first`; the lowest rank's is the one that all raise.
+    """
+    result, error = None, None
+    if world.local_rank == 0:
+        try:
+            result = action()
+        except (UserError, OSError) as caught:
+            error = str(caught)
+    outcomes = gather((result, error), world)
+    for _, message in outcomes:
+        if message is not None:
+            raise UserError(message)
+    return outcomes[0][0]
+
+
+def gather(value: Any, world: World) -> list[Any]:
+    """Every rank's `value` (plain, picklable), in the order of ranks, on every rank."""
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Adds up `tensor` over all ranks, in place, and returns it."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor

@@ -1,0 +1,9 @@
+"""The one exception that a user can cause and put right."""
+
+
+class UserError(ValueError):
+    """Something the user can mend: a setting, a text, a snapshot, a device.
+
+    `main.py` and `sample.py` show it as one line, without a traceback, and exit with status 1.
+    The message names the thing that is wrong and what would be right.
+    """

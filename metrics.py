@@ -1,0 +1,101 @@
+"""What a run writes for people and programs to read: its directory, its log, its metrics. Rank 0 only."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+from typing import Any
+
+from errors import UserError
+
+log = logging.getLogger("gpt")
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def run_directory(run_dir: str):
+    """Makes `run_dir` and owns it for as long as the block lasts; the log is written to `main.log`
+    in it too.
+
+    One run at a time owns a run directory. The lock is the kernel's, so it dies with its holder.
+    Raises `UserError` if the directory cannot be written or is taken.
+    """
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+        lock = open(os.path.join(run_dir, LOCK), "a")
+    except OSError as error:
+        raise UserError(f"run_dir={run_dir}: cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"run_dir={run_dir}: another run is using this directory; wait for it, or set run_name=NEW_NAME"
+            ) from error
+        handler = logging.FileHandler(os.path.join(run_dir, "main.log"))
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            handler.close()
+
+
+class Metrics:
+    """Appends to `metrics.jsonl`, and to TensorBoard where it is installed.
+
+    One JSON object a line: `step`, `epoch`, `split` ("train" or "val"), `loss` in nats per
+    character, `bpc` in bits per character, and what else is known of that split. When a run goes on
+    from `step`, what was logged past it is dropped first, because it will be logged again.
+    """
+
+    def __init__(self, run_dir: str, step: int):
+        self.path = os.path.join(run_dir, "metrics.jsonl")
+        self._keep_until(step)
+        self.file = open(self.path, "a")
+        self.tensorboard = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            log.info("tensorboard is not installed: metrics go to metrics.jsonl alone")
+        else:
+            folder = os.path.join(run_dir, "tensorboard")
+            self.tensorboard = SummaryWriter(folder, purge_step=step + 1 if step else None)
+
+    def _keep_until(self, step: int) -> None:
+        if not os.path.exists(self.path):
+            return
+        with open(self.path) as file:
+            lines = file.readlines()
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            with open(self.path + ".tmp", "w") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self.path + ".tmp", self.path)
+
+    def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
+        """Records one measurement; a value of None is written as null."""
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "split": split,
+            "loss": loss,
+            "bpc": loss / math.log(2),
+            **values,
+        }
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        if self.tensorboard is not None:
+            for name, value in record.items():
+                if name not in ("step", "split") and isinstance(value, int | float):
+                    self.tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()

@@ -1,0 +1,584 @@
+"""GPT, a decoder-only transformer over characters, in two architectures, and the optimizer that
+trains it.
+
+    model = GPT(GPTConfig(model_type="gpt-mini", vocab_size=65, block_size=128))
+    logits, loss = model(idx, targets)
+    optimizer = create_optimizer(model, OptimizerConfig())
+
+`arch="gpt2"` is the model of Radford et al., "Language Models are Unsupervised Multitask Learners"
+(2019), with exact GELU. `arch="modern"` is the one of karpathy/nanochat as Transformers ships it:
+rotary positions, RMSNorm without weights, normalised queries and keys, squared ReLU, an untied head
+that starts at zero, and a soft cap on the logits.
+
+Shapes in comments: B sequences, T characters, C = n_embd, H heads of D = C / H, V = vocab_size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from errors import UserError
+
+# n_layer, n_head, n_embd of the named sizes; names and values as in karpathy/minGPT
+SIZES = {
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+    "openai-gpt": (12, 12, 768),
+    "gopher-44m": (8, 16, 512),
+    "gpt-mini": (6, 6, 192),
+    "gpt-micro": (4, 4, 128),
+    "gpt-nano": (3, 3, 48),
+}
+SOFTCAP = 15.0  # |logit| stays below this in the modern architecture (Gemma Team, "Gemma 2", 2024)
+ROPE_BASE = 10_000.0  # Su et al., "RoFormer", 2021
+NORM_EPS = 1e-6
+SHORT_ATTENTION = (
+    256  # on a CPU, up to this many characters plain matrix products beat the fused attention
+)
+
+
+@dataclass
+class GPTConfig:
+    """Architecture and size; the fields are explained in `conf/model/`.
+
+    `n_layer`, `n_head` and `n_embd` come from `model_type` where they are not given. `vocab_size`
+    and `block_size` come from the data set and must be set before a `GPT` is built.
+    """
+
+    arch: str = "gpt2"
+    model_type: str | None = "gpt2"
+    n_layer: int | None = None
+    n_head: int | None = None
+    n_embd: int | None = None
+    vocab_size: int | None = None
+    block_size: int | None = None
+    embd_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    bias: bool | None = None
+    tie_weights: bool | None = None
+    attention: str = "auto"
+
+    def __post_init__(self):
+        if self.arch not in ("gpt2", "modern"):
+            raise UserError(f"model.arch={self.arch}: must be gpt2 or modern")
+        if self.attention not in ("auto", "sdpa", "matmul"):
+            raise UserError(f"model.attention={self.attention}: must be auto, sdpa or matmul")
+        if self.model_type is not None and self.model_type not in SIZES:
+            raise UserError(
+                f"model.model_type={self.model_type}: must be null or one of {', '.join(SIZES)}"
+            )
+        named = SIZES[self.model_type] if self.model_type is not None else (None, None, None)
+        for name, size in zip(("n_layer", "n_head", "n_embd"), named, strict=True):
+            if getattr(self, name) is None:
+                setattr(self, name, size)
+            if getattr(self, name) is None:
+                raise UserError(
+                    f"model.{name} is missing: set it, or name a size with model.model_type"
+                )
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"model.{name}={value}: must be at least 1")
+        if self.n_embd % self.n_head:
+            raise UserError(
+                f"model.n_embd={self.n_embd}: must be divisible by model.n_head={self.n_head}"
+            )
+        for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"model.{name}={getattr(self, name)}: must be at least 0 and below 1"
+                )
+        if self.arch == "modern":
+            if (self.n_embd // self.n_head) % 2:
+                raise UserError(
+                    f"model.n_embd={self.n_embd} / model.n_head={self.n_head} gives heads {self.n_embd // self.n_head} "
+                    "wide: rotary positions (model.arch=modern) need an even width"
+                )
+            for name in ("bias", "tie_weights"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"model.{name}=true: model.arch=modern has none; leave it null, or use arch=gpt2"
+                    )
+        for name in ("bias", "tie_weights"):
+            if getattr(self, name) is None:
+                setattr(self, name, self.arch == "gpt2")
+
+
+class KVCache:
+    """Keys and values of the characters seen so far, for one `generate` call.
+
+    `keys` and `values` are (n_layer, B, H, block_size, D); `length` characters of them are filled.
+    The idea of one preallocated tensor per model is pytorch-labs/gpt-fast's.
+    """
+
+    def __init__(
+        self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
+    ):
+        shape = (
+            config.n_layer,
+            batch_size,
+            config.n_head,
+            config.block_size,
+            config.n_embd // config.n_head,
+        )
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores (B, H, S, D) keys and values behind those of `layer`; returns all of them, (B, H, length + S, D)."""
+        end = self.length + key.size(2)
+        self.keys[layer, :, :, self.length : end] = key
+        self.values[layer, :, :, self.length : end] = value
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square of the last dimension (Zhang and Sennrich, 2019), without weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    return RMSNorm() if config.arch == "modern" else nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
+def rotary(
+    start: int, length: int, width: int, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, (T, D / 2) each, for positions `start` to `start + length` (Su et al., 2021)."""
+    frequency = ROPE_BASE ** -(
+        torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
+    )
+    angle = (
+        torch.arange(start, start + length, device=like.device, dtype=torch.float32)[:, None]
+        * frequency
+    )
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (x[i], x[i + D / 2]) of x (B, H, T, D) by their position's angles."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a character sees itself and those before it (Vaswani et al., 2017)."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.n_head = config.n_head
+        self.modern = config.arch == "modern"
+        self.attention = config.attention
+        self.attn_pdrop = config.attn_pdrop
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(
+        self, x: torch.Tensor, turn, mask: torch.Tensor, cache: KVCache | None
+    ) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            z.view(B, T, self.n_head, -1).transpose(1, 2) for z in self.c_attn(x).split(C, dim=2)
+        )  # (B, H, T, D)
+        if self.modern:
+            q, k = (
+                F.rms_norm(rotate(z, *turn), (z.size(-1),), eps=NORM_EPS).to(v.dtype)
+                for z in (q, k)
+            )
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        y = self.attend(q, k, v, mask)  # (B, H, T, D)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """softmax(q k' / sqrt(D) + mask) v for q (B, H, S, D), k and v (B, H, T, D), mask (S, T) of 0 and -inf."""
+        B, H, S, D = q.shape
+        T = k.size(2)
+        pdrop = self.attn_pdrop if self.training else 0.0
+        short = q.device.type == "cpu" and T <= SHORT_ATTENTION
+        if self.attention == "sdpa" or (self.attention == "auto" and not short):
+            if S == T:
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=True)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pdrop)
+        # The mask is what the product is added to, so that neither scaling nor masking is a pass
+        # over memory.
+        q, k, v = (z.reshape(B * H, -1, D) for z in (q, k, v))
+        weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5).softmax(
+            dim=-1
+        )  # (B * H, S, T)
+        if pdrop:
+            weights = F.dropout(weights, pdrop)
+        return torch.bmm(weights.to(v.dtype), v).view(B, H, S, D)
+
+
+class MLP(nn.Module):
+    """Two linear layers, four times as wide between, with GELU or squared ReLU (So et al., "Primer", 2021)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.modern = config.arch == "modern"
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.c_fc(x)
+        x = F.relu(x).square() if self.modern else F.gelu(x)
+        return self.dropout(self.c_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the stream (pre-norm, as in GPT-2)."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: torch.Tensor, turn, mask: torch.Tensor, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), turn, mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The model. Raises `UserError` if `vocab_size` or `block_size` is still missing."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        for name in ("vocab_size", "block_size"):
+            if getattr(config, name) is None:
+                raise UserError(f"model.{name} is missing: take it from the data set")
+        self.config = config
+        self.tok_emb = nn.Embedding(config.vocab_size, config.n_embd)
+        self.pos_emb = (
+            nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
+        )
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = make_norm(config)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_weights:
+            self.head.weight = self.tok_emb.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fresh weights from torch's global generator.
+
+        gpt2: normal with deviation 0.02, the two projections that end on the stream 0.02 / sqrt(2
+        n_layer) (Radford et al., 2019, section 2.3). modern: what ends on the stream, and the head,
+        at zero; the other matrices uniform with deviation C^-1/2; embeddings normal with deviation
+        1 (karpathy/nanochat).
+        """
+        modern, config = self.config.arch == "modern", self.config
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.constant_(
+                    parameter, float(name.endswith("weight"))
+                )  # a norm's weight 1, every bias 0
+            elif modern and (name.endswith("c_proj.weight") or name == "head.weight"):
+                nn.init.zeros_(parameter)
+            elif modern and "emb" not in name:
+                limit = math.sqrt(3 / config.n_embd)
+                nn.init.uniform_(parameter, -limit, limit)
+            elif modern:
+                nn.init.normal_(parameter, std=1.0)
+            else:
+                scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 / scale)
+
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits (B, T, V) in float32 for `idx` (B, T) int64, and the loss if `targets` (B, T) are
+        given.
+
+        The loss is the mean cross-entropy in nats over the targets that are not -1 (as in minGPT).
+        With a `cache`, `idx` holds the characters after those in it. Raises ValueError if the
+        context would exceed `block_size`.
+        """
+        T, past = idx.size(1), cache.length if cache is not None else 0
+        if past + T > self.config.block_size:
+            raise ValueError(
+                f"{past + T} characters of context, but block_size is {self.config.block_size}"
+            )
+        x = self.tok_emb(idx)  # (B, T, C)
+        if self.pos_emb is not None:
+            x = x + self.pos_emb.weight[past : past + T]
+        x = self.drop(x)
+        if torch.is_autocast_enabled(
+            x.device.type
+        ):  # the stream too, or each addition would go back to float32
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        turn = None
+        if self.pos_emb is None:
+            x = self.ln_f(
+                x
+            )  # has no weights: the norm after the embedding is the one before the head
+            turn = rotary(past, T, self.config.n_embd // self.config.n_head, like=x)
+        mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype).triu(
+            1 + past
+        )
+        for block in self.blocks:
+            x = block(x, turn, mask, cache)
+        if cache is not None:
+            cache.length += T
+        logits = self.head(self.ln_f(x)).float()  # (B, T, V)
+        if self.config.arch == "modern":
+            logits = SOFTCAP * torch.tanh(logits / SOFTCAP)
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(
+                logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1
+            )
+        return logits, loss
+
+    def compile(self, *args, **kwargs) -> None:
+        """Compiles the blocks, which share one piece of generated code, rather than the model as a
+        whole.
+
+        The rest is a few small operations; leaving it out shortens a cold compilation by a third
+        (docs/experiments.md).
+        """
+        for block in self.blocks:
+            block.compile(*args, **kwargs)
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of training per character: 6 per weight of a matrix, 12 L C T
+        for attention.
+
+        Chowdhery et al., "PaLM" (2022), appendix B; look-ups in embedding tables count nothing.
+        """
+        matrices = (
+            sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
+            + self.head.weight.numel()
+        )
+        return 6 * matrices + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        use_cache: bool = True,
+    ) -> torch.Tensor:
+        """Continues `idx` (B, T >= 1) by `max_new_tokens` characters; returns (B, T +
+        max_new_tokens).
+
+        The model sees the last `block_size` characters. Greedy unless `do_sample`; then characters
+        are drawn from the softmax of logits / `temperature`, among the `top_k` likeliest, and among
+        the fewest whose probabilities reach `top_p` (Holtzman et al., 2019); `seed` makes the draw
+        repeatable without touching the global generator. `use_cache=False` recomputes everything at
+        each character: the same result, slower.
+
+        Raises ValueError for an empty `idx`, a temperature not above 0, a top_k below 1, or a top_p
+        not in (0, 1].
+        """
+        if idx.dim() != 2 or idx.size(1) == 0:
+            raise ValueError("generate needs at least one character to start from, of shape (B, T)")
+        if do_sample and not temperature > 0:
+            raise ValueError(f"temperature={temperature}: must be above 0")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k={top_k}: must be at least 1")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+        generator = None
+        if seed is not None:
+            generator = torch.Generator(idx.device).manual_seed(seed)
+        was_training = self.training
+        self.eval()
+        block_size, (B, start) = self.config.block_size, idx.shape
+        sequence = torch.cat((idx, idx.new_zeros(B, max_new_tokens)), dim=1)
+        device, dtype = idx.device, self.tok_emb.weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        cache = KVCache(self.config, B, device, dtype) if use_cache else None
+        for end in range(start, start + max_new_tokens):
+            if cache is not None and end <= block_size:
+                logits, _ = self(sequence[:, cache.length : end], cache=cache)
+            else:
+                # Past block_size the window slides: every position moves, and what a key has seen
+                # has changed with it, so nothing cached is still true.
+                logits, _ = self(sequence[:, max(0, end - block_size) : end])
+            sequence[:, end] = pick(logits[:, -1], temperature, do_sample, top_k, top_p, generator)
+        self.train(was_training)
+        return sequence
+
+
+def pick(
+    logits: torch.Tensor, temperature: float, do_sample: bool, top_k, top_p, generator
+) -> torch.Tensor:
+    """One id (B,) per row of `logits` (B, V); see `GPT.generate` for the rest."""
+    if not do_sample:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probability = ordered.softmax(dim=-1)
+        before = (
+            probability.cumsum(dim=-1) - probability
+        )  # the likeliest has 0 before it, so one always stays
+        logits = logits.masked_fill(
+            (before >= top_p).scatter(1, order, before >= top_p), float("-inf")
+        )
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+@dataclass
+class OptimizerConfig:
+    """How the weights are learned; the fields are explained in `conf/optimizer/`."""
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    cooldown_ratio: float = 0.4
+
+    def __post_init__(self):
+        from schedule import SCHEDULES
+
+        if self.name not in ("adamw", "muon"):
+            raise UserError(f"optimizer.name={self.name}: must be adamw or muon")
+        if self.schedule not in SCHEDULES:
+            raise UserError(
+                f"optimizer.schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}"
+            )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise UserError(f"optimizer.learning_rate={self.learning_rate}: must be above 0")
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1"
+                )
+        for name in ("min_lr_ratio", "cooldown_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)}: must lie between 0 and 1")
+        for name in ("weight_decay", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
+    """Every trainable parameter once, in one of `hidden`, `decay` and `no_decay`.
+
+    `hidden`: the matrices inside the blocks, which Muon takes over where it is asked for. `decay`:
+    the head (tied to the embedding or not), and the embeddings where `decay_embeddings` says so
+    (nanoGPT does, minGPT does not). `no_decay`: biases, norms, and else the embeddings. `model` may
+    be wrapped, in DDP say: only the names of its parameters count.
+    """
+    groups = {"hidden": [], "decay": [], "no_decay": []}
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() < 2:
+            groups["no_decay"].append(parameter)
+        elif ".blocks." in f".{name}":
+            groups["hidden"].append(parameter)
+        elif id(parameter) in linear or config.decay_embeddings:
+            groups["decay"].append(parameter)
+        else:
+            groups["no_decay"].append(parameter)
+    return groups
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon for one list of matrices and torch's AdamW for other parameter groups, as one
+    optimizer.
+
+    One optimizer means one `step` for a `GradScaler` to skip and one state to save. Muon's updates
+    are scaled to the size of AdamW's (`match_rms_adamw`: Liu et al., "Muon is Scalable for LLM
+    Training", 2025), so that both share a learning rate.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], groups: list[dict], muon: dict, adamw: dict):
+        self.parts = (
+            torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **muon),
+            torch.optim.AdamW(groups, **adamw),
+        )
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        self.parts[0].param_groups, self.parts[1].param_groups = (
+            self.param_groups[:1],
+            self.param_groups[1:],
+        )
+        for part in self.parts:
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._share()  # loading replaced the groups and the state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019), or Muon (Jordan et al., 2024) for the hidden matrices
+    and AdamW for the rest.
+
+    Weight decay is decoupled and applies to `hidden` and `decay` of `parameter_groups`. Each
+    group's peak learning rate is its `initial_lr`; the trainer multiplies it by the schedule.
+    """
+    groups = parameter_groups(model, config)
+    adamw = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
+    rest = [
+        {"params": groups["decay"], "weight_decay": config.weight_decay},
+        {"params": groups["no_decay"], "weight_decay": 0.0},
+    ]
+    if config.name == "muon":
+        muon = {
+            "lr": config.learning_rate,
+            "momentum": config.momentum,
+            "weight_decay": config.weight_decay,
+        }
+        optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
+    else:
+        rest[0]["params"] = groups["hidden"] + rest[0]["params"]
+        optimizer = torch.optim.AdamW([g for g in rest if g["params"]], **adamw)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate
+    return optimizer

@@ -1,0 +1,149 @@
+"""Prints text from a trained model, from its snapshot alone.
+
+python sample.py                                            the newest run, its best snapshot
+python sample.py prompt="ROMEO:" num_samples=3              what to start from, and how many
+python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7
+python sample.py run_dir=runs/shakespeare_cpu               another run
+python sample.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt
+"""
+
+import glob
+import os
+import sys
+from dataclasses import dataclass, fields
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from char_dataset import encode
+from errors import UserError
+from model import GPT, GPTConfig
+from snapshot import Snapshot, beside, exists
+
+
+@dataclass
+class SampleConfig:
+    """What to print; every field is an argument, `name=value`."""
+
+    prompt: str | None = (
+        None  # the text to continue; null: a newline, or the vocabulary's first character
+    )
+    num_samples: int = 1  # continuations
+    max_new_tokens: int = 500  # characters in each
+    temperature: float = 0.8  # logits are divided by it; 0: always the likeliest character
+    top_k: int | None = None  # draw among the k likeliest; null: among all
+    top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
+    seed: int | None = 1337  # of the draw; null: another text every time
+    run_dir: str | None = None  # the run; null: the newest under runs/
+    snapshot: str | None = (
+        None  # a snapshot file or URL; null: the best of run_dir, or else its latest
+    )
+    device: str = "auto"  # cpu, cuda or auto
+
+    def __post_init__(self):
+        for name in ("num_samples", "max_new_tokens", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: must be at least 1")
+        if self.temperature < 0:
+            raise UserError(f"temperature={self.temperature}: must not be negative")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if self.prompt == "":
+            raise UserError("prompt is empty: give at least one character, or leave it out")
+
+
+def parse(arguments: list[str]) -> SampleConfig:
+    """The configuration in `name=value` arguments. A prompt is taken as it is: nothing in it has a meaning."""
+    known = [f.name for f in fields(SampleConfig)]
+    values = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or name not in known:
+            raise UserError(
+                f"{argument}: not an argument; there are {', '.join(f'{k}=' for k in known)}"
+            )
+        values[name] = None if value == "null" and name != "prompt" else value
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SampleConfig), values))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def choose_snapshot(config: SampleConfig) -> str:
+    """The path of the snapshot to sample from; `UserError` if there is none."""
+    if config.snapshot is not None:
+        return config.snapshot
+    run_dir = config.run_dir
+    if run_dir is None:
+        found = glob.glob("runs/**/gpt_snapshot.pt", recursive=True)
+        if not found:
+            raise UserError(
+                "no run under runs/ has a snapshot; train first, or give run_dir= or snapshot="
+            )
+        run_dir = os.path.dirname(max(found, key=os.path.getmtime))
+    latest = os.path.join(run_dir, "gpt_snapshot.pt")
+    for path in (beside(latest, "best"), latest):
+        if exists(path):
+            return path
+    raise UserError(f"run_dir={run_dir}: there is no snapshot in it")
+
+
+def load_model(snapshot: Snapshot, device: str) -> GPT:
+    """The trained model of a snapshot, ready to generate."""
+    model = GPT(GPTConfig(**snapshot.config["model"]))
+    model.load_state_dict(snapshot.model_state)
+    return model.to(device).eval()
+
+
+def sample(config: SampleConfig, snapshot: Snapshot) -> list[str]:
+    """`num_samples` texts, prompt included. Raises `UserError` for a prompt with an unknown character."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise UserError(
+            "device=cuda: no GPU that this build of torch can use; set device=cpu or auto"
+        )
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={config.device}: must be auto, cpu or cuda")
+    device = "cuda" if available and config.device != "cpu" else "cpu"
+    stoi = {character: i for i, character in enumerate(snapshot.vocabulary)}
+    prompt = config.prompt
+    if prompt is None:
+        prompt = "\n" if "\n" in stoi else snapshot.vocabulary[0]
+    try:
+        ids = encode(prompt, stoi).to(device)
+    except UserError as error:
+        raise UserError(f"prompt: {error}") from error
+    model = load_model(snapshot, device)
+    out = model.generate(
+        ids.expand(config.num_samples, -1),
+        config.max_new_tokens,
+        temperature=config.temperature or 1.0,
+        do_sample=config.temperature > 0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
+    return ["".join(snapshot.vocabulary[i] for i in row) for row in out.tolist()]
+
+
+def main() -> None:
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
+        print(__doc__.strip())
+        return
+    try:
+        config = parse(sys.argv[1:])
+        path = choose_snapshot(config)
+        snapshot = Snapshot.load(path)
+        loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
+        print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
+        for i, text in enumerate(sample(config, snapshot)):
+            print("-" * 40 + "\n" if i else "", text, sep="")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+import math
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
+def learning_rate_factor(step: int, total_steps: int, config) -> float:
+    """What the peak learning rate is multiplied by at `step` (0-based) of `total_steps`.
+
+    `config` has `schedule`, `warmup_steps`, `min_lr_ratio` and `cooldown_ratio` (see
+    `model.OptimizerConfig`). The factor rises linearly over `warmup_steps` (clamped to the run),
+    then, over the steps that remain:
+
+    - `constant`: stays at 1;
+    - `linear`: falls in a straight line to `min_lr_ratio`;
+    - `cosine`: falls along half a cosine to `min_lr_ratio` (Loshchilov and Hutter, SGDR, 2017);
+    - `wsd`: stays at 1, then falls in a straight line over the last `cooldown_ratio` of all steps
+      (warm-up, stable,
+      decay: Hu et al., MiniCPM, 2024).
+
+    Past `total_steps` it stays where it ended.
+    """
+    warmup_steps = min(config.warmup_steps, total_steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    start = warmup_steps
+    if config.schedule == "wsd":
+        start = max(start, total_steps - round(config.cooldown_ratio * total_steps))
+    progress = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
+    if config.schedule == "cosine":
+        progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+    return 1.0 + (config.min_lr_ratio - 1.0) * progress

@@ -1,0 +1,707 @@
+"""The trainer: steps, accumulation, mixed precision, evaluation, snapshots. It knows nothing of
+GPT.
+
+    Trainer(config, model, optimizer, train_dataset, test_dataset).train()
+
+`model(x, y)` returns `(anything, loss)`; a data set has `len`, `batch(indices)`, and, to be
+evaluated on, `tiles` and `num_tiles` (see `char_dataset.py`). A bare model is wrapped in
+`DistributedDataParallel` here where there are several processes.
+"""
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader, Dataset
+
+import distributed
+import snapshot as snapshots
+from char_dataset import IGNORE, window_order
+from distributed import World
+from errors import UserError
+from metrics import Metrics
+from snapshot import Snapshot
+
+log = logging.getLogger("gpt")
+
+EVAL_CHARACTERS = 8192  # scored at once by each process
+COMPILE_PAYS_FROM = 1e14  # planned floating-point operations on a CPU: minutes of training against 20 s of compiling
+SMALLEST_SCALE = (
+    2.0**-20
+)  # a GradScaler this low has skipped dozens of steps in a row: the run has diverged
+# Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "T4": 65e12,
+}
+
+
+@dataclass
+class TrainerConfig:
+    """How long, in which portions, and on what to train; the fields are explained in `conf/trainer/`."""
+
+    max_epochs: int | None = 10
+    max_steps: int | None = None
+    batch_size: int = 64
+    micro_batch_size: int | None = None
+    grad_norm_clip: float | None = 1.0
+    data_loader_workers: int = 0
+    snapshot_path: str = "gpt_snapshot.pt"
+    save_every: int | None = 1
+    save_every_steps: int | None = None
+    eval_every_steps: int | None = None
+    log_every_steps: int = 10
+    use_amp: bool = True
+    amp_dtype: str = "auto"
+    seed: int = 1337
+    device: str = "auto"
+    threads: int | None = None
+    compile: str = "auto"
+    deterministic: str = "auto"
+    resume: str = "auto"
+    timeout_s: float = 600.0
+
+    def __post_init__(self):
+        self.compile, self.deterministic = self.compile.lower(), self.deterministic.lower()
+        choices = {
+            "amp_dtype": ("auto", "bfloat16", "float16"),
+            "device": ("auto", "cpu", "cuda"),
+            "compile": ("auto", "true", "false"),
+            "deterministic": ("auto", "true", "false"),
+            "resume": ("auto", "must", "never"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(
+                    f"trainer.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}"
+                )
+        positive = (
+            "max_epochs max_steps batch_size micro_batch_size save_every save_every_steps eval_every_steps "
+            "log_every_steps threads timeout_s"
+        ).split()
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"trainer.{name}={value}: must be above 0")
+        if self.max_epochs is None and self.max_steps is None:
+            raise UserError(
+                "trainer.max_epochs and trainer.max_steps are both null: one must say when to stop"
+            )
+        if self.grad_norm_clip is not None and not self.grad_norm_clip > 0:
+            raise UserError(
+                f"trainer.grad_norm_clip={self.grad_norm_clip}: must be above 0, or null not to clip"
+            )
+        if self.data_loader_workers < 0:
+            raise UserError(
+                f"trainer.data_loader_workers={self.data_loader_workers}: must not be negative"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"trainer.seed={self.seed}: must be at least 0 and below 2^63")
+
+    def check_world_size(self, size: int) -> None:
+        """Raises `UserError` if `size` processes cannot share the batch equally."""
+        if self.batch_size % size:
+            raise UserError(
+                f"trainer.batch_size={self.batch_size}: must be divisible by the number of processes, {size}; the "
+                f"nearest that are: {self.batch_size // size * size or size}, {-(-self.batch_size // size) * size}"
+            )
+
+
+class MicroBatches(Dataset):
+    """Item k is this rank's k-th micro-batch of the whole run, wherever the run stands and however
+    it was started.
+
+    Step s takes positions `s * batch_size` and on from the stream of windows; the ranks share them
+    in order, and each rank's share is cut into micro-batches in order.
+    """
+
+    def __init__(self, dataset: Any, seed: int, batch_size: int, accumulation: int, world: World):
+        self.dataset, self.seed = dataset, seed
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.share = batch_size // world.size
+        self.offset = world.rank * self.share
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        step, i = divmod(k, self.accumulation)
+        size = self.share // self.accumulation
+        first = step * self.batch_size + self.offset + i * size
+        positions = np.arange(first, first + size)
+        return self.dataset.batch(window_order(positions, len(self.dataset), self.seed))
+
+
+def _start_worker(_: int) -> None:
+    # A signal to the whole process group is for the trainer, which lets its loaders go when it has
+    # saved.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+class Trainer:
+    """Trains `model` with `optimizer` on `train_dataset`; evaluates on `test_dataset`; snapshots;
+    resumes.
+
+    Args:
+        config: see `TrainerConfig`.
+        model: bare or already wrapped. `model.compile` and, if there is one,
+            `model.flops_per_token()` are used.
+        optimizer: made over the model's parameters; a group's `initial_lr` (or else `lr`) is its
+            peak learning rate.
+        train_dataset, test_dataset: as this module's first lines say; no evaluation where the
+            second is None.
+        schedule: the factor on the learning rate at (step, total steps); constant by default.
+        world: this process among all; found out, and the process group joined, if not given.
+        run_dir: where the files of the run go.
+        run_config: the whole configuration as plain types, kept in the snapshot and compared when
+            resuming.
+        snapshot: what to go on from; looked for at `config.snapshot_path` if not given.
+
+    Raises `UserError` where the batch cannot be shared or the snapshot cannot be resumed.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_dataset: Any,
+        test_dataset: Any = None,
+        *,
+        schedule: Callable[[int, int], float] = lambda step, total_steps: 1.0,
+        world: World | None = None,
+        run_dir: str = ".",
+        run_config: dict[str, Any] | None = None,
+        snapshot: Snapshot | None = None,
+    ):
+        self.config, self.optimizer, self.schedule = config, optimizer, schedule
+        self.train_dataset, self.test_dataset = train_dataset, test_dataset
+        self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
+        self.run_dir, self.run_config = run_dir, run_config or {}
+        self.snapshot_path = snapshot_path(config, run_dir)
+
+        config.check_world_size(self.world.size)
+        share = config.batch_size // self.world.size
+        limit = min(config.micro_batch_size or share, share)
+        self.micro_batch_size = max(size for size in range(1, limit + 1) if share % size == 0)
+        self.accumulation = share // self.micro_batch_size
+        self.total_steps = planned_steps(config, len(train_dataset))
+
+        self.step = 0
+        self.best: tuple[float, int] | None = None  # held-out loss and its step
+        self.newest: tuple[float, int] | None = None
+        found = snapshot or find_snapshot(config, run_dir, self.world)
+        if found:
+            self._check(found)
+        self.choices = self._choose(found.choices if found else {}, distributed.unwrap(model))
+        self._apply_choices(model)
+        bare = distributed.unwrap(model)
+        if found:
+            self._restore(found, bare)
+        self.model = model if model is not bare else distributed.wrap(model, self.world)
+        self.bare = bare
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.world.device.type == "cuda" and config.data_loader_workers == 0:
+            train_dataset.to(self.world.device)
+            if test_dataset is not None:
+                test_dataset.to(self.world.device)
+
+    # ----------------------------------------------------------------------------------------------
+    # Choices: what every "auto" means, decided once in the life of a run
+
+    def _choose(self, earlier: dict[str, Any], bare: nn.Module) -> dict[str, Any]:
+        config, device = self.config, self.world.device
+        choices = dict.fromkeys(("amp_dtype", "compile", "deterministic"))
+        if not config.use_amp:
+            choices["amp_dtype"] = "float32"
+        elif config.amp_dtype != "auto":
+            choices["amp_dtype"] = config.amp_dtype
+        else:
+            choices["amp_dtype"] = earlier.get("amp_dtype") or best_amp_dtype(device)
+        planned = (
+            self.total_steps
+            * config.batch_size
+            * self.train_dataset.block_size
+            * flops_per_token(bare)
+        )
+        automatic = {
+            "compile": device.type == "cuda" or planned > COMPILE_PAYS_FROM,
+            "deterministic": device.type == "cpu",
+        }
+        for name, choice in automatic.items():
+            setting = getattr(config, name)
+            choices[name] = earlier.get(name, choice) if setting == "auto" else setting == "true"
+        return choices
+
+    def _apply_choices(self, model: nn.Module) -> None:
+        device = self.world.device.type
+        if self.choices["deterministic"]:
+            if device == "cuda":
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = (
+                False  # a debugging aid that costs a pass over memory
+            )
+        if self.choices["compile"]:
+            distributed.unwrap(model).compile(dynamic=False)
+        name = self.choices["amp_dtype"]
+        self.amp_dtype = getattr(torch, name)
+        self.scaler = torch.amp.GradScaler(device, enabled=name == "float16")
+
+    def _autocast(self):
+        enabled = self.amp_dtype is not torch.float32
+        return torch.autocast(
+            self.world.device.type, dtype=self.amp_dtype if enabled else None, enabled=enabled
+        )
+
+    # ----------------------------------------------------------------------------------------------
+    # Snapshots
+
+    def _check(self, snapshot: Snapshot) -> None:
+        dataset, path = self.train_dataset, self.snapshot_path
+        snapshots.check_can_resume(
+            snapshot, self.run_config, dataset.vocabulary, dataset.digest, path
+        )
+        for key, (was, now) in snapshots.differences(snapshot.config, self.run_config).items():
+            log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
+
+    def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
+        bare.load_state_dict(snapshot.model_state)
+        names = self._optimizer_names(bare)
+        own = self.optimizer.state_dict()
+        own["state"] = {
+            i: snapshot.optimizer_state[name]
+            for i, name in enumerate(names)
+            if name in snapshot.optimizer_state
+        }
+        self.optimizer.load_state_dict(own)
+        if self.scaler.is_enabled() and snapshot.scaler_state:
+            self.scaler.load_state_dict(snapshot.scaler_state)
+        self.step = snapshot.step
+        if snapshot.best_loss is not None:
+            self.best = (snapshot.best_loss, snapshot.best_step)
+        if snapshot.loss is not None:
+            self.newest = (snapshot.loss, snapshot.loss_step)
+
+    def _optimizer_names(self, bare: nn.Module) -> list[str]:
+        """The names of the optimizer's parameters, in its own order."""
+        name_of = {id(parameter): name for name, parameter in bare.named_parameters()}
+        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _capture(self) -> Snapshot:
+        names = self._optimizer_names(self.bare)
+        state = self.optimizer.state_dict()["state"]
+        best, newest = self.best or (None, None), self.newest or (None, None)
+        return Snapshot(
+            model_state=self.bare.state_dict(),
+            optimizer_state={names[i]: values for i, values in state.items()},
+            finished_epoch=self.windows_seen // len(self.train_dataset),
+            step=self.step,
+            windows_seen=self.windows_seen,
+            seed=self.config.seed,
+            scaler_state=self.scaler.state_dict(),
+            best_loss=best[0],
+            best_step=best[1],
+            loss=newest[0],
+            loss_step=newest[1],
+            vocabulary=self.train_dataset.vocabulary,
+            text_digest=self.train_dataset.digest,
+            choices=self.choices,
+            config=self.run_config,
+        )
+
+    def _save(self, latest: bool, best: bool) -> None:
+        """Writes the latest snapshot, the best one, or both. Every rank calls it; rank 0 writes."""
+        if not (latest or best):
+            return
+        self._check_finite()
+
+        def write() -> None:
+            content = self._capture().to_bytes()
+            if best:
+                snapshots.write_whole(snapshots.beside(self.snapshot_path, "best"), content)
+            if latest:
+                snapshots.replace_latest(self.snapshot_path, content)
+
+        try:
+            distributed.run_on_first(write, self.world)
+        except UserError as error:
+            raise UserError(
+                f"{self.snapshot_path}: the snapshot of step {self.step} was not written: {error}"
+            ) from error
+
+    # ----------------------------------------------------------------------------------------------
+    # Training
+
+    @property
+    def windows_seen(self) -> int:
+        return self.step * self.config.batch_size
+
+    @property
+    def epoch(self) -> float:
+        return self.windows_seen / len(self.train_dataset)
+
+    def train(self) -> float | None:
+        """Trains to the end of the plan; returns the held-out loss of the last step, nats per
+        character.
+
+        Raises `UserError` if the numbers stop being finite or a snapshot cannot be written; the
+        last good snapshot then stays as it was.
+        """
+        if self.step >= self.total_steps:
+            if self.newest:
+                log.info("held-out loss %.4f at step %d", *self.newest)
+            log.info(
+                "this run is finished: %d of %d steps; to train on, raise trainer.max_steps or trainer.max_epochs",
+                self.step,
+                self.total_steps,
+            )
+            return self.newest[0] if self.newest else None
+        self.metrics = Metrics(self.run_dir, self.step) if self.world.is_first else None
+        try:
+            self._announce()
+            self._train()
+        finally:
+            if self.metrics:
+                self.metrics.close()
+        return self.newest[0] if self.newest else None
+
+    def _train(self) -> None:
+        config, device = self.config, self.world.device
+        batches = iter(self._loader())
+        self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+        self.stopwatch = Stopwatch(self.step)
+        self.model.train()
+        while self.step < self.total_steps:
+            loss, norm = self._train_step(batches)
+            self.step += 1
+            last = self.step == self.total_steps
+            epochs_before = (self.windows_seen - config.batch_size) // len(self.train_dataset)
+            epochs = self.windows_seen // len(self.train_dataset)
+            if last or self.step % config.log_every_steps == 0:
+                self._log_step(loss, norm)
+            every = config.eval_every_steps
+            better = False
+            if self.test_dataset is not None and (
+                last or (self.step % every == 0 if every else epochs > epochs_before)
+            ):
+                with self.stopwatch.paused():
+                    better = self._log_evaluation()
+            due = last or bool(config.save_every_steps and self.step % config.save_every_steps == 0)
+            if config.save_every:
+                due = due or epochs // config.save_every > epochs_before // config.save_every
+            with self.stopwatch.paused():
+                self._save(latest=due, best=better)
+
+    def _loader(self) -> DataLoader:
+        """Micro-batches from the next step to the end of the run."""
+        config, first, last = (
+            self.config,
+            self.step * self.accumulation,
+            self.total_steps * self.accumulation,
+        )
+        source = MicroBatches(
+            self.train_dataset, config.seed, config.batch_size, self.accumulation, self.world
+        )
+        return DataLoader(
+            source,
+            batch_size=None,
+            sampler=range(first, last),
+            num_workers=config.data_loader_workers,
+            worker_init_fn=_start_worker,
+            pin_memory=self.world.device.type == "cuda" and config.data_loader_workers > 0,
+            generator=torch.Generator(),  # or the iterator would draw from the global one
+        )
+
+    def _train_step(self, batches) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the device."""
+        config, device = self.config, self.world.device
+        torch.manual_seed(step_seed(config.seed, self.step, self.world.rank))
+        factor = self.schedule(self.step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        total = torch.zeros((), device=device)
+        for i in range(self.accumulation):
+            x, y = (z.to(device, non_blocking=True) for z in next(batches))
+            # Gradients are summed over processes once a step, with the last micro-batch.
+            waits = i + 1 < self.accumulation and self.world.size > 1
+            with self.model.no_sync() if waits else contextlib.nullcontext():
+                with self._autocast():
+                    _, loss = self.model(x, y)
+                self.scaler.scale(loss / self.accumulation).backward()
+            total += loss.detach()
+        self.scaler.unscale_(
+            self.optimizer
+        )  # before clipping: the limit is meant for the true gradients
+        if config.grad_norm_clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_norm_clip)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = total / self.accumulation
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) & (self.first_bad_step < 0)
+        self.first_bad_step.masked_fill_(bad, self.step + 1)
+        return loss, norm
+
+    def _check_finite(self) -> None:
+        """Raises `UserError` on every rank if a loss or gradient norm was not finite. Waits for the device."""
+        if self.scaler.is_enabled():
+            if self.scaler.get_scale() < SMALLEST_SCALE:
+                raise UserError(
+                    f"step {self.step}: float16 gradients overflow at any scale: training has diverged; lower "
+                    f"optimizer.learning_rate; snapshots of earlier steps are as they were"
+                )
+            return  # the scaler skips such steps and lowers its scale: that is its work
+        bad = self.first_bad_step.clamp(min=-1).double()
+        worst = distributed.sum_over_ranks((bad >= 0).double(), self.world)
+        if worst.item() > 0:
+            step = int(bad.item()) if bad.item() >= 0 else self.step
+            raise UserError(
+                f"step {step}: the loss or the gradient norm is not finite: training has diverged; lower "
+                f"optimizer.learning_rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or raise "
+                "optimizer.warmup_steps; snapshots of earlier steps are as they were"
+            )
+
+    def _log_step(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        self._check_finite()
+        mean = distributed.sum_over_ranks(loss.double(), self.world).item() / self.world.size
+        if not self.metrics:
+            return
+        seconds_per_step = self.stopwatch.lap(self.step)
+        rate = self.config.batch_size * self.train_dataset.block_size / seconds_per_step
+        peak = peak_flops(self.world.device)
+        mfu = rate * flops_per_token(self.bare) / (peak * self.world.size) if peak else None
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.metrics.log(
+            self.step,
+            self.epoch,
+            "train",
+            mean,
+            lr=lr,
+            grad_norm=norm.item(),
+            tokens_per_s=rate,
+            mfu=mfu,
+        )
+        left = duration(seconds_per_step * (self.total_steps - self.step))
+        log.info(
+            "step %*d/%d | epoch %.2f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s left",
+            len(str(self.total_steps)), self.step, self.total_steps, self.epoch, mean, lr, norm.item(),
+            f"{rate:,.0f}", f" | MFU {mfu:.0%}" if mfu is not None else "", left,
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------------------------
+    # Evaluation
+
+    def _log_evaluation(self) -> bool:
+        """Evaluates; returns whether this is the lowest held-out loss so far."""
+        self._check_finite()
+        started = time.perf_counter()
+        loss, scored, rank_losses = self.evaluate()
+        if not math.isfinite(loss):
+            raise UserError(f"step {self.step}: the held-out loss is {loss}: training has diverged")
+        better = self.best is None or loss < self.best[0]
+        self.newest = (loss, self.step)
+        if better:
+            self.best = self.newest
+        if self.metrics:
+            self.metrics.log(
+                self.step, self.epoch, "val", loss, tokens=scored, rank_losses=rank_losses
+            )
+            per_rank = (
+                f" | by rank {' '.join(format_loss(x) for x in rank_losses)}"
+                if self.world.size > 1
+                else ""
+            )
+            log.info(
+                "step %*d/%d | held-out loss %.4f (%.4f bits per character)%s | %s characters in %.1f s%s",
+                len(str(self.total_steps)), self.step, self.total_steps, loss, loss / math.log(2),
+                "" if better else f" | best {self.best[0]:.4f} at step {self.best[1]}",
+                f"{scored:,}", time.perf_counter() - started, per_rank,
+            )  # fmt: skip
+        return better
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, int, list[float | None]]:
+        """The loss over every held-out character but the first, each scored once, in windows laid
+        end to end.
+
+        Returns (nats per character over all ranks, characters scored, each rank's own loss; None
+        for a rank that had no window). The ranks share the windows; the figure depends neither on
+        how many there are nor on the batch size, but for rounding. Runs the plain model: compiling
+        for evaluation would cost more than it saves.
+        """
+        dataset, world = self.test_dataset, self.world
+        first = dataset.num_tiles * world.rank // world.size
+        last = dataset.num_tiles * (world.rank + 1) // world.size
+        size = max(1, EVAL_CHARACTERS // dataset.block_size)
+        total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
+        stance = (
+            torch.compiler.set_stance("force_eager")
+            if self.choices["compile"]
+            else contextlib.nullcontext()
+        )
+        self.bare.eval()
+        with stance, self._autocast():
+            for start in range(first, last, size):
+                x, y = (z.to(world.device) for z in dataset.tiles(start, min(start + size, last)))
+                count = y.numel() - int((y == IGNORE).sum()) if start + size >= last else y.numel()
+                total += self.bare(x, y)[1].double() * count
+                scored += count
+        self.bare.train()
+        results = distributed.gather((total.item(), scored), world)
+        losses = [loss / count if count else None for loss, count in results]
+        everything = sum(count for _, count in results)
+        return sum(loss for loss, _ in results) / everything, everything, losses
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Says, before the first step, what is about to happen and on what."""
+        config, world, dataset = self.config, self.world, self.train_dataset
+        if world.device.type == "cuda":
+            device = torch.cuda.get_device_name(world.device)
+        else:
+            device = f"CPU, {torch.get_num_threads()} threads a process"
+        processes = f"{world.size} process{'es' * (world.size > 1)}"
+        parameters = sum(p.numel() for p in self.parameters)
+        characters = config.batch_size * dataset.block_size
+        log.info("device      %s; %s", device, processes)
+        log.info(
+            "precision   %s%s; %s; %s", self.choices["amp_dtype"],
+            " with loss scaling" if self.scaler.is_enabled() else "",
+            "compiled (the first step waits for it)" if self.choices["compile"] else "not compiled",
+            "deterministic" if self.choices["deterministic"] else "not deterministic",
+        )  # fmt: skip
+        log.info("parameters  %s", f"{parameters:,}")
+        log.info(
+            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s characters a step",
+            config.batch_size, processes, self.micro_batch_size, self.accumulation, dataset.block_size,
+            f"{characters:,}",
+        )  # fmt: skip
+        log.info(
+            "text        %s characters to train on (%s windows an epoch), %s held out, %d distinct",
+            f"{len(dataset.data):,}", f"{len(dataset):,}",
+            f"{len(self.test_dataset.data) if self.test_dataset is not None else 0:,}", dataset.vocab_size,
+        )  # fmt: skip
+        log.info(
+            "plan        %d steps = %.2f epochs, %s characters%s",
+            self.total_steps, self.total_steps * config.batch_size / len(dataset),
+            f"{self.total_steps * characters:,}", f"; from step {self.step}" if self.step else "",
+        )  # fmt: skip
+
+
+class Stopwatch:
+    """Seconds a training step takes, evaluations and saves not counted."""
+
+    def __init__(self, step: int):
+        self.step, self.started = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        """Seconds per step since the last lap."""
+        now = time.perf_counter()
+        seconds = (now - self.started) / (step - self.step)
+        self.step, self.started = step, now
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self):
+        started = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - started
+
+
+def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
+    """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute or a URL."""
+    path = config.snapshot_path
+    return os.path.join(run_dir, path) if snapshots.is_local(path) else path
+
+
+def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot | None:
+    """The snapshot to go on from, read and verified by rank 0 and handed to all; None to start
+    anew.
+
+    With `resume=never`, earlier snapshots are first renamed. Raises `UserError` on every rank if
+    snapshots exist but none is good, or if there is none and `resume=must`.
+    """
+    path = snapshot_path(config, run_dir)
+
+    def find() -> tuple[bytes, str] | None:
+        if config.resume == "never":
+            for moved in snapshots.set_aside(path):
+                log.info("trainer.resume=never: an earlier snapshot is now %s", moved)
+        found = snapshots.find(path, log.warning)
+        if found is None and config.resume == "must":
+            raise UserError(f"trainer.resume=must: there is no snapshot at {path}")
+        return found
+
+    found = distributed.run_on_first(find, world)
+    if found is None:
+        return None
+    snapshot = Snapshot.from_bytes(*found)
+    log.info("resuming from %s, step %d", found[1], snapshot.step)
+    return snapshot
+
+
+def planned_steps(config: TrainerConfig, num_windows: int) -> int:
+    """Optimizer steps of the whole run: `max_steps`, or enough for `max_epochs` to see every window, or the fewer."""
+    plans = []
+    if config.max_steps is not None:
+        plans.append(config.max_steps)
+    if config.max_epochs is not None:
+        plans.append(-(-config.max_epochs * num_windows // config.batch_size))
+    return min(plans)
+
+
+def best_amp_dtype(device: torch.device) -> str:
+    """bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if has_bf16 else "float32"
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of everything random in one step of one rank (dropout): nothing random needs saving."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """The model's own count, or 6 per parameter."""
+    own = getattr(model, "flops_per_token", None)
+    return own() if own else 6.0 * sum(p.numel() for p in model.parameters())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak rate in half precision, FLOP/s; None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def format_loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
