@@ -430,7 +430,7 @@ class Trainer:
     def _train_step(self, batches) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the device."""
         config, device = self.config, self.world.device
-        torch.manual_seed(step_seed(config.seed, self.step, self.world.rank))
+        self._seed(step_seed(config.seed, self.step, self.world.rank))
         factor = self.schedule(self.step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
@@ -458,6 +458,12 @@ class Trainer:
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) & (self.first_bad_step < 0)
         self.first_bad_step.masked_fill_(bad, self.step + 1)
         return loss, norm
+
+    def _seed(self, seed: int) -> None:
+        # torch.manual_seed would do, but takes a stack trace each time where there is no GPU.
+        torch.default_generator.manual_seed(seed)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _check_finite(self) -> None:
         """Raises `UserError` on every rank if a loss or gradient norm was not finite. Waits for the device."""
