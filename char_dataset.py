@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import fsspec
 import numpy as np
 import torch
+from omegaconf import MISSING
 from torch.utils.data import Dataset
 
 from errors import UserError
@@ -34,7 +35,7 @@ IGNORE = -1  # a target with this value is not scored; minGPT's convention
 class DataConfig:
     """Which text, and how it is cut. The fields are explained in `conf/data/`."""
 
-    path: str = "data/input.txt"
+    path: str = MISSING
     url: str | None = None
     sha256: str | None = None
     fallback: str | None = None
@@ -132,6 +133,10 @@ def _read_bytes(path: str) -> bytes:
         with fsspec.open(path, "rb", **options) as file:
             return file.read()
     except FileNotFoundError as error:
+        if (
+            "://" in path and error.__cause__ is not None
+        ):  # what fsspec makes of a refused connection
+            raise UserError(f"{path}: cannot be read: {error.__cause__}") from error
         raise UserError(f"{path}: no such file") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a directory, not a text") from error

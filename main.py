@@ -32,7 +32,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import distributed
 from char_dataset import CharDataset, fetch
 from config import Config, explain, plain, register, validate
-from distributed import World, launched_rank, launched_size, run_on_each_host, run_on_first
+from distributed import (
+    World,
+    gather,
+    launched_rank,
+    launched_size,
+    run_on_each_host,
+    run_on_first,
+)
 from errors import UserError
 from metrics import run_directory
 from model import GPT, create_optimizer
@@ -113,7 +120,10 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
-    return CharDataset(data)
+    dataset = CharDataset(data)
+    if len(set(gather(dataset.digest, world))) > 1:
+        raise UserError(f"data.path={path}: the processes read different texts there")
+    return dataset
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -125,19 +135,16 @@ def main(composed: DictConfig) -> float | None:
             raise UserError(
                 "-m runs its jobs one after another in this process: start it with python, not torchrun"
             )
-        if (
-            os.path.abspath(composed.run_dir) != hydra_config.runtime.output_dir
-        ):  # a sweep, or hydra.run.dir=...
+        if hydra_config.runtime.output_dir != os.getcwd():  # a sweep's job, or hydra.run.dir=...
             composed.run_dir = hydra_config.runtime.output_dir
-        named = any(
-            o.startswith(("data=", "data.path=", "data.url=")) for o in hydra_config.overrides.task
-        )
-        return train(composed, text_is_named=named)
+        named = {override.split("=")[0] for override in hydra_config.overrides.task}
+        if "data.path" in named and "data.url" not in named:
+            composed.data.url = None  # the configured url and digest are those of another text
+            if "data.sha256" not in named:
+                composed.data.sha256 = None
+        return train(composed, text_is_named=bool(named & {"data", "data.path", "data.url"}))
     except UserError as error:
-        with contextlib.suppress(OSError):
-            os.rmdir(
-                composed.run_dir
-            )  # Hydra has just made it; goes only if there is nothing in it
+        distributed.stop()  # every rank comes here; one that just left would take the others down
         fail(error)
 
 
@@ -159,6 +166,10 @@ def log_to_console() -> None:
 
 def choose_recipe() -> None:
     """Adds the recipe that fits this machine to the command line, unless it names one."""
+    if (
+        "experiment=null" in sys.argv
+    ):  # Hydra has no override that says so; null is what conf/config.yaml has
+        return sys.argv.remove("experiment=null")
     # A choice made inside conf/config.yaml would be an interpolated group, and those may not
     # override other groups.
     if not any(argument.lstrip("+").startswith("experiment=") for argument in sys.argv[1:]):

@@ -248,11 +248,25 @@ def set_aside(path: str) -> list[str]:
 
 # What a run may not change when it goes on: the result would be neither the old run's nor the new
 # one's. The text is compared by its content, not by where it came from.
-FIXED = (
-    "model.arch model.n_layer model.n_head model.n_embd model.vocab_size model.block_size model.embd_pdrop "
-    "model.resid_pdrop model.attn_pdrop model.bias model.tie_weights data.train_split data.truncate optimizer.name "
-    "optimizer.decay_embeddings trainer.seed trainer.batch_size"
-).split()
+FIXED = [
+    "model.arch",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.vocab_size",
+    "model.block_size",
+    "model.embd_pdrop",
+    "model.resid_pdrop",
+    "model.attn_pdrop",
+    "model.bias",
+    "model.tie_weights",
+    "data.train_split",
+    "data.truncate",
+    "optimizer.name",
+    "optimizer.decay_embeddings",
+    "trainer.seed",
+    "trainer.batch_size",
+]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -90,10 +90,18 @@ class TrainerConfig:
                 raise UserError(
                     f"trainer.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}"
                 )
-        positive = (
-            "max_epochs max_steps batch_size micro_batch_size save_every save_every_steps eval_every_steps "
-            "log_every_steps threads timeout_s"
-        ).split()
+        positive = [
+            "max_epochs",
+            "max_steps",
+            "batch_size",
+            "micro_batch_size",
+            "save_every",
+            "save_every_steps",
+            "eval_every_steps",
+            "log_every_steps",
+            "threads",
+            "timeout_s",
+        ]
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:

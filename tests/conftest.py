@@ -1,0 +1,85 @@
+"""What several test files share: small texts, a tiny configuration, and real starts of the program."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]
+
+# A run of a second or two on any machine.
+TINY = [
+    "experiment=null",
+    "data=pydoc",
+    "data.truncate=0.02",
+    "data.block_size=16",
+    "model.model_type=null",
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "trainer.batch_size=12",
+    "trainer.max_steps=6",
+    "trainer.eval_every_steps=3",
+    "trainer.log_every_steps=1",
+    "trainer.threads=1",
+]
+
+
+def start(*arguments: str, nproc: int = 0, script: str = "main.py", timeout: float = 120, **kwargs):
+    """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
+    return subprocess.run(
+        command(*arguments, nproc=nproc, script=script),
+        cwd=kwargs.pop("cwd", ROOT),
+        env={**os.environ, **kwargs.pop("env", {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **kwargs,
+    )
+
+
+def command(*arguments: str, nproc: int = 0, script: str = "main.py") -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    return [sys.executable, *(torchrun if nproc else []), str(ROOT / script), *map(str, arguments)]
+
+
+def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
+    """The lines of `metrics.jsonl`, without what depends on the clock."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timing = ("tokens_per_s", "mfu")
+    return [
+        {key: value for key, value in line.items() if key not in timing}
+        for line in lines
+        if split in (None, line["split"])
+    ]
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """A text of 2,000 characters, 27 of them distinct."""
+    path = tmp_path / "text.txt"
+    path.write_text(
+        "".join(chr(97 + (i * i + i // 7) % 26) + " " * (i % 5 == 0) for i in range(2000))[:2000]
+    )
+    return path
+
+
+@pytest.fixture
+def shakespeare() -> Path:
+    for path in SHAKESPEARE:
+        if path.exists():
+            return path
+    pytest.skip(f"tiny Shakespeare is at neither of {', '.join(map(str, SHAKESPEARE))}")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)

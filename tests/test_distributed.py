@@ -1,0 +1,195 @@
+"""Several processes, really started: torchrun on this machine, gloo. One launch asserts many properties."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, command, metrics, start
+
+from snapshot import Snapshot
+
+EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """The same short training by 1, 2 and 3 processes, and by 2 that accumulate."""
+    folder = tmp_path_factory.mktemp("worlds")
+    run_dirs = {}
+    for name, nproc, extra in (
+        ("1", 0, []),
+        ("2", 2, []),
+        ("3", 3, []),
+        ("2 accumulating", 2, ["trainer.micro_batch_size=2"]),
+    ):
+        run_dirs[name] = folder / name
+        result = start(*TINY, *EXACT, *extra, f"run_dir={run_dirs[name]}", nproc=nproc)
+        assert result.returncode == 0, result.stderr
+        (run_dirs[name] / "stdout").write_text(result.stdout)
+    return run_dirs
+
+
+def test_losses_do_not_depend_on_the_number_of_processes(runs):
+    alone = metrics(runs["1"])
+    assert [(line["split"], line["step"]) for line in alone] == [
+        ("train", 1), ("train", 2), ("train", 3), ("val", 3), ("train", 4), ("train", 5), ("train", 6), ("val", 6),
+    ]  # fmt: skip
+    for name in ("2", "3", "2 accumulating"):
+        for one, several in zip(alone, metrics(runs[name]), strict=True):
+            assert (one["step"], one["split"]) == (several["step"], several["split"])
+            assert several["loss"] == pytest.approx(one["loss"], abs=2e-6)
+            if one["split"] == "train":
+                assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_weights_do_not_depend_on_the_number_of_processes(runs):
+    states = {
+        name: Snapshot.load(str(run / "gpt_snapshot.pt")).model_state for name, run in runs.items()
+    }
+    for name, state in states.items():
+        for key, value in state.items():
+            assert torch.allclose(value, states["1"][key], atol=2e-5), (name, key)
+
+
+def test_evaluation_scores_the_split_once_at_any_number_of_processes(runs):
+    held_out = int(
+        runs["1"].joinpath("stdout").read_text().split(" held out")[0].split()[-1].replace(",", "")
+    )
+    for name, run in runs.items():
+        for line in metrics(run, "val"):
+            assert line["tokens"] == held_out - 1
+            assert len(line["rank_losses"]) == int(name[0])
+            # Ranks score different windows: their own losses differ, and average to the total.
+            assert len(set(line["rank_losses"])) == int(name[0])
+            assert min(line["rank_losses"]) <= line["loss"] <= max(line["rank_losses"])
+
+
+def test_rank_0_alone_prints_and_writes(runs):
+    names = {
+        ".lock",
+        "config.yaml",
+        "gpt_snapshot.pt",
+        "gpt_snapshot.best.pt",
+        "main.log",
+        "metrics.jsonl",
+    }
+    for name, run in runs.items():
+        present = {p.name for p in run.iterdir()} - {"stdout", "tensorboard"}
+        assert present == names, name
+        out = (run / "stdout").read_text()
+        assert out.count("plan ") == 1 and out.count("step 6/6 | epoch") == 1
+        events = list((run / "tensorboard").iterdir()) if (run / "tensorboard").exists() else []
+        assert len(events) <= 1
+
+
+def test_the_batch_arithmetic_is_printed(runs):
+    out = (runs["2 accumulating"] / "stdout").read_text()
+    assert (
+        "12 windows = 2 processes x 2 micro-batch x 3 accumulated; x 16 characters = 192 characters a step"
+        in out
+    )
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one_bit_for_bit(nproc, tmp_path):
+    settings = [
+        *TINY, "trainer.max_steps=300", "trainer.save_every_steps=20", "trainer.eval_every_steps=50",
+        "trainer.data_loader_workers=0", "optimizer.schedule=cosine",
+    ]  # fmt: skip
+    result = start(*settings, f"run_dir={tmp_path / 'whole'}", nproc=nproc)
+    assert result.returncode == 0, result.stderr
+
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(*settings, f"run_dir={killed}", nproc=nproc), cwd=ROOT, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    log = killed / "metrics.jsonl"
+    while not (
+        log.exists() and log.read_text().count('"train"') > 70
+    ):  # between two snapshots, most likely
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    step = Snapshot.load(str(killed / "gpt_snapshot.pt")).step
+    assert 0 < step < 300
+
+    result = start(*settings, f"run_dir={killed}", nproc=nproc)
+    assert result.returncode == 0, result.stderr
+    assert f"step {step}" in next(
+        line for line in result.stdout.splitlines() if line.startswith("resuming")
+    )
+    a, b = (Snapshot.load(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "killed"))
+    assert a.step == b.step == 300
+    for key, value in a.model_state.items():
+        assert torch.equal(value, b.model_state[key]), key
+    for key, state in a.optimizer_state.items():
+        for name, value in state.items():
+            assert torch.equal(value, b.optimizer_state[key][name]), (key, name)
+    assert (a.best_loss, a.best_step, a.loss) == (b.best_loss, b.best_step, b.loss)
+    assert metrics(tmp_path / "whole") == metrics(killed)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(runs, tmp_path):
+    run = tmp_path / "run"
+    start(*TINY, *EXACT, "trainer.max_steps=3", f"run_dir={run}", nproc=2)
+    result = start(*TINY, *EXACT, f"run_dir={run}", nproc=3)
+    assert result.returncode == 0, result.stderr
+    assert "trainer.max_steps was 3, is 6" in result.stdout
+    for one, several in zip(metrics(runs["1"], "train"), metrics(run, "train"), strict=True):
+        assert several["loss"] == pytest.approx(one["loss"], abs=2e-6)
+
+
+def test_a_run_directory_has_one_run_at_a_time(tmp_path):
+    settings = [*TINY, "trainer.max_steps=100000", f"run_dir={tmp_path}"]
+    first = subprocess.Popen(command(*settings), cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        second = start(*settings, nproc=2)
+        assert second.returncode != 0
+        assert "another run is using this directory" in second.stderr
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait(timeout=30)
+
+
+def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "import runpy, sys, os\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import trainer\n"
+        "step = trainer.Trainer._train_step\n"
+        "def fail(self, batches):\n"
+        "    if self.world.rank == 1 and self.step == 2: raise RuntimeError('the disk of rank 1 is on fire')\n"
+        "    return step(self, batches)\n"
+        "trainer.Trainer._train_step = fail\n"
+        f"sys.argv[0] = {str(ROOT / 'main.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=str(script))
+    assert result.returncode != 0
+    assert "RuntimeError: the disk of rank 1 is on fire" in result.stderr
+    summary = result.stderr[result.stderr.rindex("Root Cause") :]
+    assert "rank      : 1" in summary and "the disk of rank 1 is on fire" in summary
+
+
+def test_the_metrics_file_has_the_fields_of_the_contract(runs):
+    lines = [json.loads(line) for line in (runs["2"] / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert {"step", "epoch", "split", "loss", "bpc"} <= set(line)
+        assert line["bpc"] == pytest.approx(line["loss"] * 1.4426950408889634)
+        if line["split"] == "train":
+            assert {"lr", "grad_norm", "tokens_per_s", "mfu"} <= set(line) and line["mfu"] is None
+            assert line["tokens_per_s"] > 0

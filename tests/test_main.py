@@ -1,0 +1,371 @@
+"""The program as its users start it: the command line, the recipes, and every bad input."""
+
+import os
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT, TINY, metrics, start
+from hydra import compose, initialize_config_dir
+
+from config import Config, plain, register, validate
+from errors import UserError
+from snapshot import Snapshot
+
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def composed(*overrides: str) -> Config:
+    register()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return validate(compose("config", overrides=list(overrides)))
+
+
+def refuse(*arguments: str, says: str, nproc: int = 0, **kwargs) -> None:
+    """The program must end with an error status and one line, which says `says`, from every rank that prints."""
+    result = start(*arguments, nproc=nproc, **kwargs)
+    assert result.returncode != 0, result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert errors and all(says in line for line in errors), result.stderr
+    if not nproc:  # torchrun adds a summary of its own
+        assert result.stderr.splitlines() == errors and len(errors) == 1, result.stderr
+    for line in result.stderr.splitlines():
+        assert f'File "{ROOT}' not in line or "site-packages" in line, result.stderr  # of ours
+
+
+# --- recipes ---
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_and_says_how_to_run_it(recipe):
+    config = composed(f"experiment={recipe}")
+    assert config.run_name == recipe and config.run_dir == f"runs/{recipe}"
+    lines = (ROOT / "conf" / "experiment" / f"{recipe}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_" and f"main.py experiment={recipe}" in lines[1]
+    assert lines[2].startswith("# ") and len(lines[2]) > 40  # what it is and reaches
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs_two_steps(recipe, tmp_path):
+    result = start(
+        f"experiment={recipe}", "data=pydoc", "trainer.max_steps=2", "trainer.batch_size=2", "trainer.device=cpu",
+        "trainer.compile=false", f"data.truncate={0.02 if recipe == 'mingpt_ddp' else 0.012}", f"run_dir={tmp_path}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert metrics(tmp_path)[-1]["step"] == 2
+
+
+def test_the_ancestors_recipe_has_its_hyperparameters():
+    c = composed("experiment=mingpt_ddp")
+    m, t, d, o = c.model, c.trainer, c.data, c.optimizer
+    assert (m.arch, m.n_layer, m.n_head, m.n_embd, m.tie_weights, m.bias) == (
+        "gpt2",
+        8,
+        8,
+        512,
+        False,
+        True,
+    )
+    assert (m.embd_pdrop, m.resid_pdrop, m.attn_pdrop) == (0.1, 0.1, 0.1)
+    assert (d.block_size, d.train_split, d.truncate) == (128, 0.9, 0.02)
+    assert (t.max_epochs, t.max_steps, t.batch_size, t.grad_norm_clip, t.save_every, t.use_amp) == (
+        10,
+        None,
+        216,
+        1.0,
+        3,
+        True,
+    )
+    assert (o.name, o.learning_rate, o.weight_decay, o.schedule, o.warmup_steps) == (
+        "adamw",
+        3e-4,
+        0.1,
+        "constant",
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, model, steps, batch, block, dropout",
+    [
+        ("nanogpt_cpu", (4, 4, 128), 2000, 12, 64, 0.0),
+        ("nanogpt_baby", (6, 6, 384), 5000, 64, 256, 0.2),
+    ],
+)
+def test_nanogpts_recipes_have_its_hyperparameters(recipe, model, steps, batch, block, dropout):
+    c = composed(f"experiment={recipe}")
+    m, t, o = c.model, c.trainer, c.optimizer
+    assert (m.arch, (m.n_layer, m.n_head, m.n_embd), m.bias, m.tie_weights) == (
+        "gpt2",
+        model,
+        False,
+        True,
+    )
+    assert m.embd_pdrop == m.resid_pdrop == m.attn_pdrop == dropout
+    assert (t.max_steps, t.max_epochs, t.batch_size, t.grad_norm_clip, c.data.block_size) == (
+        steps,
+        None,
+        batch,
+        1.0,
+        block,
+    )
+    assert (o.name, o.learning_rate, o.weight_decay, o.beta1, o.beta2) == (
+        "adamw",
+        1e-3,
+        0.1,
+        0.9,
+        0.99,
+    )
+    assert (o.schedule, o.warmup_steps, o.min_lr_ratio, o.decay_embeddings) == (
+        "cosine",
+        100,
+        0.1,
+        True,
+    )
+
+
+def test_overfit_learns_its_text_by_heart(tmp_path):
+    result = start("experiment=overfit", "data=pydoc", "trainer.threads=1", f"run_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    assert metrics(tmp_path, "train")[-1]["loss"] < 0.15
+
+
+def test_every_field_of_the_schema_is_explained_in_every_file_of_its_group():
+    from dataclasses import fields
+
+    register()
+    for group, schema in Config.__dataclass_fields__.items():
+        if group not in ("data", "model", "optimizer", "trainer"):
+            continue
+        names = [f.name for f in fields(schema.default_factory)]
+        for path in (ROOT / "conf" / group).glob("*.yaml"):
+            lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+            assert [line.split(":")[0] for line in lines] == names, path
+            assert all("  # " in line for line in lines), path
+
+
+# --- Hydra ---
+
+
+def test_help_and_cfg_print_the_configuration_and_run_nothing(tmp_path):
+    result = start("--help", cwd=tmp_path)
+    assert (
+        result.returncode == 0 and "experiment" in result.stdout and "block_size" in result.stdout
+    )
+    result = start("--cfg", "job", cwd=tmp_path)
+    config = yaml.safe_load(result.stdout)
+    assert {"data", "model", "optimizer", "trainer", "run_name", "run_dir"} <= set(config)
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_arguments_the_recipe_for_this_machine_is_chosen_and_said(tmp_path):
+    result = start("data=pydoc", "trainer.max_steps=1", f"run_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    first = result.stdout.splitlines()[0]
+    assert "shakespeare_cpu" in first or "shakespeare_gpu" in first
+    assert "experiment=NAME" in first and "nanogpt_baby" in first
+
+
+def test_a_run_directory_holds_what_the_contract_says(tmp_path):
+    run = tmp_path / "deep" / "run"
+    result = start(*TINY, f"run_dir={run}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    present = {p.name for p in run.iterdir()} - {"tensorboard"}
+    assert present == {
+        ".lock", "config.yaml", "gpt_snapshot.pt", "gpt_snapshot.best.pt", "main.log", "metrics.jsonl",
+    }  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == [
+        "deep"
+    ]  # nothing beside it, no outputs/, no .hydra
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    snapshot = Snapshot.load(str(run / "gpt_snapshot.pt"))
+    assert config == snapshot.config and config["model"]["vocab_size"] == len(snapshot.vocabulary)
+    assert "held-out loss" in (run / "main.log").read_text()
+
+
+def test_the_directory_of_hydra_is_the_directory_of_the_run(tmp_path):
+    result = start(*TINY, f"hydra.run.dir={tmp_path / 'here'}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "here" / "gpt_snapshot.pt").exists() and [*tmp_path.iterdir()] == [
+        tmp_path / "here"
+    ]
+
+
+def test_a_sweep_gives_each_job_its_directory(tmp_path):
+    result = start(
+        "-m",
+        *TINY,
+        "optimizer.learning_rate=1e-3,3e-3",
+        f"run_dir={tmp_path / 'run'}",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    rates = [metrics(tmp_path / "run.sweep" / job, "train")[0]["lr"] for job in "01"]
+    assert rates == [1e-3, 3e-3]
+
+
+def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
+    tmp_path, shakespeare
+):
+    settings = [s for s in TINY if s != "data=pydoc"]
+    site = tmp_path / "site"  # a Python without a network
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import socket\n"
+        "def refuse(*a, **k): raise OSError('Network is unreachable')\n"
+        "real = socket.getaddrinfo\n"
+        "socket.getaddrinfo = lambda host, *a, **k: real(host, *a, **k) if host in ('localhost', '127.0.0.1') else refuse()\n"
+    )
+    env = {"PYTHONPATH": str(site)}
+    run = tmp_path / "run"
+    result = start(*settings, f"run_dir={run}", cwd=tmp_path, env=env)  # has no data/input.txt
+    assert result.returncode == 0, result.stderr
+    assert "training on pydoc:topics" in result.stdout
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "input.txt").write_bytes(shakespeare.read_bytes())
+    result = start(*settings, f"run_dir={run}", "trainer.max_steps=8", cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr
+    assert "resuming" in result.stdout and "text        pydoc:topics" in result.stdout
+    (tmp_path / "data" / "input.txt").unlink()
+    other = f"run_dir={tmp_path / 'other'}"  # a text that is named is never replaced by another
+    url = "raw.githubusercontent.com"
+    refuse(*settings, "data=shakespeare", other, says=url, cwd=tmp_path, env=env)
+    refuse(*settings, "data.path=my.txt", other, says="my.txt: no such", cwd=tmp_path, env=env)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("model.n_layr=3", "model.n_layr: there is no such key; did you mean model.n_layer?"),
+        (
+            "learning_rate=1",
+            "learning_rate: there is no such key; did you mean optimizer.learning_rate?",
+        ),
+        (
+            "trainer.batch_size=many",
+            "trainer.batch_size: Value 'many' of type 'str' could not be converted to Integer",
+        ),
+        ("experiment=shakespear", "shakespeare_cpu"),
+        ("data=text", "data.path: missing"),
+        ("model.n_embd=10", "model.n_embd=10: must be divisible by model.n_head=4"),
+        ("model.n_embd=12", "heads 3 wide: rotary positions"),
+        ("data.train_split=1.5", "data.train_split=1.5: must lie between 0 and 1"),
+        ("data.path=nowhere.txt", "error: nowhere.txt: no such file"),
+        ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
+        ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
+        ("model.block_size=7", "model.block_size=7: is data.block_size"),
+    ],
+)
+def test_a_bad_setting_gets_one_line(override, says, tmp_path):
+    if "cuda" in override:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+    settings = ["experiment=overfit", *(["data=pydoc"] if not override.startswith("data") else [])]
+    refuse(*settings, f"run_dir={tmp_path / 'run'}", override, says=says, cwd=tmp_path)
+    left = set(os.listdir(tmp_path / "run")) if (tmp_path / "run").exists() else set()
+    assert left <= {".lock", "main.log"}
+
+
+@pytest.mark.parametrize(
+    "content, overrides, says",
+    [
+        (b"", [], "the text is empty"),
+        (b"too short", [], "data.block_size=64: the text has 9 characters"),
+        (b"just long enough " * 5, [], "data.block_size=64: the held-out part has 9 characters"),
+        (b"caf\xe9 " * 100, [], "not UTF-8: byte 0xe9 at offset 3"),
+        (b"some text " * 100, ["data.sha256=" + "0" * 64], "SHA-256 is"),
+    ],
+)
+def test_a_bad_text_gets_one_line(content, overrides, says, tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    refuse(
+        "experiment=overfit",
+        "data=text",
+        f"data.path={path}",
+        "data.truncate=1",
+        *overrides,
+        f"run_dir={tmp_path / 'run'}",
+        says=says,
+    )
+
+
+def test_an_unreachable_url_gets_one_line(tmp_path):
+    refuse(
+        "experiment=overfit", "data.url=http://127.0.0.1:9/input.txt", f"data.path={tmp_path / 'x.txt'}",
+        f"run_dir={tmp_path / 'run'}", says="http://127.0.0.1:9/input.txt: cannot be read",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        (
+            "trainer.batch_size=13",
+            "trainer.batch_size=13: must be divisible by the number of processes, 2",
+        ),
+        ("model.n_head=3", "model.n_embd=16: must be divisible by model.n_head=3"),
+        ("data.block_size=2000", "data.block_size=2000: the held-out part has"),
+        ("model.n_layr=3", "did you mean model.n_layer?"),
+    ],
+)
+def test_two_processes_refuse_together_and_leave(override, says, tmp_path):
+    refuse(*TINY, f"run_dir={tmp_path / 'run'}", override, says=says, nproc=2, timeout=60)
+
+
+def test_a_snapshot_that_is_not_one_is_not_overwritten(tmp_path):
+    path = tmp_path / "gpt_snapshot.pt"
+    path.write_bytes(b"my thesis")
+    refuse(*TINY, f"run_dir={tmp_path}", says="no good snapshot left: ")
+    assert path.read_bytes() == b"my thesis"
+
+
+def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_path):
+    assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
+    before = {
+        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"
+    }
+    refuse(*TINY, f"run_dir={tmp_path}", "model.n_layer=3", says="model.n_layer was 2, is 3")
+    refuse(
+        *TINY,
+        f"run_dir={tmp_path}",
+        "data.path=pydoc:topics",
+        "data.truncate=0.03",
+        says="data.truncate was 0.02, is 0.03",
+    )
+    assert before == {
+        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"
+    }
+
+
+def test_a_sweep_under_torchrun_is_refused(tmp_path):
+    refuse(
+        "-m",
+        *TINY,
+        "trainer.seed=1,2",
+        f"run_dir={tmp_path / 'run'}",
+        says="start it with python",
+        nproc=2,
+    )
+
+
+def test_nothing_but_a_user_error_loses_its_traceback(monkeypatch):
+    import main
+
+    monkeypatch.setattr(sys, "exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit):
+        main.fail(UserError("x"))
+
+
+def test_the_plain_configuration_is_plain():
+    def check(value):
+        assert isinstance(value, dict | str | int | float | bool | None)
+        if isinstance(value, dict):
+            [check(v) for v in value.values()]
+
+    check(plain(composed("experiment=overfit")))

@@ -1,0 +1,361 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from errors import UserError
+from model import GPT, GPTConfig, OptimizerConfig, create_optimizer, parameter_groups
+
+ARCHS = ("gpt2", "modern")
+PATHS = ("matmul", "sdpa")
+
+
+def tiny(arch="gpt2", attention="auto", pdrop=0.0, seed=0, **sizes) -> GPT:
+    """A small model with weights large enough that everything in it matters."""
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 12, **sizes}
+    config = GPTConfig(
+        arch=arch,
+        attention=attention,
+        embd_pdrop=pdrop,
+        resid_pdrop=pdrop,
+        attn_pdrop=pdrop,
+        **sizes,
+    )
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model.eval()
+
+
+# --- causality ---
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", PATHS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_logit_depends_on_a_later_character(arch, attention, compiled):
+    model = tiny(arch, attention)
+    if compiled:
+        model.compile(dynamic=False)
+    idx = torch.randint(11, (2, 12))
+    before, _ = model(idx)
+    for t in range(1, 12):
+        changed = idx.clone()
+        changed[:, t] = (changed[:, t] + 1) % 11
+        after, _ = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.allclose(after[:, t:], before[:, t:], atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_earlier_character_is_seen(arch):
+    model = tiny(arch)
+    embedded = []
+    model.tok_emb.register_forward_hook(lambda *a: embedded.append(a[-1]) or a[-1].retain_grad())
+    logits, _ = model(torch.randint(11, (1, 12)))
+    logits[0, -1].square().sum().backward()
+    assert (embedded[0].grad[0].abs().sum(dim=1) > 1e-6).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_both_attention_paths_give_the_same_logits_and_gradients(arch):
+    a, b = tiny(arch, "matmul"), tiny(arch, "sdpa")
+    idx = torch.randint(11, (4, 12))
+    for model in (a, b):
+        model(idx, idx)[1].backward()
+    assert torch.allclose(a(idx)[0], b(idx)[0], atol=1e-5)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5)
+
+
+# --- the same as others ---
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2_has_the_logits_of_transformers_gpt2(tied):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ours = tiny("gpt2", tie_weights=tied)
+    config = GPT2Config(
+        vocab_size=11, n_positions=12, n_embd=16, n_layer=3, n_head=2, activation_function="gelu",
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    theirs = GPT2LMHeadModel(config).eval()
+    names = {
+        "tok_emb": "transformer.wte",
+        "pos_emb": "transformer.wpe",
+        "ln_f": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    state = {}
+    for name, value in ours.state_dict().items():
+        first, rest = name.split(".", 1)
+        if first == "blocks":
+            conv1d = ".ln_" not in name and name.endswith("weight")
+            state[f"transformer.h.{rest}"] = value.t() if conv1d else value
+        else:
+            state[f"{names[first]}.{rest}"] = value
+    theirs.load_state_dict(state)
+    idx = torch.randint(11, (3, 12))
+    assert torch.allclose(ours(idx)[0], theirs(idx).logits, atol=1e-5)
+
+
+def test_modern_has_the_logits_of_transformers_nanochat():
+    from transformers import NanoChatConfig, NanoChatForCausalLM
+
+    ours = tiny("modern")
+    config = NanoChatConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=12, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    theirs = NanoChatForCausalLM(config).eval()
+    state = {"model.embed_tokens.weight": ours.tok_emb.weight, "lm_head.weight": ours.head.weight}
+    for i, block in enumerate(ours.blocks):
+        prefix = f"model.layers.{i}."
+        q, k, v = block.attn.c_attn.weight.chunk(3)
+        state |= {
+            f"{prefix}self_attn.q_proj.weight": q,
+            f"{prefix}self_attn.k_proj.weight": k,
+            f"{prefix}self_attn.v_proj.weight": v,
+            f"{prefix}self_attn.o_proj.weight": block.attn.c_proj.weight,
+            f"{prefix}mlp.fc1.weight": block.mlp.c_fc.weight,
+            f"{prefix}mlp.fc2.weight": block.mlp.c_proj.weight,
+        }
+    theirs.load_state_dict(state)
+    idx = torch.randint(11, (3, 12))
+    assert torch.allclose(ours(idx)[0], theirs(idx).logits, atol=1e-4)
+
+
+def test_hand_written_gradients_are_those_of_autograd():
+    from model import NORM_EPS, rms_norm, squared_relu
+
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(squared_relu, x)
+    for function, plain in (
+        (rms_norm, lambda x: F.rms_norm(x, (7,), eps=NORM_EPS)),
+        (squared_relu, lambda x: F.relu(x).square()),
+    ):
+        x = torch.randn(5, 7, requires_grad=True)
+        g = torch.randn(5, 7)
+        assert torch.allclose(function(x), plain(x), atol=1e-6)
+        ours, theirs = (torch.autograd.grad(f(x), x, g)[0] for f in (function, plain))
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_ignored_targets_do_not_count():
+    model = tiny()
+    idx = torch.randint(11, (2, 12))
+    targets = torch.randint(11, (2, 12))
+    targets[0, 5:] = -1
+    logits, loss = model(idx, targets)
+    expected = F.cross_entropy(
+        torch.cat((logits[0, :5], logits[1])), torch.cat((targets[0, :5], targets[1]))
+    )
+    assert loss.item() == pytest.approx(expected.item())
+
+
+# --- initial weights ---
+
+
+def test_gpt2_starts_as_the_paper_says_and_knows_nothing():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=128, vocab_size=65, block_size=32))
+    for name, parameter in model.named_parameters():
+        if name.endswith("c_proj.weight"):  # attention's and the MLP's alike
+            assert parameter.std().item() == pytest.approx(0.02 / 4, rel=0.05), name
+        elif parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+    idx = torch.randint(65, (4, 32))
+    assert model(idx, torch.randint(65, (4, 32)))[1].item() == pytest.approx(4.17, abs=0.1)
+
+
+def test_modern_starts_at_the_uniform_distribution():
+    model = GPT(GPTConfig(arch="modern", model_type="gpt-nano", vocab_size=65, block_size=32))
+    assert model(torch.randint(65, (4, 32)))[0].abs().max() == 0
+
+
+# --- generation ---
+
+
+@pytest.mark.parametrize("attention", PATHS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7}]
+)
+def test_cached_generation_is_uncached_generation_also_past_the_block(arch, attention, options):
+    model = tiny(arch, attention)
+    idx = torch.randint(11, (3, 4))
+    cached = model.generate(idx, 30, **options)
+    assert cached.shape == (3, 34) and torch.equal(cached[:, :4], idx)
+    assert torch.equal(cached, model.generate(idx, 30, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("length", [1, 11, 12, 20])
+def test_greedy_generation_is_the_plain_loop(length):
+    model = tiny("modern")
+    sequence = torch.randint(11, (2, length))
+    out = model.generate(sequence, 15)
+    for _ in range(15):
+        logits, _ = model(sequence[:, -12:])
+        sequence = torch.cat((sequence, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(out, sequence)
+
+
+def test_cached_logits_are_uncached_logits():
+    from model import KVCache
+
+    for arch in ARCHS:
+        model = tiny(arch)
+        idx = torch.randint(11, (2, 12))
+        cache = KVCache(model.config, 2, idx.device, torch.float32)
+        pieces = [
+            model(idx[:, a:b], cache=cache)[0] for a, b in ((0, 5), (5, 6), (6, 10), (10, 12))
+        ]
+        assert torch.allclose(torch.cat(pieces, dim=1), model(idx)[0], atol=1e-5)
+
+
+def test_a_seed_repeats_the_draw_and_leaves_the_global_generator_alone():
+    model = tiny()
+    idx = torch.zeros(1, 1, dtype=torch.long)
+    state = torch.get_rng_state()
+    a, b, c = (model.generate(idx, 40, do_sample=True, seed=s) for s in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_top_k_and_top_p_keep_only_the_likeliest():
+    from model import pick
+
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, -1)
+    g = torch.Generator().manual_seed(0)
+
+    def drawn(top_k=None, top_p=None, temperature=1.0):
+        return set(pick(logits, temperature, True, top_k, top_p, g).tolist())
+
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=2) == {0, 1} and drawn(top_k=100) == {0, 1, 2, 3}
+    assert (
+        drawn(top_p=0.79) == {0, 1} and drawn(top_p=0.81) == {0, 1, 2} and drawn(top_p=1e-9) == {0}
+    )
+    assert drawn(temperature=1e-3) == {0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": -1.0}],
+)
+def test_impossible_sampling_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        tiny().generate(torch.zeros(1, 1, dtype=torch.long), 3, do_sample=True, **options)
+    with pytest.raises(ValueError, match="at least one character"):
+        tiny().generate(torch.zeros(1, 0, dtype=torch.long), 3)
+
+
+def test_generating_does_not_change_the_mode():
+    model = tiny(pdrop=0.5).train()
+    a, b = (model.generate(torch.zeros(1, 1, dtype=torch.long), 20) for _ in range(2))
+    assert model.training and torch.equal(a, b)  # no dropout while generating
+
+
+# --- configuration ---
+
+
+def test_explicit_sizes_beat_the_named_one():
+    config = GPTConfig(model_type="gpt-mini", n_layer=2)
+    assert (config.n_layer, config.n_head, config.n_embd) == (2, 6, 192)
+    assert GPTConfig().n_embd == 768
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"n_embd": 10, "n_head": 3}, "model.n_embd=10: must be divisible by model.n_head=3"),
+        ({"arch": "modern", "n_embd": 12, "n_head": 4}, "heads 3 wide: rotary positions"),
+        ({"arch": "modern", "bias": True}, "model.bias=true"),
+        ({"arch": "gpt3"}, "model.arch=gpt3: must be gpt2 or modern"),
+        ({"model_type": "gpt-huge"}, "model.model_type=gpt-huge: must be null or one of gpt2"),
+        ({"model_type": None}, "model.n_layer is missing"),
+        ({"n_layer": 0}, "model.n_layer=0"),
+        ({"attn_pdrop": 1.0}, "model.attn_pdrop=1.0"),
+        ({"attention": "flash"}, "model.attention=flash"),
+    ],
+)
+def test_an_impossible_model_is_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        GPTConfig(**settings)
+
+
+def test_a_context_longer_than_the_block_is_refused():
+    with pytest.raises(ValueError, match="13 characters of context, but block_size is 12"):
+        tiny()(torch.zeros(1, 13, dtype=torch.long))
+
+
+# --- optimizer ---
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_exactly_one_group(name, tied):
+    model = tiny("gpt2", tie_weights=tied)
+    optimizer = create_optimizer(model, OptimizerConfig(name=name))
+    members = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(members) == sorted(id(p) for p in model.parameters())
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    for key, parameter in model.named_parameters():
+        expected = parameter.dim() == 2 and ("emb" not in key or (tied and key == "tok_emb.weight"))
+        assert (id(parameter) in decayed) == expected, key
+
+
+def test_embeddings_decay_where_asked():
+    groups = parameter_groups(
+        tiny("gpt2", tie_weights=False), OptimizerConfig(decay_embeddings=True)
+    )
+    assert [p.dim() for p in groups["decay"]] == [2, 2, 2] and {
+        p.dim() for p in groups["no_decay"]
+    } == {1}
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest():
+    model = tiny("modern")
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
+    model(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long))[1].backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert ("momentum_buffer" in optimizer.state[parameter]) == name.startswith("blocks."), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_restored_optimizer_takes_the_same_step(name):
+    idx = torch.randint(11, (4, 12))
+    a = tiny("modern")
+    optimizer = create_optimizer(a, OptimizerConfig(name=name, learning_rate=0.01))
+    states = []
+    for _ in range(4):
+        states.append((copy.deepcopy(a.state_dict()), copy.deepcopy(optimizer.state_dict())))
+        optimizer.zero_grad()
+        a(idx, idx)[1].backward()
+        optimizer.step()
+    b = tiny("modern", seed=5)
+    other = create_optimizer(b, OptimizerConfig(name=name, learning_rate=0.01))
+    b.load_state_dict(states[2][0])
+    other.load_state_dict(states[2][1])
+    for _ in range(2):
+        other.zero_grad()
+        b(idx, idx)[1].backward()
+        other.step()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"name": "sgd"}, {"schedule": "step"}, {"learning_rate": 0.0}, {"beta2": 1.0}, {"weight_decay": -0.1},
+     {"warmup_steps": -1}, {"min_lr_ratio": 2.0}, {"learning_rate": float("nan")}],
+)  # fmt: skip
+def test_an_impossible_optimizer_is_refused_by_name(settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(UserError, match=f"optimizer.{name}={value}"):
+        OptimizerConfig(**settings)

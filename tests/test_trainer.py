@@ -1,0 +1,364 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from char_dataset import CharDataset, DataConfig
+from distributed import World
+from errors import UserError
+from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
+from snapshot import Snapshot
+from trainer import MicroBatches, Trainer, TrainerConfig, planned_steps
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, CPU)
+SETTINGS = {
+    "max_epochs": None, "max_steps": 6, "batch_size": 12, "use_amp": False, "log_every_steps": 1, "device": "cpu",
+    "eval_every_steps": 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def parts(text_file):
+    return CharDataset(DataConfig(path=str(text_file), block_size=8, train_split=0.8)).split()
+
+
+def make(parts, tmp_path, arch="gpt2", pdrop=0.0, optimizer="adamw", **settings) -> Trainer:
+    train, test = copy.deepcopy(parts)
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(
+            arch=arch,
+            model_type=None,
+            n_layer=2,
+            n_head=2,
+            n_embd=16,
+            vocab_size=train.vocab_size,
+            block_size=8,
+            embd_pdrop=pdrop,
+            resid_pdrop=pdrop,
+            attn_pdrop=pdrop,
+        )  # fmt: skip
+    )
+    opt = create_optimizer(model, OptimizerConfig(name=optimizer, learning_rate=1e-2))
+    tmp_path.mkdir(exist_ok=True)
+    config = TrainerConfig(**{**SETTINGS, **settings})
+    return Trainer(config, model, opt, train, test, run_dir=str(tmp_path), world=ALONE)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.parameters])
+
+
+def test_the_tutorial_call_trains_and_leaves_its_files(parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, test = parts
+    model = GPT(GPTConfig(model_type="gpt-nano", vocab_size=train.vocab_size, block_size=8))
+    optimizer = create_optimizer(model, OptimizerConfig())
+    loss = Trainer(TrainerConfig(**SETTINGS), model, optimizer, train, test).train()
+    assert math.isfinite(loss)
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt", "metrics.jsonl"):
+        assert (tmp_path / name).exists(), name
+
+
+@pytest.mark.parametrize("arch, optimizer", [("gpt2", "adamw"), ("modern", "muon")])
+def test_training_lowers_the_loss(parts, tmp_path, arch, optimizer):
+    trainer = make(parts, tmp_path, arch, optimizer=optimizer, max_steps=60)
+    before, *_ = trainer.evaluate()
+    assert trainer.train() < before - 0.5
+
+
+# --- data order ---
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(
+    parts, size, accumulation
+):
+    class Audit:
+        """Hands out the indices it was asked for."""
+
+        def __len__(self):
+            return len(parts[0])
+
+        def batch(self, indices):
+            return indices
+
+    epochs, batch = 2, 12
+    steps = -(-epochs * len(parts[0]) // batch)
+    seen = []
+    ranks = [
+        MicroBatches(Audit(), 7, batch, accumulation, World(r, size, r, size, CPU))
+        for r in range(size)
+    ]
+    for step in range(steps):
+        for rank in ranks:
+            for i in range(accumulation):
+                seen.extend(rank[step * accumulation + i])
+    n = len(parts[0])
+    assert sorted(seen[:n]) == sorted(seen[n : 2 * n]) == list(range(n))
+    assert seen[:n] != seen[n : 2 * n]
+    from char_dataset import window_order
+
+    assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7))
+
+
+def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
+    batches = {}
+    for workers in (0, 2):
+        trainer = make(parts, tmp_path / str(workers), data_loader_workers=workers)
+        batches[workers] = list(trainer._loader())
+    assert len(batches[0]) == 6
+    for a, b in zip(batches[0], batches[2], strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_the_plan_covers_every_window_of_its_epochs():
+    assert planned_steps(TrainerConfig(max_epochs=2, batch_size=10), 101) == 21
+    assert planned_steps(TrainerConfig(max_epochs=2, max_steps=5, batch_size=10), 101) == 5
+    assert planned_steps(TrainerConfig(max_epochs=None, max_steps=500), 101) == 500
+
+
+# --- the step ---
+
+
+def test_accumulation_equals_the_large_batch(parts, tmp_path):
+    whole = make(parts, tmp_path / "a")
+    pieces = make(parts, tmp_path / "b", micro_batch_size=4)
+    assert (whole.accumulation, pieces.accumulation) == (1, 3)
+    whole.train()
+    pieces.train()
+    assert torch.allclose(weights(whole), weights(pieces), atol=1e-5)
+    from conftest import metrics
+
+    for a, b in zip(metrics(tmp_path / "a"), metrics(tmp_path / "b"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+def test_a_micro_batch_that_does_not_divide_is_clamped_to_one_that_does(parts, tmp_path):
+    assert make(parts, tmp_path, micro_batch_size=5).micro_batch_size == 4
+    assert make(parts, tmp_path, micro_batch_size=500).micro_batch_size == 12
+
+
+def test_float16_clips_the_true_gradients(parts, tmp_path):
+    after = {}
+    for name, settings in {
+        "float32": {},
+        "float16": {"use_amp": True, "amp_dtype": "float16"},
+    }.items():
+        trainer = make(parts, tmp_path / name, grad_norm_clip=0.1, max_steps=3, **settings)
+        trainer.optimizer = torch.optim.SGD(
+            trainer.model.parameters(), lr=1.0
+        )  # does not hide a gradient's size
+        start = weights(trainer).clone()
+        trainer.train()
+        after[name] = weights(trainer) - start
+        assert trainer.scaler.is_enabled() == (name == "float16")
+    assert after["float32"].norm() > 0.05
+    assert (after["float16"] - after["float32"]).norm() < 0.05 * after["float32"].norm()
+
+
+def test_the_logged_norm_is_that_of_the_unclipped_gradient(parts, tmp_path):
+    from conftest import metrics
+
+    make(parts, tmp_path / "a", max_steps=1, grad_norm_clip=1e-3).train()
+    make(parts, tmp_path / "b", max_steps=1, grad_norm_clip=None).train()
+    a, b = (metrics(tmp_path / x, "train")[0] for x in "ab")
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5) and a["grad_norm"] > 0.1
+
+
+def test_dropout_differs_by_step_and_rank_and_repeats_by_seed():
+    from trainer import step_seed
+
+    seeds = {step_seed(s, t, r) for s in (1, 2) for t in range(50) for r in range(4)}
+    assert len(seeds) == 400 and step_seed(1, 2, 3) == step_seed(1, 2, 3)
+
+
+def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(parts, tmp_path):
+    trainer = make(
+        parts, tmp_path, max_steps=20, save_every_steps=4, log_every_steps=3, eval_every_steps=20
+    )
+    forward = trainer.bare.forward
+
+    def poisoned(x, y):
+        logits, loss = forward(x, y)
+        return logits, loss * float("nan") if trainer.step == 9 else loss
+
+    trainer.bare.forward = poisoned
+    with pytest.raises(UserError, match=r"step 10: .* not finite.*optimizer.learning_rate"):
+        trainer.train()
+    snapshot = Snapshot.load(str(tmp_path / "gpt_snapshot.pt"))
+    assert snapshot.step == 8
+    assert all(torch.isfinite(value).all() for value in snapshot.model_state.values())
+
+
+def test_float16_skips_a_step_that_overflows_and_goes_on(parts, tmp_path):
+    trainer = make(parts, tmp_path, use_amp=True, amp_dtype="float16", max_steps=8)
+    forward = trainer.bare.forward
+
+    def overflowing(x, y):
+        logits, loss = forward(x, y)
+        return logits, loss * float("inf") if trainer.bare.training and trainer.step == 3 else loss
+
+    trainer.bare.forward = overflowing
+    assert math.isfinite(trainer.train())
+    assert trainer.scaler.get_scale() == 2.0**15
+
+
+# --- evaluation ---
+
+
+def test_evaluation_scores_the_held_out_part_whatever_the_batch(parts, tmp_path, monkeypatch):
+    import trainer as module
+
+    trainer = make(parts, tmp_path, pdrop=0.5)
+    results = []
+    for characters in (1, 100, 10_000):
+        monkeypatch.setattr(module, "EVAL_CHARACTERS", characters)
+        results.append(trainer.evaluate())
+    test = parts[1]
+    x, y = test.tiles(0, test.num_tiles)
+    with torch.no_grad():
+        expected = trainer.bare.eval()(x, y)[1].item()
+    for loss, scored, rank_losses in results:
+        assert loss == pytest.approx(expected, abs=1e-5) and rank_losses == [loss]
+        assert scored == len(test.data) - 1
+
+
+def test_evaluation_leaves_training_as_it_was(parts, tmp_path):
+    plain = make(parts, tmp_path / "a", pdrop=0.3, eval_every_steps=100)
+    often = make(parts, tmp_path / "b", pdrop=0.3, eval_every_steps=1)
+    plain.train()
+    often.train()
+    assert torch.equal(weights(plain), weights(often)) and often.bare.training
+
+
+# --- snapshots ---
+
+
+@pytest.mark.parametrize("arch, optimizer, settings", [
+    ("gpt2", "adamw", {}),
+    ("modern", "muon", {"micro_batch_size": 4, "data_loader_workers": 1}),
+    ("gpt2", "adamw", {"use_amp": True, "amp_dtype": "bfloat16"}),
+    ("gpt2", "muon", {"use_amp": True, "amp_dtype": "float16"}),
+    pytest.param("modern", "muon", {"compile": "true"}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    parts, tmp_path, arch, optimizer, settings
+):
+    from conftest import metrics
+
+    settings = {"save_every_steps": 4, "max_steps": 9, **settings}
+
+    class Crash(Exception):
+        pass
+
+    whole = make(parts, tmp_path / "a", arch, 0.2, optimizer, **settings)
+    whole.train()
+    broken = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
+    step = broken._train_step
+
+    def crash(batches):
+        if broken.step == 6:
+            raise Crash
+        return step(batches)
+
+    broken._train_step = crash
+    with pytest.raises(Crash):
+        broken.train()
+    resumed = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
+    assert resumed.step == 4
+    resumed.train()
+    assert torch.equal(weights(whole), weights(resumed))
+    for p, q in zip(whole.parameters, resumed.parameters, strict=True):
+        for key, value in whole.optimizer.state[p].items():
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(resumed.optimizer.state[q][key])
+            ), key
+    assert whole.scaler.state_dict() == resumed.scaler.state_dict()
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+
+
+def test_a_finished_run_says_so_and_changes_nothing(parts, tmp_path, caplog):
+    loss = make(parts, tmp_path).train()
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    caplog.set_level("INFO", logger="gpt")
+    assert make(parts, tmp_path).train() == loss
+    assert "this run is finished: 6 of 6 steps" in caplog.text
+    assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+
+
+def test_a_finished_run_can_be_trained_on(parts, tmp_path):
+    make(parts, tmp_path / "a", max_steps=4).train()
+    longer = make(parts, tmp_path / "a", max_steps=9)
+    longer.train()
+    whole = make(parts, tmp_path / "b", max_steps=9)
+    whole.train()
+    assert torch.equal(weights(longer), weights(whole))
+
+
+def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path):
+    trainer = make(parts, tmp_path, max_steps=5, eval_every_steps=1)
+    losses = iter([3.0, 2.0, 2.5, 1.9, 2.2])
+    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    trainer.train()
+    best, latest = (Snapshot.load(str(tmp_path / f"gpt_snapshot{x}.pt")) for x in (".best", ""))
+    assert (best.step, best.best_loss, best.loss) == (4, 1.9, 1.9)
+    assert (latest.step, latest.best_step, latest.loss) == (5, 4, 2.2)
+
+
+@pytest.mark.parametrize(
+    "max_epochs, save_every, steps", [(3, 2, [4, 6]), (3, 3, [6]), (1, None, [2])]
+)
+def test_epochs_save_and_the_end_always_does(parts, tmp_path, max_epochs, save_every, steps):
+    n = len(parts[0])
+    trainer = make(
+        parts, tmp_path, max_steps=None, max_epochs=max_epochs, save_every=save_every, batch_size=-(-n // 2),
+        eval_every_steps=None,
+    )  # fmt: skip
+    saved = []
+    save = trainer._save
+    trainer._save = lambda latest, best: (
+        saved.append(trainer.step) if latest else save(latest, best)
+    )
+    trainer.train()
+    assert saved == steps
+
+
+def test_what_auto_chose_is_kept_when_resuming(parts, tmp_path):
+    trainer = make(parts, tmp_path, use_amp=True, deterministic="false")
+    trainer.choices["amp_dtype"] = "float16"
+    trainer.train()
+    resumed = make(parts, tmp_path, use_amp=True)
+    assert resumed.choices == {"amp_dtype": "float16", "compile": False, "deterministic": False}
+    assert (
+        make(parts, tmp_path, use_amp=True, amp_dtype="bfloat16").choices["amp_dtype"] == "bfloat16"
+    )
+
+
+def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp_path):
+    with pytest.raises(UserError, match="trainer.resume=must: there is no snapshot at"):
+        make(parts, tmp_path, resume="must")
+    make(parts, tmp_path).train()
+    assert make(parts, tmp_path, resume="must").step == 6
+    assert make(parts, tmp_path, resume="never").step == 0
+    assert Snapshot.load(str(tmp_path / "gpt_snapshot.old1.pt")).step == 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_size": 0}, {"max_steps": -1}, {"device": "tpu"}, {"amp_dtype": "int8"}, {"resume": "maybe"},
+     {"grad_norm_clip": 0.0}, {"compile": "perhaps"}, {"seed": -1}, {"data_loader_workers": -1}],
+)  # fmt: skip
+def test_an_impossible_setting_is_refused_by_name(settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(UserError, match=f"trainer.{name}={value}"):
+        TrainerConfig(**settings)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_neighbours():
+    with pytest.raises(UserError, match=r"trainer.batch_size=10: .* 3; .*9, 12"):
+        TrainerConfig(batch_size=10).check_world_size(3)
