@@ -6,7 +6,10 @@ names, which Accelerate sets too) decides whether there is a process group; noth
 application reads these variables.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,6 +57,8 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
     for another process. The backend is gloo on a CPU and NCCL on GPUs. Raises `UserError` for a
     device that is not there.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     rank, size = launched_rank(), launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -87,6 +92,20 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
             device_id=chosen if gpus else None,
         )
     return World(rank, size, local_rank, local_size, chosen)
+
+
+def end_with_parent() -> None:
+    """Has the kernel send SIGTERM to this process when its launcher dies (Linux; elsewhere nothing happens).
+
+    Without it, the workers of a killed torchrun train on and hold the run directory.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stop() -> None:

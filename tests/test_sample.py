@@ -32,7 +32,7 @@ def test_a_prompt_is_taken_as_it_is_and_a_seed_repeats(run_dir):
         "top_p=0.9",
         "temperature=0.9",
     ]
-    prompt = "prompt=a: b, {c} = [d] \"e\" 'f' #1.5"
+    prompt = 'prompt=a: b, (c) = [d] "e" #1.3 + %'
     a, b, c = (sample(*arguments, prompt, f"seed={seed}").stdout for seed in (1, 1, 2))
     assert a == b != c and a.startswith(prompt.removeprefix("prompt="))
 
