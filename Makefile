@@ -27,13 +27,12 @@ test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 test-all: $(VENV)/.installed-dev  ## run all tests
 	$(RUN) -m pytest $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## check format, style and types
+lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy .
 
 clean:  ## remove the environment and every cache; runs/ and data/ stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
 
 # The stamp is written last, so an interrupted install is done again.
 $(VENV)/.installed: requirements.txt

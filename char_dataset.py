@@ -22,7 +22,8 @@ from torch.utils.data import Dataset
 
 from errors import UserError
 
-PYDOC = "pydoc:topics"  # the reference text inside every Python, used as a corpus that needs no download
+# the reference text inside every Python, used as a corpus that needs no download
+PYDOC = "pydoc:topics"
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
@@ -112,7 +113,8 @@ def read_text(config: DataConfig) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"data.path={config.path}: not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}"
+            f"data.path={config.path}: not UTF-8: byte 0x{content[error.start]:02x} at offset "
+            f"{error.start}"
         ) from error
 
 
@@ -153,7 +155,8 @@ def _check_digest(content: bytes, config: DataConfig, name: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 is not None and digest != config.sha256:
         raise UserError(
-            f"{name}: SHA-256 is {digest}, but data.sha256={config.sha256}; remove a damaged file to download it "
+            f"{name}: SHA-256 is {digest}, but data.sha256={config.sha256}; remove a damaged file "
+            "to download it "
             "again, or set data.sha256=null to accept this text"
         )
 
@@ -206,8 +209,10 @@ class CharDataset(Dataset):
     ):
         if len(data) <= config.block_size:
             raise UserError(
-                f"data.block_size={config.block_size}: the {name} has {len(data):,} characters, but a window needs "
-                f"{config.block_size + 1:,}; use a longer text, a smaller data.block_size or another data.train_split"
+                f"data.block_size={config.block_size}: the {name} has {len(data):,} characters, "
+                "but a window needs "
+                f"{config.block_size + 1:,}; use a longer text, a smaller data.block_size or "
+                "another data.train_split"
             )
         self.config = config
         self.block_size = config.block_size
@@ -248,7 +253,9 @@ class CharDataset(Dataset):
         return x[0], y[0]
 
     def batch(self, indices: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `indices` (B,) as `(x, y)`, int64 of shape (B, block_size) each, on the device of the text."""
+        """Windows `indices` (B,) as `(x, y)`, int64 of shape (B, block_size) each, on the device of
+        the text.
+        """
         starts = torch.as_tensor(indices, dtype=torch.int64).to(self.data.device, non_blocking=True)
         offsets = torch.arange(self.block_size + 1, device=self.data.device)
         windows = self._ids(starts[:, None] + offsets)  # (B, T + 1)
@@ -283,7 +290,9 @@ class CharDataset(Dataset):
         return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
 
     def encode(self, text: str) -> torch.Tensor:
-        """The ids of `text`, int64 of shape (len(text),). Raises `UserError` naming a character it does not know."""
+        """The ids of `text`, int64 of shape (len(text),). Raises `UserError` naming a character it
+        does not know.
+        """
         return encode(text, self.stoi)
 
     def decode(self, ids) -> str:
@@ -292,11 +301,14 @@ class CharDataset(Dataset):
 
 
 def encode(text: str, stoi: dict[str, int]) -> torch.Tensor:
-    """The ids of `text` under the vocabulary `stoi`; `UserError` names the first character that is not in it."""
+    """The ids of `text` under the vocabulary `stoi`; `UserError` names the first character that is
+    not in it.
+    """
     for position, character in enumerate(text):
         if character not in stoi:
             raise UserError(
-                f"character {character!r} (U+{ord(character):04X}) at position {position} is not in the vocabulary of "
+                f"character {character!r} (U+{ord(character):04X}) at position {position} is not "
+                "in the vocabulary of "
                 f"{len(stoi)}: {''.join(stoi)!r}"
             )
     return torch.tensor([stoi[character] for character in text], dtype=torch.int64)

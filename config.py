@@ -8,6 +8,7 @@ configuration into the dataclasses that the application is built from.
 import difflib
 import sys
 from dataclasses import dataclass, field
+from typing import cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -52,12 +53,13 @@ def validate(config: DictConfig) -> Config:
             f"{', '.join(sorted(missing))}: missing; give a value, such as {min(missing)}=VALUE"
         )
     try:
-        result = OmegaConf.to_object(config)
+        result = cast(Config, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     if result.model.block_size != result.data.block_size:
         raise UserError(
-            f"model.block_size={result.model.block_size}: is data.block_size ({result.data.block_size}); set that one"
+            f"model.block_size={result.model.block_size}: is data.block_size "
+            f"({result.data.block_size}); set that one"
         )
     result.trainer.check_world_size(launched_size())
     return result
@@ -65,12 +67,14 @@ def validate(config: DictConfig) -> Config:
 
 def plain(config: Config) -> dict:
     """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file."""
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    return cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
 
 
 def explain(error: Exception) -> str:
-    """One line for an error of Hydra or OmegaConf, naming the key and, if it does not exist, the nearest that does."""
-    known = [*flatten(OmegaConf.to_container(OmegaConf.structured(Config))), *GROUPS]
+    """One line for an error of Hydra or OmegaConf, naming the key and, if it does not exist, the
+    nearest that does.
+    """
+    known = [*flatten(cast(dict, OmegaConf.to_container(OmegaConf.structured(Config)))), *GROUPS]
     for argument in sys.argv[1:]:
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0].replace("/", ".")
         prefixes = (k for k in known if k == key or k.startswith(f"{key}."))

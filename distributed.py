@@ -25,7 +25,9 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `rank` of `size`, `local_rank` of `local_size` on its host, computing on `device`."""
+    """This process among all: `rank` of `size`, `local_rank` of `local_size` on its host, computing
+    on `device`.
+    """
 
     rank: int
     size: int
@@ -45,7 +47,9 @@ def launched_size() -> int:
 
 
 def launched_rank() -> int:
-    """The global rank that the launcher gave this process; 0 without a launcher. Needs no process group."""
+    """The global rank that the launcher gave this process; 0 without a launcher. Needs no process
+    group.
+    """
     return int(os.environ.get("RANK", 0))
 
 
@@ -67,11 +71,13 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise UserError(
-            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu or auto"
+            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu "
+            "or auto"
         )
     if gpus and local_size > gpus:
         raise UserError(
-            f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start --nproc_per_node={gpus}, "
+            f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start "
+            f"--nproc_per_node={gpus}, "
             "or set trainer.device=cpu"
         )
     if gpus:
@@ -98,7 +104,8 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
 def keep_freed_memory() -> None:
     """Has glibc keep freed memory for the next allocation instead of returning it to the kernel.
 
-    A CPU step allocates and frees the same tensors again and again; without this, a sixth of its time goes to page
+    A CPU step allocates and frees the same tensors again and again; without this, a sixth of its
+    time goes to page
     faults (docs/experiments.md). Elsewhere than on Linux with glibc nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -109,7 +116,8 @@ def keep_freed_memory() -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel send SIGTERM to this process when its launcher dies (Linux; elsewhere nothing happens).
+    """Has the kernel send SIGTERM to this process when its launcher dies (Linux; elsewhere nothing
+    happens).
 
     Without it, the workers of a killed torchrun train on and hold the run directory.
     """
@@ -129,7 +137,9 @@ def stop() -> None:
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:
-    """`model` on this process's device, in `DistributedDataParallel` if there are several processes."""
+    """`model` on this process's device, in `DistributedDataParallel` if there are several
+    processes.
+    """
     model.to(world.device)
     if world.size == 1:
         return model

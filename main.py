@@ -133,7 +133,8 @@ def main(composed: DictConfig) -> float | None:
     try:
         if hydra_config.mode == RunMode.MULTIRUN and launched_size() > 1:
             raise UserError(
-                "-m runs its jobs one after another in this process: start it with python, not torchrun"
+                "-m runs its jobs one after another in this process: start it with python, not "
+                "torchrun"
             )
         if hydra_config.runtime.output_dir != os.getcwd():  # a sweep's job, or hydra.run.dir=...
             composed.run_dir = hydra_config.runtime.output_dir

@@ -1,4 +1,6 @@
-"""What a run writes for people and programs to read: its directory, its log, its metrics. Rank 0 only."""
+"""What a run writes for people and programs to read: its directory, its log, its metrics. Rank 0
+only.
+"""
 
 import contextlib
 import fcntl
@@ -32,7 +34,8 @@ def run_directory(run_dir: str):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"run_dir={run_dir}: another run is using this directory; wait for it, or set run_name=NEW_NAME"
+                f"run_dir={run_dir}: another run is using this directory; wait for it, or set "
+                "run_name=NEW_NAME"
             ) from error
         handler = logging.FileHandler(os.path.join(run_dir, "main.log"))
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))

@@ -97,13 +97,15 @@ class GPTConfig:
         if self.arch == "modern":
             if (self.n_embd // self.n_head) % 2:
                 raise UserError(
-                    f"model.n_embd={self.n_embd} / model.n_head={self.n_head} gives heads {self.n_embd // self.n_head} "
+                    f"model.n_embd={self.n_embd} / model.n_head={self.n_head} gives heads "
+                    f"{self.n_embd // self.n_head} "
                     "wide: rotary positions (model.arch=modern) need an even width"
                 )
             for name in ("bias", "tie_weights"):
                 if getattr(self, name):
                     raise UserError(
-                        f"model.{name}=true: model.arch=modern has none; leave it null, or use arch=gpt2"
+                        f"model.{name}=true: model.arch=modern has none; leave it null, or use "
+                        "arch=gpt2"
                     )
         for name in ("bias", "tie_weights"):
             if getattr(self, name) is None:
@@ -134,7 +136,9 @@ class KVCache:
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores (B, H, S, D) keys and values behind those of `layer`; returns all of them, (B, H, length + S, D)."""
+        """Stores (B, H, S, D) keys and values behind those of `layer`; returns all of them, (B, H,
+        length + S, D).
+        """
         end = self.length + key.size(2)
         self.keys[layer, :, :, self.length : end] = key
         self.values[layer, :, :, self.length : end] = value
@@ -142,9 +146,11 @@ class KVCache:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) over the last dimension, y below, with r = 1 / sqrt(mean(x^2) + eps).
+    """x / sqrt(mean(x^2) + eps) over the last dimension, y below, with r = 1 / sqrt(mean(x^2) +
+    eps).
 
-    Its gradient needs only y and r: r (g - y mean(g y)). Autograd would keep every intermediate and pass over memory
+    Its gradient needs only y and r: r (g - y mean(g y)). Autograd would keep every intermediate and
+    pass over memory
     twice as often, which is what costs on a CPU that does not compile.
     """
 
@@ -164,7 +170,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _SquaredReLU(torch.autograd.Function):
-    """relu(x)^2; its gradient 2 relu(x) g needs only relu(x), in two passes over memory instead of six."""
+    """relu(x)^2; its gradient 2 relu(x) g needs only relu(x), in two passes over memory instead of
+    six.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +190,9 @@ rms_norm, squared_relu = _RMSNorm.apply, _SquaredReLU.apply
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square of the last dimension (Zhang and Sennrich, 2019), without weights."""
+    """Divides by the root mean square of the last dimension (Zhang and Sennrich, 2019), without
+    weights.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x)
@@ -195,7 +205,9 @@ def make_norm(config: GPTConfig) -> nn.Module:
 def rotary(
     start: int, length: int, width: int, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, (T, D / 2) each, for positions `start` to `start + length` (Su et al., 2021)."""
+    """Cosines and sines, (T, D / 2) each, for positions `start` to `start + length` (Su et al.,
+    2021).
+    """
     frequency = ROPE_BASE ** -(
         torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
     )
@@ -213,7 +225,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a character sees itself and those before it (Vaswani et al., 2017)."""
+    """Multi-head attention in which a character sees itself and those before it (Vaswani et al.,
+    2017).
+    """
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -244,7 +258,9 @@ class CausalSelfAttention(nn.Module):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """softmax(q k' / sqrt(D) + mask) v for q (B, H, S, D), k and v (B, H, T, D), mask (S, T) of 0 and -inf."""
+        """softmax(q k' / sqrt(D) + mask) v for q (B, H, S, D), k and v (B, H, T, D), mask (S, T) of
+        0 and -inf.
+        """
         B, H, S, D = q.shape
         T = k.size(2)
         pdrop = self.attn_pdrop if self.training else 0.0
@@ -265,7 +281,9 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between, with GELU or squared ReLU (So et al., "Primer", 2021)."""
+    """Two linear layers, four times as wide between, with GELU or squared ReLU (So et al.,
+    "Primer", 2021).
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()

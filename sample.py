@@ -11,6 +11,7 @@ import glob
 import os
 import sys
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 from omegaconf import OmegaConf
@@ -55,7 +56,9 @@ class SampleConfig:
 
 
 def parse(arguments: list[str]) -> SampleConfig:
-    """The configuration in `name=value` arguments. A prompt is taken as it is: nothing in it has a meaning."""
+    """The configuration in `name=value` arguments. A prompt is taken as it is: nothing in it has a
+    meaning.
+    """
     known = [f.name for f in fields(SampleConfig)]
     values = {}
     for argument in arguments:
@@ -66,7 +69,8 @@ def parse(arguments: list[str]) -> SampleConfig:
             )
         values[name] = None if value == "null" and name != "prompt" else value
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SampleConfig), values))
+        merged = OmegaConf.merge(OmegaConf.structured(SampleConfig), values)
+        return cast(SampleConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
@@ -98,7 +102,9 @@ def load_model(snapshot: Snapshot, device: str) -> GPT:
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> list[str]:
-    """`num_samples` texts, prompt included. Raises `UserError` for a prompt with an unknown character."""
+    """`num_samples` texts, prompt included. Raises `UserError` for a prompt with an unknown
+    character.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(

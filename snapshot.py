@@ -100,7 +100,7 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
-        """The snapshot in `content`, the inverse of `to_bytes`; `name` is what an error calls it."""
+        """The snapshot in `content`, the inverse of `to_bytes`; errors call it `name`."""
         verify(content, name)
         fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if fields.get("format") != FORMAT:
@@ -122,7 +122,9 @@ def read(path: str) -> bytes:
 
 
 def verify(content: bytes, name: str) -> None:
-    """Raises `SnapshotError`, calling the content `name`, unless it ends with the digest of all that stands before."""
+    """Raises `SnapshotError`, calling the content `name`, unless it ends with the digest of all
+    that stands before.
+    """
     if content[-DIGEST_LENGTH - len(COMMENT) : -DIGEST_LENGTH] != COMMENT:
         raise SnapshotError(
             f"{name}: not a whole snapshot of this application (its closing digest is missing)"
@@ -226,13 +228,16 @@ def find(path: str, warn: Callable[[str], None]) -> tuple[bytes, str] | None:
         return content, candidate
     if problems:
         raise SnapshotError(
-            f"no good snapshot left: {'; '.join(problems)}; move them away to start anew, or set run_name=NEW_NAME"
+            f"no good snapshot left: {'; '.join(problems)}; move them away to start anew, or set "
+            "run_name=NEW_NAME"
         )
     return None
 
 
 def set_aside(path: str) -> list[str]:
-    """Renames the snapshots of a run to the first free number (`gpt_snapshot.old1.pt`, ...); returns the new names."""
+    """Renames the snapshots of a run to the first free number (`gpt_snapshot.old1.pt`, ...);
+    returns the new names.
+    """
     present = [p for p in (path, beside(path, "prev"), beside(path, "best")) if exists(p)]
     number = 1
     while any(exists(beside(p, f"old{number}")) for p in present):
@@ -293,7 +298,9 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_can_resume(
     snapshot: Snapshot, config: dict[str, Any], vocabulary: str, text_digest: str, path: str
 ) -> None:
-    """Raises `UserError` if the run in `snapshot` cannot go on under `config` and this text, naming what differs."""
+    """Raises `UserError` if the run in `snapshot` cannot go on under `config` and this text, naming
+    what differs.
+    """
     changed = [
         f"{key} was {was!r}, is {now!r}"
         for key, (was, now) in differences(snapshot.config, config).items()
@@ -309,6 +316,7 @@ def check_can_resume(
         )
     if changed:
         raise UserError(
-            f"{path} is of another run: {'; '.join(changed)}. Undo the change, start another run with "
+            f"{path} is of another run: {'; '.join(changed)}. Undo the change, start another run "
+            "with "
             "run_name=NEW_NAME, or set this one aside with trainer.resume=never"
         )

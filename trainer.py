@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -35,7 +36,8 @@ from snapshot import Snapshot
 log = logging.getLogger("gpt")
 
 EVAL_CHARACTERS = 8192  # scored at once by each process
-COMPILE_PAYS_FROM = 1e14  # planned floating-point operations on a CPU: minutes of training against 20 s of compiling
+# planned floating-point operations on a CPU: minutes of training against 20 s of compiling
+COMPILE_PAYS_FROM = 1e14
 SMALLEST_SCALE = (
     2.0**-20
 )  # a GradScaler this low has skipped dozens of steps in a row: the run has diverged
@@ -53,7 +55,9 @@ PEAK_FLOPS = {
 
 @dataclass
 class TrainerConfig:
-    """How long, in which portions, and on what to train; the fields are explained in `conf/trainer/`."""
+    """How long, in which portions, and on what to train; the fields are explained in
+    `conf/trainer/`.
+    """
 
     max_epochs: int | None = 10
     max_steps: int | None = None
@@ -112,7 +116,8 @@ class TrainerConfig:
             )
         if self.grad_norm_clip is not None and not self.grad_norm_clip > 0:
             raise UserError(
-                f"trainer.grad_norm_clip={self.grad_norm_clip}: must be above 0, or null not to clip"
+                f"trainer.grad_norm_clip={self.grad_norm_clip}: must be above 0, or null not to "
+                "clip"
             )
         if self.data_loader_workers < 0:
             raise UserError(
@@ -125,8 +130,10 @@ class TrainerConfig:
         """Raises `UserError` if `size` processes cannot share the batch equally."""
         if self.batch_size % size:
             raise UserError(
-                f"trainer.batch_size={self.batch_size}: must be divisible by the number of processes, {size}; the "
-                f"nearest that are: {self.batch_size // size * size or size}, {-(-self.batch_size // size) * size}"
+                f"trainer.batch_size={self.batch_size}: must be divisible by the number of "
+                f"processes, {size}; the "
+                f"nearest that are: {self.batch_size // size * size or size}, "
+                f"{-(-self.batch_size // size) * size}"
             )
 
 
@@ -246,6 +253,11 @@ class Trainer:
             * self.train_dataset.block_size
             * flops_per_token(bare)
         )
+        can_compile = (
+            device.type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
+        )
+        if config.compile == "true" and not can_compile:
+            log.warning("trainer.compile=true: there is no C++ compiler (g++): not compiling")
         automatic = {
             "compile": device.type == "cuda" or planned > COMPILE_PAYS_FROM,
             "deterministic": device.type == "cpu",
@@ -253,6 +265,7 @@ class Trainer:
         for name, choice in automatic.items():
             setting = getattr(config, name)
             choices[name] = earlier.get(name, choice) if setting == "auto" else setting == "true"
+        choices["compile"] = choices["compile"] and can_compile
         return choices
 
     def _apply_choices(self, model: nn.Module) -> None:
@@ -374,7 +387,8 @@ class Trainer:
             if self.newest:
                 log.info("held-out loss %.4f at step %d", *self.newest)
             log.info(
-                "this run is finished: %d of %d steps; to train on, raise trainer.max_steps or trainer.max_epochs",
+                "this run is finished: %d of %d steps; to train on, raise trainer.max_steps or "
+                "trainer.max_epochs",
                 self.step,
                 self.total_steps,
             )
@@ -436,7 +450,9 @@ class Trainer:
         )
 
     def _train_step(self, batches) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the device."""
+        """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the
+        device.
+        """
         config, device = self.config, self.world.device
         self._seed(step_seed(config.seed, self.step, self.world.rank))
         factor = self.schedule(self.step, self.total_steps)
@@ -474,21 +490,26 @@ class Trainer:
             torch.cuda.manual_seed(seed)
 
     def _check_finite(self) -> None:
-        """Raises `UserError` on every rank if a loss or gradient norm was not finite. Waits for the device."""
+        """Raises `UserError` on every rank if a loss or gradient norm was not finite. Waits for the
+        device.
+        """
         if self.scaler.is_enabled():
             if self.scaler.get_scale() < SMALLEST_SCALE:
                 raise UserError(
-                    f"step {self.step}: float16 gradients overflow at any scale: training has diverged; lower "
+                    f"step {self.step}: float16 gradients overflow at any scale: training has "
+                    "diverged; lower "
                     f"optimizer.learning_rate; snapshots of earlier steps are as they were"
                 )
             return  # the scaler skips such steps and lowers its scale: that is its work
-        bad = self.first_bad_step.clamp(min=-1).double()
-        worst = distributed.sum_over_ranks((bad >= 0).double(), self.world)
-        if worst.item() > 0:
-            step = int(bad.item()) if bad.item() >= 0 else self.step
+        bad_ranks = distributed.sum_over_ranks((self.first_bad_step >= 0).long(), self.world)
+        if bad_ranks.item():
+            own = int(self.first_bad_step)
+            step = own if own >= 0 else self.step
             raise UserError(
-                f"step {step}: the loss or the gradient norm is not finite: training has diverged; lower "
-                f"optimizer.learning_rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or raise "
+                f"step {step}: the loss or the gradient norm is not finite: training has "
+                "diverged; lower "
+                f"optimizer.learning_rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or "
+                "raise "
                 "optimizer.warmup_steps; snapshots of earlier steps are as they were"
             )
 
@@ -514,8 +535,10 @@ class Trainer:
         )
         left = duration(seconds_per_step * (self.total_steps - self.step))
         log.info(
-            "step %*d/%d | epoch %.2f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s left",
-            len(str(self.total_steps)), self.step, self.total_steps, self.epoch, mean, lr, norm.item(),
+            "step %*d/%d | epoch %.2f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s "
+            "left",
+            len(str(self.total_steps)), self.step, self.total_steps, self.epoch, mean, lr,
+            norm.item(),
             f"{rate:,.0f}", f" | MFU {mfu:.0%}" if mfu is not None else "", left,
         )  # fmt: skip
 
@@ -543,7 +566,8 @@ class Trainer:
                 else ""
             )
             log.info(
-                "step %*d/%d | held-out loss %.4f (%.4f bits per character)%s | %s characters in %.1f s%s",
+                "step %*d/%d | held-out loss %.4f (%.4f bits per character)%s | %s characters in "
+                "%.1f s%s",
                 len(str(self.total_steps)), self.step, self.total_steps, loss, loss / math.log(2),
                 "" if better else f" | best {self.best[0]:.4f} at step {self.best[1]}",
                 f"{scored:,}", time.perf_counter() - started, per_rank,
@@ -604,14 +628,20 @@ class Trainer:
         )  # fmt: skip
         log.info("parameters  %s", f"{parameters:,}")
         log.info(
-            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s characters a step",
-            config.batch_size, processes, self.micro_batch_size, self.accumulation, dataset.block_size,
+            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
+            "characters a step",
+            config.batch_size, processes, self.micro_batch_size, self.accumulation,
+            dataset.block_size,
             f"{characters:,}",
         )  # fmt: skip
+        held_out = len(self.test_dataset.data) if self.test_dataset is not None else 0
         log.info(
-            "text        %s characters to train on (%s windows an epoch), %s held out, %d distinct",
-            f"{len(dataset.data):,}", f"{len(dataset):,}",
-            f"{len(self.test_dataset.data) if self.test_dataset is not None else 0:,}", dataset.vocab_size,
+            "text        %s characters to train on, %s held out, %d distinct",
+            f"{len(dataset.data):,}", f"{held_out:,}", dataset.vocab_size,
+        )  # fmt: skip
+        log.info(
+            "epoch       %s windows, one from each character: %s characters",
+            f"{len(dataset):,}", f"{len(dataset) * dataset.block_size:,}",
         )  # fmt: skip
         log.info(
             "plan        %d steps = %.2f epochs, %s characters%s",
@@ -641,7 +671,9 @@ class Stopwatch:
 
 
 def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
-    """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute or a URL."""
+    """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute
+    or a URL.
+    """
     path = config.snapshot_path
     return os.path.join(run_dir, path) if snapshots.is_local(path) else path
 
@@ -673,7 +705,9 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
 
 
 def planned_steps(config: TrainerConfig, num_windows: int) -> int:
-    """Optimizer steps of the whole run: `max_steps`, or enough for `max_epochs` to see every window, or the fewer."""
+    """Optimizer steps of the whole run: `max_steps`, or enough for `max_epochs` to see every
+    window, or the fewer.
+    """
     plans = []
     if config.max_steps is not None:
         plans.append(config.max_steps)
@@ -691,7 +725,7 @@ def best_amp_dtype(device: torch.device) -> str:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of everything random in one step of one rank (dropout): nothing random needs saving."""
+    """The seed of all that is random in one step of one rank: no generator needs saving."""
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -1,4 +1,4 @@
-"""What several test files share: small texts, a tiny configuration, and real starts of the program."""
+"""What several test files share: small texts, a tiny configuration, real starts of the program."""
 
 import json
 import os

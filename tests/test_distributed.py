@@ -1,4 +1,6 @@
-"""Several processes, really started: torchrun on this machine, gloo. One launch asserts many properties."""
+"""Several processes, really started: torchrun on this machine, gloo. One launch asserts many
+properties.
+"""
 
 import json
 import os
@@ -37,8 +39,15 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def test_losses_do_not_depend_on_the_number_of_processes(runs):
     alone = metrics(runs["1"])
     assert [(line["split"], line["step"]) for line in alone] == [
-        ("train", 1), ("train", 2), ("train", 3), ("val", 3), ("train", 4), ("train", 5), ("train", 6), ("val", 6),
-    ]  # fmt: skip
+        ("train", 1),
+        ("train", 2),
+        ("train", 3),
+        ("val", 3),
+        ("train", 4),
+        ("train", 5),
+        ("train", 6),
+        ("val", 6),
+    ]
     for name in ("2", "3", "2 accumulating"):
         for one, several in zip(alone, metrics(runs[name]), strict=True):
             assert (one["step"], one["split"]) == (several["step"], several["split"])
@@ -90,25 +99,32 @@ def test_rank_0_alone_prints_and_writes(runs):
 def test_the_batch_arithmetic_is_printed(runs):
     out = (runs["2 accumulating"] / "stdout").read_text()
     assert (
-        "12 windows = 2 processes x 2 micro-batch x 3 accumulated; x 16 characters = 192 characters a step"
-        in out
+        "12 windows = 2 processes x 2 micro-batch x 3 accumulated; x 16 characters = 192 "
+        "characters a step" in out
     )
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one_bit_for_bit(nproc, tmp_path):
     settings = [
-        *TINY, "trainer.max_steps=300", "trainer.save_every_steps=20", "trainer.eval_every_steps=50",
-        "trainer.data_loader_workers=0", "optimizer.schedule=cosine",
-    ]  # fmt: skip
+        *TINY,
+        "trainer.max_steps=300",
+        "trainer.save_every_steps=20",
+        "trainer.eval_every_steps=50",
+        "trainer.data_loader_workers=0",
+        "optimizer.schedule=cosine",
+    ]
     result = start(*settings, f"run_dir={tmp_path / 'whole'}", nproc=nproc)
     assert result.returncode == 0, result.stderr
 
     killed = tmp_path / "killed"
     process = subprocess.Popen(
-        command(*settings, f"run_dir={killed}", nproc=nproc), cwd=ROOT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        command(*settings, f"run_dir={killed}", nproc=nproc),
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
     log = killed / "metrics.jsonl"
     while not (
@@ -172,7 +188,8 @@ def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
         "import trainer\n"
         "step = trainer.Trainer._train_step\n"
         "def fail(self, batches):\n"
-        "    if self.world.rank == 1 and self.step == 2: raise RuntimeError('the disk of rank 1 is on fire')\n"
+        "    if self.world.rank == 1 and self.step == 2: raise RuntimeError('the disk of rank 1 "
+        "is on fire')\n"
         "    return step(self, batches)\n"
         "trainer.Trainer._train_step = fail\n"
         f"sys.argv[0] = {str(ROOT / 'main.py')!r}\n"
@@ -183,6 +200,26 @@ def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
     assert "RuntimeError: the disk of rank 1 is on fire" in result.stderr
     summary = result.stderr[result.stderr.rindex("Root Cause") :]
     assert "rank      : 1" in summary and "the disk of rank 1 is on fire" in summary
+
+
+@pytest.mark.parametrize(
+    "gpus, local_size, device, says",
+    [
+        (1, 2, "auto", "2 processes on a machine with 1 GPU: start --nproc_per_node=1"),
+        (0, 1, "cuda", "trainer.device=cuda: no GPU"),
+        (0, 1, "tpu", "trainer.device=tpu: must be auto, cpu or cuda"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_size, device, says):
+    import distributed
+    from errors import UserError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name, value in {"RANK": 0, "WORLD_SIZE": local_size, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match=says):
+        distributed.start(device)
 
 
 def test_the_metrics_file_has_the_fields_of_the_contract(runs):

@@ -22,7 +22,9 @@ def composed(*overrides: str) -> Config:
 
 
 def refuse(*arguments: str, says: str, nproc: int = 0, **kwargs) -> None:
-    """The program must end with an error status and one line, which says `says`, from every rank that prints."""
+    """The program must end with an error status and one line, which says `says`, from every rank
+    that prints.
+    """
     result = start(*arguments, nproc=nproc, **kwargs)
     assert result.returncode != 0, result.stdout
     errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
@@ -48,9 +50,15 @@ def test_every_recipe_composes_and_says_how_to_run_it(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_two_steps(recipe, tmp_path):
     result = start(
-        f"experiment={recipe}", "data=pydoc", "trainer.max_steps=2", "trainer.batch_size=2", "trainer.device=cpu",
-        "trainer.compile=false", f"data.truncate={0.02 if recipe == 'mingpt_ddp' else 0.012}", f"run_dir={tmp_path}",
-    )  # fmt: skip
+        f"experiment={recipe}",
+        "data=pydoc",
+        "trainer.max_steps=2",
+        "trainer.batch_size=2",
+        "trainer.device=cpu",
+        "trainer.compile=false",
+        f"data.truncate={0.02 if recipe == 'mingpt_ddp' else 0.012}",
+        f"run_dir={tmp_path}",
+    )
     assert result.returncode == 0, result.stderr
     assert metrics(tmp_path)[-1]["step"] == 2
 
@@ -172,8 +180,13 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
     assert result.returncode == 0, result.stderr
     present = {p.name for p in run.iterdir()} - {"tensorboard"}
     assert present == {
-        ".lock", "config.yaml", "gpt_snapshot.pt", "gpt_snapshot.best.pt", "main.log", "metrics.jsonl",
-    }  # fmt: skip
+        ".lock",
+        "config.yaml",
+        "gpt_snapshot.pt",
+        "gpt_snapshot.best.pt",
+        "main.log",
+        "metrics.jsonl",
+    }
     assert [p.name for p in tmp_path.iterdir()] == [
         "deep"
     ]  # nothing beside it, no outputs/, no .hydra
@@ -214,7 +227,8 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         "import socket\n"
         "def refuse(*a, **k): raise OSError('Network is unreachable')\n"
         "real = socket.getaddrinfo\n"
-        "socket.getaddrinfo = lambda host, *a, **k: real(host, *a, **k) if host in ('localhost', '127.0.0.1') else refuse()\n"
+        "socket.getaddrinfo = lambda host, *a, **k: real(host, *a, **k) if host in ('localhost', "
+        "'127.0.0.1') else refuse()\n"
     )
     env = {"PYTHONPATH": str(site)}
     run = tmp_path / "run"
@@ -297,9 +311,12 @@ def test_a_bad_text_gets_one_line(content, overrides, says, tmp_path):
 
 def test_an_unreachable_url_gets_one_line(tmp_path):
     refuse(
-        "experiment=overfit", "data.url=http://127.0.0.1:9/input.txt", f"data.path={tmp_path / 'x.txt'}",
-        f"run_dir={tmp_path / 'run'}", says="http://127.0.0.1:9/input.txt: cannot be read",
-    )  # fmt: skip
+        "experiment=overfit",
+        "data.url=http://127.0.0.1:9/input.txt",
+        f"data.path={tmp_path / 'x.txt'}",
+        f"run_dir={tmp_path / 'run'}",
+        says="http://127.0.0.1:9/input.txt: cannot be read",
+    )
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,14 @@ def test_gpt2_has_the_logits_of_transformers_gpt2(tied):
 
     ours = tiny("gpt2", tie_weights=tied)
     config = GPT2Config(
-        vocab_size=11, n_positions=12, n_embd=16, n_layer=3, n_head=2, activation_function="gelu",
+        vocab_size=11,
+        n_positions=12,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        activation_function="gelu",
         tie_word_embeddings=tied,
-    )  # fmt: skip
+    )
     theirs = GPT2LMHeadModel(config).eval()
     names = {
         "tok_emb": "transformer.wte",
@@ -108,9 +113,16 @@ def test_modern_has_the_logits_of_transformers_nanochat():
 
     ours = tiny("modern")
     config = NanoChatConfig(
-        vocab_size=11, hidden_size=16, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
-        max_position_embeddings=12, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     theirs = NanoChatForCausalLM(config).eval()
     state = {"model.embed_tokens.weight": ours.tok_emb.weight, "lm_head.weight": ours.head.weight}
     for i, block in enumerate(ours.blocks):
@@ -352,9 +364,17 @@ def test_a_restored_optimizer_takes_the_same_step(name):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"name": "sgd"}, {"schedule": "step"}, {"learning_rate": 0.0}, {"beta2": 1.0}, {"weight_decay": -0.1},
-     {"warmup_steps": -1}, {"min_lr_ratio": 2.0}, {"learning_rate": float("nan")}],
-)  # fmt: skip
+    [
+        {"name": "sgd"},
+        {"schedule": "step"},
+        {"learning_rate": 0.0},
+        {"beta2": 1.0},
+        {"weight_decay": -0.1},
+        {"warmup_steps": -1},
+        {"min_lr_ratio": 2.0},
+        {"learning_rate": float("nan")},
+    ],
+)
 def test_an_impossible_optimizer_is_refused_by_name(settings):
     (name, value), *_ = settings.items()
     with pytest.raises(UserError, match=f"optimizer.{name}={value}"):

@@ -23,9 +23,19 @@ def some(step: int = 5) -> Snapshot:
         }
     }
     return Snapshot(
-        weights, state, finished_epoch=2, step=step, windows_seen=60, seed=1, best_loss=1.5, best_step=4,
-        vocabulary="\n aé漢", text_digest="ab", choices={"compile": False}, config={"model": {"n_layer": 2, "bias": None}},
-    )  # fmt: skip
+        weights,
+        state,
+        finished_epoch=2,
+        step=step,
+        windows_seen=60,
+        seed=1,
+        best_loss=1.5,
+        best_step=4,
+        vocabulary="\n aé漢",
+        text_digest="ab",
+        choices={"compile": False},
+        config={"model": {"n_layer": 2, "bias": None}},
+    )
 
 
 def equal(a: Snapshot, b: Snapshot) -> bool:

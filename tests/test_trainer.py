@@ -15,9 +15,14 @@ from trainer import MicroBatches, Trainer, TrainerConfig, planned_steps
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
 SETTINGS = {
-    "max_epochs": None, "max_steps": 6, "batch_size": 12, "use_amp": False, "log_every_steps": 1, "device": "cpu",
+    "max_epochs": None,
+    "max_steps": 6,
+    "batch_size": 12,
+    "use_amp": False,
+    "log_every_steps": 1,
+    "device": "cpu",
     "eval_every_steps": 3,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def make(parts, tmp_path, arch="gpt2", pdrop=0.0, optimizer="adamw", **settings)
             embd_pdrop=pdrop,
             resid_pdrop=pdrop,
             attn_pdrop=pdrop,
-        )  # fmt: skip
+        )
     )
     opt = create_optimizer(model, OptimizerConfig(name=optimizer, learning_rate=1e-2))
     tmp_path.mkdir(exist_ok=True)
@@ -239,13 +244,16 @@ def test_evaluation_leaves_training_as_it_was(parts, tmp_path):
 # --- snapshots ---
 
 
-@pytest.mark.parametrize("arch, optimizer, settings", [
-    ("gpt2", "adamw", {}),
-    ("modern", "muon", {"micro_batch_size": 4, "data_loader_workers": 1}),
-    ("gpt2", "adamw", {"use_amp": True, "amp_dtype": "bfloat16"}),
-    ("gpt2", "muon", {"use_amp": True, "amp_dtype": "float16"}),
-    pytest.param("modern", "muon", {"compile": "true"}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arch, optimizer, settings",
+    [
+        ("gpt2", "adamw", {}),
+        ("modern", "muon", {"micro_batch_size": 4, "data_loader_workers": 1}),
+        ("gpt2", "adamw", {"use_amp": True, "amp_dtype": "bfloat16"}),
+        ("gpt2", "muon", {"use_amp": True, "amp_dtype": "float16"}),
+        pytest.param("modern", "muon", {"compile": "true"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     parts, tmp_path, arch, optimizer, settings
 ):
@@ -316,9 +324,14 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path):
 def test_epochs_save_and_the_end_always_does(parts, tmp_path, max_epochs, save_every, steps):
     n = len(parts[0])
     trainer = make(
-        parts, tmp_path, max_steps=None, max_epochs=max_epochs, save_every=save_every, batch_size=-(-n // 2),
+        parts,
+        tmp_path,
+        max_steps=None,
+        max_epochs=max_epochs,
+        save_every=save_every,
+        batch_size=-(-n // 2),
         eval_every_steps=None,
-    )  # fmt: skip
+    )
     saved = []
     save = trainer._save
     trainer._save = lambda latest, best: (
@@ -340,7 +353,7 @@ def test_what_auto_chose_is_kept_when_resuming(parts, tmp_path):
 
 
 def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp_path):
-    with pytest.raises(UserError, match="trainer.resume=must: there is no snapshot at"):
+    with pytest.raises(UserError, match=r"trainer\.resume=must: there is no snapshot at"):
         make(parts, tmp_path, resume="must")
     make(parts, tmp_path).train()
     assert make(parts, tmp_path, resume="must").step == 6
@@ -350,9 +363,18 @@ def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp
 
 @pytest.mark.parametrize(
     "settings",
-    [{"batch_size": 0}, {"max_steps": -1}, {"device": "tpu"}, {"amp_dtype": "int8"}, {"resume": "maybe"},
-     {"grad_norm_clip": 0.0}, {"compile": "perhaps"}, {"seed": -1}, {"data_loader_workers": -1}],
-)  # fmt: skip
+    [
+        {"batch_size": 0},
+        {"max_steps": -1},
+        {"device": "tpu"},
+        {"amp_dtype": "int8"},
+        {"resume": "maybe"},
+        {"grad_norm_clip": 0.0},
+        {"compile": "perhaps"},
+        {"seed": -1},
+        {"data_loader_workers": -1},
+    ],
+)
 def test_an_impossible_setting_is_refused_by_name(settings):
     (name, value), *_ = settings.items()
     with pytest.raises(UserError, match=f"trainer.{name}={value}"):
