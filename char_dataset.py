@@ -47,6 +47,8 @@ class DataConfig:
     def __post_init__(self):
         if self.block_size < 1:
             raise UserError(f"data.block_size={self.block_size}: must be at least 1 character")
+        if not self.path:
+            raise UserError("data.path is empty: give the path or URL of a text")
         if not 0 < self.train_split < 1:
             raise UserError(
                 f"data.train_split={self.train_split}: must lie between 0 and 1, both excluded"
@@ -67,7 +69,7 @@ def fetch(config: DataConfig) -> str:
 
     With a `url`, a text that is not yet at `path` is downloaded to a temporary file beside it,
     checked against `sha256`, and moved into place whole. One process per host calls this; see
-    `distributed.first_on_each_host`.
+    `distributed.run_on_each_host`.
 
     Raises `UserError` where the text cannot be had, or is not the one that `sha256` promises.
     """
@@ -179,11 +181,13 @@ class CharDataset(Dataset):
         data: the encoded characters, a 1-D tensor of uint8, uint16 or uint32.
         digest: SHA-256 of the truncated text, hexadecimal: which text this is.
 
+    `text` is used in place of what is at `config.path`, where it has been read already.
+
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
     """
 
-    def __init__(self, config: DataConfig):
-        text = read_text(config)
+    def __init__(self, config: DataConfig, text: str | None = None):
+        text = read_text(config) if text is None else text
         text = text[: int(len(text) * config.truncate)]
         if not text:
             raise UserError(
@@ -309,7 +313,7 @@ def encode(text: str, stoi: dict[str, int]) -> torch.Tensor:
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) at position {position} is not "
                 "in the vocabulary of "
-                f"{len(stoi)}: {''.join(stoi)!r}"
+                f"{len(stoi)}: {''.join(stoi)[:200]!r}{'...' * (len(stoi) > 200)}"
             )
     return torch.tensor([stoi[character] for character in text], dtype=torch.int64)
 

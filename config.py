@@ -6,6 +6,8 @@ configuration into the dataclasses that the application is built from.
 """
 
 import difflib
+import hashlib
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import cast
@@ -36,9 +38,27 @@ class Config:
     run_dir: str = "runs/${run_name}"
 
 
+KNOWN = list(flatten(cast(dict, OmegaConf.to_container(OmegaConf.structured(Config)))))
+
+
 def register() -> None:
-    """Makes the schema known to Hydra. Call before composing."""
+    """Makes the schema, and the names of a sweep's directories, known to Hydra.
+
+    Call before composing.
+    """
     ConfigStore.instance().store(name="base_config", node=Config)
+    OmegaConf.register_new_resolver("job_name", job_name, replace=True)
+
+
+def job_name(overrides: list[str]) -> str:
+    """A directory name for one job of a sweep: its overrides, shortened where they are many.
+
+    The same overrides give the same name, so that the same sweep goes on where it stopped.
+    """
+    name = re.sub(r"[^\w.,=+-]", "_", ",".join(sorted(overrides)))
+    if len(name) <= 120:
+        return name
+    return f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def validate(config: DictConfig) -> Config:
@@ -47,6 +67,9 @@ def validate(config: DictConfig) -> Config:
     Raises `UserError` naming the key for a missing value, a wrong type, or an impossible value or
     combination, before any process group or download.
     """
+    for key in flatten(cast(dict, OmegaConf.to_container(config))):
+        if key not in KNOWN:  # a `+` before the key lets it past Hydra
+            raise UserError(no_such_key(key))
     missing = OmegaConf.missing_keys(config)
     if missing:
         raise UserError(
@@ -70,25 +93,25 @@ def plain(config: Config) -> dict:
     return cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
 
 
+def no_such_key(key: str) -> str:
+    """The line for a key that does not exist, with the nearest that does."""
+    known = [*KNOWN, *GROUPS]
+    last = {k.split(".")[-1]: k for k in known}
+    near = difflib.get_close_matches(key, known, n=1)
+    near = near or [last[k] for k in difflib.get_close_matches(key.split(".")[-1], last, n=1)]
+    hint = f"did you mean {near[0]}?" if near else "see python main.py --help"
+    return f"{key}: there is no such key; {hint}"
+
+
 def explain(error: Exception) -> str:
-    """One line for an error of Hydra or OmegaConf, naming the key and, if it does not exist, the
-    nearest that does.
-    """
-    known = [*flatten(cast(dict, OmegaConf.to_container(OmegaConf.structured(Config)))), *GROUPS]
+    """One line for an error of Hydra or OmegaConf, naming the key."""
     for argument in sys.argv[1:]:
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0].replace("/", ".")
-        prefixes = (k for k in known if k == key or k.startswith(f"{key}."))
-        if "=" not in argument or key.startswith(("hydra", "-")) or any(prefixes):
+        if "=" not in argument or key.startswith(("hydra", "-")):
             continue
-        near = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(
-            key.split(".")[-1], [k.split(".")[-1] for k in known], n=1
-        )
-        full = next((k for k in known if near and k.endswith(near[0])), None)
-        return f"{key}: there is no such key" + (
-            f"; did you mean {full}?" if full else "; see python main.py --help"
-        )
+        if not any(k == key or k.startswith(f"{key}.") for k in [*KNOWN, *GROUPS]):
+            return no_such_key(key)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    full_key = getattr(cause, "full_key", None)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    key = getattr(cause, "full_key", None)
-    message = lines[0] if key else " ".join(lines)
-    return f"{key}: {message}" if key else message
+    return f"{full_key}: {lines[0]}" if full_key else " ".join(lines)

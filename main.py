@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import distributed
-from char_dataset import CharDataset, fetch
+from char_dataset import CharDataset, fetch, read_text
 from config import Config, explain, plain, register, validate
 from distributed import (
     World,
@@ -44,7 +44,7 @@ from errors import UserError
 from metrics import run_directory
 from model import GPT, create_optimizer
 from schedule import learning_rate_factor
-from snapshot import Snapshot
+from snapshot import Snapshot, is_local
 from trainer import Trainer, find_snapshot
 
 log = logging.getLogger("gpt")
@@ -71,9 +71,7 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
         train_dataset, test_dataset = dataset.split()
 
         config.model.vocab_size = dataset.vocab_size
-        torch.manual_seed(
-            config.trainer.seed
-        )  # the weights are the same on every rank, and in every start
+        torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
         model = distributed.wrap(GPT(config.model), world)
         optimizer = create_optimizer(model, config.optimizer)
         trainer = Trainer(
@@ -90,12 +88,14 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             run_config=plain(config),
             snapshot=snapshot,
         )
-        run_on_first(
-            lambda: OmegaConf.save(plain(config), os.path.join(config.run_dir, "config.yaml")),
-            world,
-        )
+        if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
+            path = os.path.join(config.run_dir, "config.yaml")
+            run_on_first(lambda: OmegaConf.save(plain(config), path), world)
         loss = trainer.train()
-        log.info("sample      python sample.py run_dir=%s", config.run_dir)
+        at = f"snapshot={trainer.snapshot_path}"
+        if os.path.basename(trainer.snapshot_path) == "gpt_snapshot.pt":
+            at = f"run_dir={os.path.dirname(trainer.snapshot_path)}"
+        log.info("sample      python sample.py %s", at)
     return loss
 
 
@@ -120,7 +120,8 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
-    dataset = CharDataset(data)
+    remote = not is_local(path)  # is read once, by rank 0, and handed to the others
+    dataset = CharDataset(data, run_on_first(lambda: read_text(data), world) if remote else None)
     if len(set(gather(dataset.digest, world))) > 1:
         raise UserError(f"data.path={path}: the processes read different texts there")
     return dataset
@@ -131,20 +132,22 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
 def main(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     try:
-        if hydra_config.mode == RunMode.MULTIRUN and launched_size() > 1:
-            raise UserError(
-                "-m runs its jobs one after another in this process: start it with python, not "
-                "torchrun"
-            )
         if hydra_config.runtime.output_dir != os.getcwd():  # a sweep's job, or hydra.run.dir=...
             composed.run_dir = hydra_config.runtime.output_dir
-        named = {override.split("=")[0] for override in hydra_config.overrides.task}
+        named = {o.split("=")[0].lstrip("+~") for o in hydra_config.overrides.task}
+        sizes = ("n_layer", "n_head", "n_embd")
+        if "model.model_type" in named and not named & {f"model.{size}" for size in sizes}:
+            for size in sizes:  # the recipe's sizes are not those of the type that was asked for
+                composed.model[size] = None
         if "data.path" in named and "data.url" not in named:
             composed.data.url = None  # the configured url and digest are those of another text
             if "data.sha256" not in named:
                 composed.data.sha256 = None
         return train(composed, text_is_named=bool(named & {"data", "data.path", "data.url"}))
     except UserError as error:
+        if hydra_config.mode == RunMode.MULTIRUN:
+            log.error("error: %s", error)
+            raise  # Hydra goes on with the other jobs and raises it again when they are done
         distributed.stop()  # every rank comes here; one that just left would take the others down
         fail(error)
 
@@ -166,27 +169,29 @@ def log_to_console() -> None:
 
 
 def choose_recipe() -> None:
-    """Adds the recipe that fits this machine to the command line, unless it names one."""
-    if (
-        "experiment=null" in sys.argv
-    ):  # Hydra has no override that says so; null is what conf/config.yaml has
-        return sys.argv.remove("experiment=null")
+    """Puts the recipe that fits this machine on the command line, unless it names one."""
+    given = sys.argv[1:]
+    if "experiment=null" in given:  # Hydra has no such override; null is what config.yaml has
+        sys.argv.remove("experiment=null")
+        return
+    names = {argument.split("=")[0].lstrip("+~") for argument in given}
+    if names & {"experiment", "--hydra-help", "--version"}:
+        return
+    gpu = torch.cuda.is_available() and "trainer.device=cpu" not in given
+    recipe = "shakespeare_gpu" if gpu else "shakespeare_cpu"
     # A choice made inside conf/config.yaml would be an interpolated group, and those may not
     # override other groups.
-    if not any(argument.lstrip("+").startswith("experiment=") for argument in sys.argv[1:]):
-        recipe = "shakespeare_gpu" if torch.cuda.is_available() else "shakespeare_cpu"
-        sys.argv.append(f"experiment={recipe}")
-        if not any(
-            argument.startswith("-") for argument in sys.argv[1:]
-        ):  # not for --help, --cfg and the like
-            log.info(
-                "recipe      %s, which fits this machine; choose another with experiment=NAME: %s",
-                recipe,
-                recipes(),
-            )
+    sys.argv.insert(1, f"experiment={recipe}")
+    if names.isdisjoint(
+        {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+    ):
+        log.info(
+            "recipe      %s, which fits this machine; or experiment=NAME: %s", recipe, recipes()
+        )
 
 
 def recipes() -> str:
+    """The names of all recipes."""
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf", "experiment")
     return ", ".join(sorted(name.removesuffix(".yaml") for name in os.listdir(folder)))
 
@@ -194,12 +199,16 @@ def recipes() -> str:
 if __name__ == "__main__":
     register()
     log_to_console()
+    if launched_size() > 1 and not {"-m", "--multirun"}.isdisjoint(sys.argv):
+        fail("-m runs its jobs in this process: start it with python, not torchrun")
     choose_recipe()
-    os.environ.setdefault(
-        "HYDRA_FULL_ERROR", "1"
-    )  # Hydra raises its errors instead of printing them its own way
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, to be shown our way
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error))
+    except UserError:
+        sys.exit(1)  # of a sweep's job, and said then
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on from the last snapshot")
     distributed.stop()

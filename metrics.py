@@ -14,6 +14,7 @@ from errors import UserError
 
 log = logging.getLogger("gpt")
 LOCK = ".lock"
+METRICS = "metrics.jsonl"
 
 
 @contextlib.contextmanager
@@ -31,8 +32,8 @@ def run_directory(run_dir: str):
         raise UserError(f"run_dir={run_dir}: cannot be written: {error.strerror}") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by children
+        except (BlockingIOError, PermissionError) as error:
             raise UserError(
                 f"run_dir={run_dir}: another run is using this directory; wait for it, or set "
                 "run_name=NEW_NAME"
@@ -56,7 +57,8 @@ class Metrics:
     """
 
     def __init__(self, run_dir: str, step: int):
-        self.path = os.path.join(run_dir, "metrics.jsonl")
+        os.makedirs(run_dir, exist_ok=True)
+        self.path = os.path.join(run_dir, METRICS)
         self._keep_until(step)
         self.file = open(self.path, "a")
         self.tensorboard = None
@@ -66,14 +68,20 @@ class Metrics:
             log.info("tensorboard is not installed: metrics go to metrics.jsonl alone")
         else:
             folder = os.path.join(run_dir, "tensorboard")
-            self.tensorboard = SummaryWriter(folder, purge_step=step + 1 if step else None)
+            self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
     def _keep_until(self, step: int) -> None:
         if not os.path.exists(self.path):
             return
         with open(self.path) as file:
             lines = file.readlines()
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = []
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{self.path}, line {number}: not a line of metrics") from error
         if kept != lines:
             with open(self.path + ".tmp", "w") as file:
                 file.writelines(kept)
@@ -82,7 +90,7 @@ class Metrics:
             os.replace(self.path + ".tmp", self.path)
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
-        """Records one measurement; a value of None is written as null."""
+        """Records one measurement; null is written for None and for what is not finite."""
         record = {
             "step": step,
             "epoch": epoch,
@@ -91,7 +99,10 @@ class Metrics:
             "bpc": loss / math.log(2),
             **values,
         }
-        self.file.write(json.dumps(record) + "\n")
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[name] = None  # JSON has no NaN
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
         if self.tensorboard is not None:
             for name, value in record.items():

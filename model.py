@@ -430,7 +430,7 @@ class GPT(nn.Module):
         )
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(
         self,
         idx: torch.Tensor,
@@ -456,6 +456,8 @@ class GPT(nn.Module):
         """
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError("generate needs at least one character to start from, of shape (B, T)")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
         if do_sample and not temperature > 0:
             raise ValueError(f"temperature={temperature}: must be above 0")
         if top_k is not None and top_k < 1:

@@ -9,6 +9,7 @@ python sample.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt
 
 import glob
 import os
+import signal
 import sys
 from dataclasses import dataclass, fields
 from typing import cast
@@ -21,6 +22,8 @@ from char_dataset import encode
 from errors import UserError
 from model import GPT, GPTConfig
 from snapshot import Snapshot, beside, exists
+
+SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
 
 
 @dataclass
@@ -47,12 +50,14 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: must be at least 1")
-        if self.temperature < 0:
-            raise UserError(f"temperature={self.temperature}: must not be negative")
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
+            raise UserError(f"temperature={self.temperature}: must be 0, or from 0.001 to 1000")
+        if self.num_samples > 10_000:
+            raise UserError(f"num_samples={self.num_samples}: must be at most 10000")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed}: must be at least 0 and below 2^63")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1")
-        if self.prompt == "":
-            raise UserError("prompt is empty: give at least one character, or leave it out")
 
 
 def parse(arguments: list[str]) -> SampleConfig:
@@ -60,7 +65,7 @@ def parse(arguments: list[str]) -> SampleConfig:
     meaning.
     """
     known = [f.name for f in fields(SampleConfig)]
-    values = {}
+    values: dict[str, str | None] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or name not in known:
@@ -68,11 +73,16 @@ def parse(arguments: list[str]) -> SampleConfig:
                 f"{argument}: not an argument; there are {', '.join(f'{k}=' for k in known)}"
             )
         values[name] = None if value == "null" and name != "prompt" else value
+    prompt = values.pop("prompt", None)  # OmegaConf would look for interpolations in it
+    if prompt == "":
+        raise UserError("prompt is empty: give at least one character, or leave it out")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(SampleConfig), values)
-        return cast(SampleConfig, OmegaConf.to_object(merged))
+        config = cast(SampleConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    config.prompt = prompt
+    return config
 
 
 def choose_snapshot(config: SampleConfig) -> str:
@@ -122,6 +132,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> list[str]:
     except UserError as error:
         raise UserError(f"prompt: {error}") from error
     model = load_model(snapshot, device)
+    if sum(p.numel() for p in model.parameters()) < SMALL:
+        torch.set_num_threads(1)  # a character at a time is too little to share
     out = model.generate(
         ids.expand(config.num_samples, -1),
         config.max_new_tokens,
@@ -138,6 +150,7 @@ def main() -> None:
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         print(__doc__.strip())
         return
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
     try:
         config = parse(sys.argv[1:])
         path = choose_snapshot(config)

@@ -117,8 +117,8 @@ def read(path: str) -> bytes:
             return file.read()
     except FileNotFoundError as error:
         raise SnapshotError(f"{path}: no such snapshot") from error
-    except (OSError, ValueError, ImportError) as error:  # ValueError: a URL of no known file system
-        raise SnapshotError(f"{path}: cannot be read: {error}") from error
+    except Exception as error:  # every file system has its own errors
+        raise SnapshotError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def verify(content: bytes, name: str) -> None:
@@ -143,8 +143,17 @@ def beside(path: str, kind: str) -> str:
 
 
 def exists(path: str) -> bool:
-    file_system, inner = fsspec.core.url_to_fs(path)
-    return file_system.exists(inner)
+    """Whether there is a file at `path`; `SnapshotError` if its file system cannot be asked."""
+    try:
+        file_system, inner = fsspec.core.url_to_fs(path)
+        return file_system.exists(inner)
+    except Exception as error:  # every file system has its own errors
+        raise SnapshotError(f"{path}: cannot be reached: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def is_local(path: str) -> bool:
@@ -223,8 +232,9 @@ def find(path: str, warn: Callable[[str], None]) -> tuple[bytes, str] | None:
         except SnapshotError as error:
             problems.append(str(error))
             continue
-        for problem in problems:
-            warn(f"{problem}; going on from the snapshot before it, {candidate}")
+        if problems:  # out of the way, or the next save would keep it in place of the good one
+            moved = set_aside([path], "damaged")
+            warn(f"{problems[0]}; it is now {moved[0]}; going on from the one before, {candidate}")
         return content, candidate
     if problems:
         raise SnapshotError(
@@ -234,17 +244,23 @@ def find(path: str, warn: Callable[[str], None]) -> tuple[bytes, str] | None:
     return None
 
 
-def set_aside(path: str) -> list[str]:
-    """Renames the snapshots of a run to the first free number (`gpt_snapshot.old1.pt`, ...);
-    returns the new names.
+def family(path: str) -> list[str]:
+    """The latest snapshot of a run, which is at `path`, and those that lie beside it."""
+    return [path, beside(path, "prev"), beside(path, "best")]
+
+
+def set_aside(paths: list[str], word: str = "old") -> list[str]:
+    """Renames those of `paths` that exist to the first number free for all (`NAME.old1.pt`, ...).
+
+    Returns the new names.
     """
-    present = [p for p in (path, beside(path, "prev"), beside(path, "best")) if exists(p)]
+    present = [path for path in paths if exists(path)]
     number = 1
-    while any(exists(beside(p, f"old{number}")) for p in present):
+    while any(exists(beside(path, f"{word}{number}")) for path in present):
         number += 1
     moved = []
     for old in present:
-        new = beside(old, f"old{number}")
+        new = beside(old, f"{word}{number}")
         file_system, inner = fsspec.core.url_to_fs(old)
         file_system.mv(inner, fsspec.core.url_to_fs(new)[1])
         moved.append(new)

@@ -1,18 +1,20 @@
-"""The trainer: steps, accumulation, mixed precision, evaluation, snapshots. It knows nothing of
-GPT.
+"""The trainer: steps, accumulation, mixed precision, evaluation, snapshots; nothing of GPT.
 
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
-`model(x, y)` returns `(anything, loss)`; a data set has `len`, `batch(indices)`, and, to be
-evaluated on, `tiles` and `num_tiles` (see `char_dataset.py`). A bare model is wrapped in
-`DistributedDataParallel` here where there are several processes.
+`model(x, y)` returns `(anything, loss)`. A data set is a `CharDataset` or has what is used of one
+here: `len`, `batch`, `tiles`, `num_tiles`, `to`, `data`, `block_size`, `vocabulary`, `vocab_size`
+and `digest`. A bare model is wrapped in `DistributedDataParallel` where there are several
+processes.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -30,7 +32,7 @@ import snapshot as snapshots
 from char_dataset import IGNORE, window_order
 from distributed import World
 from errors import UserError
-from metrics import Metrics
+from metrics import METRICS, Metrics
 from snapshot import Snapshot
 
 log = logging.getLogger("gpt")
@@ -123,6 +125,10 @@ class TrainerConfig:
             raise UserError(
                 f"trainer.data_loader_workers={self.data_loader_workers}: must not be negative"
             )
+        if self.threads is not None and self.threads > 1024:
+            raise UserError(f"trainer.threads={self.threads}: must be at most 1024")
+        if not self.timeout_s <= 1e6:
+            raise UserError(f"trainer.timeout_s={self.timeout_s}: must be at most 1e6 seconds")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"trainer.seed={self.seed}: must be at least 0 and below 2^63")
 
@@ -160,8 +166,7 @@ class MicroBatches(Dataset):
 
 
 def _start_worker(_: int) -> None:
-    # A signal to the whole process group is for the trainer, which lets its loaders go when it has
-    # saved.
+    # A signal to the whole process group is for the trainer; its loaders go when it does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -206,13 +211,14 @@ class Trainer:
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.train_dataset, self.test_dataset = train_dataset, test_dataset
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
-        self.run_dir, self.run_config = run_dir, run_config or {}
+        self.run_dir = run_dir
+        self.run_config = run_config or {"trainer": dataclasses.asdict(config)}
         self.snapshot_path = snapshot_path(config, run_dir)
 
         config.check_world_size(self.world.size)
         share = config.batch_size // self.world.size
         limit = min(config.micro_batch_size or share, share)
-        self.micro_batch_size = max(size for size in range(1, limit + 1) if share % size == 0)
+        self.micro_batch_size = next(size for size in range(limit, 0, -1) if share % size == 0)
         self.accumulation = share // self.micro_batch_size
         self.total_steps = planned_steps(config, len(train_dataset))
 
@@ -224,7 +230,7 @@ class Trainer:
             self._check(found)
         self.choices = self._choose(found.choices if found else {}, distributed.unwrap(model))
         self._apply_choices(model)
-        bare = distributed.unwrap(model)
+        bare = distributed.unwrap(model).to(self.world.device)
         if found:
             self._restore(found, bare)
         self.model = model if model is not bare else distributed.wrap(model, self.world)
@@ -240,7 +246,7 @@ class Trainer:
 
     def _choose(self, earlier: dict[str, Any], bare: nn.Module) -> dict[str, Any]:
         config, device = self.config, self.world.device
-        choices = dict.fromkeys(("amp_dtype", "compile", "deterministic"))
+        choices: dict[str, Any] = {}
         if not config.use_amp:
             choices["amp_dtype"] = "float32"
         elif config.amp_dtype != "auto":
@@ -273,10 +279,9 @@ class Trainer:
         if self.choices["deterministic"]:
             if device == "cuda":
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = (
-                False  # a debugging aid that costs a pass over memory
-            )
+            # A debugging aid that comes with it costs a pass over memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(self.choices["deterministic"])
         if self.choices["compile"]:
             distributed.unwrap(model).compile(dynamic=False)
         name = self.choices["amp_dtype"]
@@ -393,7 +398,12 @@ class Trainer:
                 self.total_steps,
             )
             return self.newest[0] if self.newest else None
-        self.metrics = Metrics(self.run_dir, self.step) if self.world.is_first else None
+        self.metrics: Metrics | None = None
+
+        def open_metrics() -> None:
+            self.metrics = Metrics(self.run_dir, self.step)
+
+        distributed.run_on_first(open_metrics, self.world)
         try:
             self._announce()
             self._train()
@@ -674,7 +684,7 @@ def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
     """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute
     or a URL.
     """
-    path = config.snapshot_path
+    path = config.snapshot_path.removeprefix("file://")
     return os.path.join(run_dir, path) if snapshots.is_local(path) else path
 
 
@@ -688,9 +698,12 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
     path = snapshot_path(config, run_dir)
 
     def find() -> tuple[bytes, str] | None:
+        if snapshots.is_local(path):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         if config.resume == "never":
-            for moved in snapshots.set_aside(path):
+            for moved in snapshots.set_aside(snapshots.family(path)):
                 log.info("trainer.resume=never: an earlier snapshot is now %s", moved)
+            snapshots.set_aside([os.path.join(run_dir, METRICS)])
         found = snapshots.find(path, log.warning)
         if found is None and config.resume == "must":
             raise UserError(f"trainer.resume=must: there is no snapshot at {path}")
@@ -741,7 +754,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    found = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
+    return next(found, None)
 
 
 def duration(seconds: float) -> str:

@@ -164,7 +164,12 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, tmp_path):
 
 
 def test_a_run_directory_has_one_run_at_a_time(tmp_path):
-    settings = [*TINY, "trainer.max_steps=100000", f"run_dir={tmp_path}"]
+    settings = [
+        *TINY,
+        "trainer.max_steps=100000",
+        "trainer.data_loader_workers=2",
+        f"run_dir={tmp_path}",
+    ]
     first = subprocess.Popen(command(*settings), cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
@@ -178,6 +183,8 @@ def test_a_run_directory_has_one_run_at_a_time(tmp_path):
     finally:
         first.kill()
         first.wait(timeout=30)
+    third = start(*settings[:-1], f"run_dir={tmp_path}", "trainer.max_steps=1")
+    assert third.returncode == 0, third.stderr  # the lock died with its holder, loaders or not
 
 
 def test_the_true_traceback_of_any_rank_surfaces(tmp_path):

@@ -1,7 +1,6 @@
 """The program as its users start it: the command line, the recipes, and every bad input."""
 
 import os
-import sys
 
 import pytest
 import yaml
@@ -9,7 +8,6 @@ from conftest import ROOT, TINY, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
-from errors import UserError
 from snapshot import Snapshot
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -213,8 +211,31 @@ def test_a_sweep_gives_each_job_its_directory(tmp_path):
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
-    rates = [metrics(tmp_path / "run.sweep" / job, "train")[0]["lr"] for job in "01"]
-    assert rates == [1e-3, 3e-3]
+    jobs = [path.parent for path in tmp_path.glob("run.sweep/*/metrics.jsonl")]
+    assert sorted(metrics(job, "train")[0]["lr"] for job in jobs) == [1e-3, 3e-3]
+
+
+def test_a_bad_job_does_not_end_the_sweep(tmp_path):
+    result = start("-m", *TINY, "model.n_head=3,4", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert result.returncode != 0
+    assert "model.n_embd=16: must be divisible by model.n_head=3" in result.stdout
+    assert len(list(tmp_path.glob("run.sweep/*/gpt_snapshot.pt"))) == 1
+
+
+def test_a_finished_run_keeps_the_configuration_it_was_made_with(tmp_path):
+    assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
+    before = (tmp_path / "config.yaml").read_bytes()
+    result = start(*TINY, f"run_dir={tmp_path}", "optimizer.learning_rate=0.5")
+    assert result.returncode == 0 and "optimizer.learning_rate was 0.0003, is 0.5" in result.stdout
+    assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+def test_a_named_size_beats_the_sizes_of_the_recipe(tmp_path):
+    settings = ["data=pydoc", "trainer.max_steps=1", f"run_dir={tmp_path}"]
+    result = start("experiment=overfit", "model.model_type=gpt-nano", *settings)
+    assert result.returncode == 0, result.stderr
+    sizes = Snapshot.load(str(tmp_path / "gpt_snapshot.pt")).config["model"]
+    assert (sizes["n_layer"], sizes["n_head"], sizes["n_embd"]) == (3, 3, 48)
 
 
 def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
@@ -369,14 +390,6 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path):
         says="start it with python",
         nproc=2,
     )
-
-
-def test_nothing_but_a_user_error_loses_its_traceback(monkeypatch):
-    import main
-
-    monkeypatch.setattr(sys, "exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    with pytest.raises(SystemExit):
-        main.fail(UserError("x"))
 
 
 def test_the_plain_configuration_is_plain():

@@ -50,6 +50,27 @@ def test_no_logit_depends_on_a_later_character(arch, attention, compiled):
         assert not torch.allclose(after[:, t:], before[:, t:], atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", PATHS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_logit_depends_on_a_later_character_in_bfloat16_and_with_a_cache(arch, attention):
+    from model import KVCache
+
+    model = tiny(arch, attention)
+    idx = torch.randint(11, (2, 12))
+    changed = idx.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % 11
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(idx)[0][:, :8], model(changed)[0][:, :8])
+        assert not torch.equal(model(idx)[0][:, 8:], model(changed)[0][:, 8:])
+        logits = []
+        for sequence in (idx, changed):
+            cache = KVCache(model.config, 2, idx.device, torch.bfloat16)
+            model(sequence[:, :5], cache=cache)
+            logits.append(model(sequence[:, 5:], cache=cache)[0])
+    assert torch.equal(logits[0][:, :3], logits[1][:, :3])
+    assert not torch.equal(logits[0][:, 3:], logits[1][:, 3:])
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_earlier_character_is_seen(arch):
     model = tiny(arch)

@@ -7,7 +7,16 @@ import torch
 
 import snapshot as snapshots
 from errors import UserError
-from snapshot import Snapshot, SnapshotError, beside, find, replace_latest, set_aside, verify
+from snapshot import (
+    Snapshot,
+    SnapshotError,
+    beside,
+    family,
+    find,
+    replace_latest,
+    set_aside,
+    verify,
+)
 
 
 def some(step: int = 5) -> Snapshot:
@@ -116,6 +125,10 @@ def test_the_one_before_the_latest_is_kept_and_used_if_the_latest_is_damaged(tmp
     content, where = find(path, warnings.append)
     assert where == beside(path, "prev") and Snapshot.from_bytes(content, where).step == 2
     assert len(warnings) == 1 and "s.pt: not a whole snapshot" in warnings[0]
+    # The damaged one is set aside, and the next save does not put it in place of the good one.
+    assert sorted(os.listdir(tmp_path)) == ["s.damaged1.pt", "s.prev.pt"]
+    replace_latest(path, some(4).to_bytes())
+    assert [Snapshot.load(p).step for p in (path, beside(path, "prev"))] == [4, 2]
 
 
 def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_path):
@@ -132,11 +145,11 @@ def test_setting_aside_renames_and_never_overwrites(tmp_path):
     for round_number in (1, 2):
         for step in (1, 2):
             replace_latest(path, some(10 * round_number + step).to_bytes())
-        assert set_aside(path) == [
+        assert set_aside(family(path)) == [
             str(tmp_path / f"s.old{round_number}.pt"),
             str(tmp_path / f"s.prev.old{round_number}.pt"),
         ]
-    assert set_aside(path) == []
+    assert set_aside(family(path)) == []
     assert Snapshot.load(str(tmp_path / "s.old1.pt")).step == 12
     assert Snapshot.load(str(tmp_path / "s.prev.old2.pt")).step == 21
 

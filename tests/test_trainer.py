@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import numpy as np
@@ -213,6 +214,16 @@ def test_float16_skips_a_step_that_overflows_and_goes_on(parts, tmp_path):
     assert trainer.scaler.get_scale() == 2.0**15
 
 
+def test_the_metrics_are_json_whatever_the_numbers(parts, tmp_path):
+    from metrics import Metrics
+
+    metrics = Metrics(str(tmp_path), 0)
+    metrics.log(1, 0.1, "train", float("nan"), grad_norm=float("inf"))
+    metrics.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["loss"] is None and line["grad_norm"] is None
+
+
 # --- evaluation ---
 
 
@@ -339,6 +350,14 @@ def test_epochs_save_and_the_end_always_does(parts, tmp_path, max_epochs, save_e
     )
     trainer.train()
     assert saved == steps
+
+
+def test_a_run_of_another_seed_or_batch_is_refused_without_a_configuration(parts, tmp_path):
+    make(parts, tmp_path).train()
+    with pytest.raises(UserError, match=r"trainer\.batch_size was 12, is 6"):
+        make(parts, tmp_path, batch_size=6)
+    with pytest.raises(UserError, match=r"trainer\.seed was 1337, is 2"):
+        make(parts, tmp_path, seed=2)
 
 
 def test_what_auto_chose_is_kept_when_resuming(parts, tmp_path):
