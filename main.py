@@ -180,8 +180,9 @@ def choose_recipe() -> None:
     gpu = torch.cuda.is_available() and "trainer.device=cpu" not in given
     recipe = "shakespeare_gpu" if gpu else "shakespeare_cpu"
     # A choice made inside conf/config.yaml would be an interpolated group, and those may not
-    # override other groups.
-    sys.argv.insert(1, f"experiment={recipe}")
+    # override other groups. Hydra wants all overrides in one place.
+    overrides = (i for i, a in enumerate(sys.argv) if i and "=" in a and not a.startswith("-"))
+    sys.argv.insert(next(overrides, 1), f"experiment={recipe}")
     if names.isdisjoint(
         {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
     ):
