@@ -37,6 +37,7 @@ from snapshot import Snapshot
 
 log = logging.getLogger("gpt")
 
+ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # planned floating-point operations on a CPU: minutes of training against 20 s of compiling
 COMPILE_PAYS_FROM = 1e14
@@ -156,13 +157,19 @@ class MicroBatches(Dataset):
         self.batch_size, self.accumulation = batch_size, accumulation
         self.share = batch_size // world.size
         self.offset = world.rank * self.share
+        self.block, self.order = -1, np.empty(0, np.int64)
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         step, i = divmod(k, self.accumulation)
+        block, step = divmod(step, ORDER_STEPS)
+        if block != self.block:
+            positions = (
+                np.arange(ORDER_STEPS * self.batch_size) + block * ORDER_STEPS * self.batch_size
+            )
+            self.block, self.order = block, window_order(positions, len(self.dataset), self.seed)
         size = self.share // self.accumulation
         first = step * self.batch_size + self.offset + i * size
-        positions = np.arange(first, first + size)
-        return self.dataset.batch(window_order(positions, len(self.dataset), self.seed))
+        return self.dataset.batch(self.order[first : first + size])
 
 
 def _start_worker(_: int) -> None:
