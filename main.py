@@ -72,8 +72,8 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
 
         if config.model.vocab_size not in (None, dataset.vocab_size):
             raise UserError(
-                f"model.vocab_size={config.model.vocab_size}: the text has {dataset.vocab_size} distinct "
-                "characters; leave it null"
+                f"model.vocab_size={config.model.vocab_size}: the text has {dataset.vocab_size} "
+                "distinct characters; leave it null"
             )
         config.model.vocab_size = dataset.vocab_size
         torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
