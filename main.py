@@ -160,7 +160,7 @@ def main(composed: DictConfig) -> float | None:
 def fail(error: Exception | str) -> None:
     """Ends the process with one line."""
     rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
-    print(f"error{rank}: {error}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"error{rank}: {error}\n")  # in one piece: the ranks share a terminal
     sys.exit(1)
 
 
@@ -215,6 +215,12 @@ if __name__ == "__main__":
         fail(explain(error))
     except UserError:
         sys.exit(1)  # of a sweep's job, and said then
+    except OSError as error:
+        if error.filename is None or not any(a.startswith("hydra.") for a in sys.argv):
+            raise
+        fail(
+            f"{error.filename}: {error.strerror}"
+        )  # Hydra could not make the directory it was given
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from the last snapshot")
     distributed.stop()

@@ -291,6 +291,8 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
+        ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
+        ("model.vocab_size=10", "model.vocab_size=10: the text has"),
         ("model.block_size=7", "model.block_size=7: is data.block_size"),
     ],
 )
