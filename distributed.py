@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -130,10 +130,19 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stop() -> None:
-    """Leaves the process group, if there is one. Called once, at the end of the process."""
+def leave(status: int) -> NoReturn:
+    """Ends the process with exit status `status`, leaving the process group first.
+
+    One process of several ends without the interpreter's own tear-down: threads of gloo outlive
+    their group there and abort the process now and then (seen with torch 2.13.0), after all its
+    work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
+        os._exit(status)
+    sys.exit(status)
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:
@@ -144,9 +153,7 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     if world.size == 1:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import os
 import sys
+from typing import NoReturn
 
 import hydra
 import torch
@@ -153,15 +154,14 @@ def main(composed: DictConfig) -> float | None:
         if hydra_config.mode == RunMode.MULTIRUN:
             log.error("error: %s", error)
             raise  # Hydra goes on with the other jobs and raises it again when they are done
-        distributed.stop()  # every rank comes here; one that just left would take the others down
         fail(error)
 
 
-def fail(error: Exception | str) -> None:
+def fail(error: Exception | str) -> NoReturn:
     """Ends the process with one line."""
     rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
     sys.stderr.write(f"error{rank}: {error}\n")  # in one piece: the ranks share a terminal
-    sys.exit(1)
+    distributed.leave(1)
 
 
 def log_to_console() -> None:
@@ -223,4 +223,4 @@ if __name__ == "__main__":
         )  # Hydra could not make the directory it was given
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from the last snapshot")
-    distributed.stop()
+    distributed.leave(0)
