@@ -30,6 +30,17 @@ TINY = [
 ]
 
 
+# What a finished run that saved once leaves in its directory, beside `tensorboard/`.
+RUN_FILES = {
+    ".lock",
+    "config.yaml",
+    "gpt_snapshot.pt",
+    "gpt_snapshot.best.pt",
+    "main.log",
+    "metrics.jsonl",
+}
+
+
 def start(*arguments: str, nproc: int = 0, script: str = "main.py", timeout: float = 120, **kwargs):
     """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
     return subprocess.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, command, metrics, start
+from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 
 from snapshot import Snapshot
 
@@ -79,17 +79,9 @@ def test_evaluation_scores_the_split_once_at_any_number_of_processes(runs):
 
 
 def test_rank_0_alone_prints_and_writes(runs):
-    names = {
-        ".lock",
-        "config.yaml",
-        "gpt_snapshot.pt",
-        "gpt_snapshot.best.pt",
-        "main.log",
-        "metrics.jsonl",
-    }
     for name, run in runs.items():
         present = {p.name for p in run.iterdir()} - {"stdout", "tensorboard"}
-        assert present == names, name
+        assert present == RUN_FILES, name
         out = (run / "stdout").read_text()
         assert out.count("plan ") == 1 and out.count("step 6/6 | epoch") == 1
         events = list((run / "tensorboard").iterdir()) if (run / "tensorboard").exists() else []

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, metrics, start
+from conftest import ROOT, RUN_FILES, TINY, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
@@ -177,14 +177,7 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
     result = start(*TINY, f"run_dir={run}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     present = {p.name for p in run.iterdir()} - {"tensorboard"}
-    assert present == {
-        ".lock",
-        "config.yaml",
-        "gpt_snapshot.pt",
-        "gpt_snapshot.best.pt",
-        "main.log",
-        "metrics.jsonl",
-    }
+    assert present == RUN_FILES
     assert [p.name for p in tmp_path.iterdir()] == [
         "deep"
     ]  # nothing beside it, no outputs/, no .hydra
