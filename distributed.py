@@ -6,12 +6,16 @@ names, which Accelerate sets too) decides whether there is a process group; noth
 application reads these variables.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -26,7 +30,8 @@ from errors import UserError
 @dataclass(frozen=True)
 class World:
     """This process among all: `rank` of `size`, `local_rank` of `local_size` on its host, computing
-    on `device`.
+    on `device`. Through `store` the processes can tell each other what they know when nothing else
+    works any more; there is none where somebody else made the process group.
     """
 
     rank: int
@@ -34,6 +39,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -92,13 +98,58 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
         )
         torch.set_num_threads(threads or max(1, cores // local_size))
         keep_freed_memory()
+    store = None
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpus else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            device_id=chosen if gpus else None,
-        )
-    return World(rank, size, local_rank, local_size, chosen)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            shared, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store = dist.PrefixStore(meet(shared, rank, size, timeout_s), shared)
+            store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpus else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=chosen if gpus else None,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise UserError(
+                f"the {size} processes did not find each other within {timeout_s:g} s "
+                f"(trainer.timeout_s): {' '.join(str(error).split())[:200]}"
+            ) from error
+    return World(rank, size, local_rank, local_size, chosen, store)
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+    """Waits for all `size` processes of this start; returns a name for it that all of them get.
+
+    torchrun keeps its store when it starts its workers again (`--max-restarts`, a host that comes
+    or goes), and what the dead ones left in it makes the new ones wait for them forever
+    (pytorch/pytorch#135712). So everything is kept under a name made for each start: rank 0 reads
+    who is there and proposes a name, and it is taken once each of them has recognised itself and
+    agreed. Raises `dist.DistError` after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    me, name, everyone = uuid.uuid4().hex, "", []
+    store.set(f"arrived/{rank}", me)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            arrived = [store.get(f"arrived/{r}").decode() for r in range(size)]
+            if arrived != everyone:
+                name, everyone = uuid.uuid4().hex, arrived
+                store.set("proposal", " ".join([name, *everyone]))
+            if store.check([f"{name}/agreed/{r}" for r in range(1, size)]):
+                store.set(f"{name}/taken", "")
+                return name
+        else:
+            name, *everyone = store.get("proposal").decode().split()
+            if everyone[rank : rank + 1] == [me]:
+                store.set(f"{name}/agreed/{rank}", "")
+                if store.check([f"{name}/taken"]):
+                    return name
+        time.sleep(0.01)
+    raise dist.DistStoreError(f"not all of {size} processes arrived")
 
 
 def keep_freed_memory() -> None:
@@ -140,7 +191,8 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        if status == 0:  # else the others may be gone, and not there to take leave of
+            dist.destroy_process_group()
         os._exit(status)
     sys.exit(status)
 
@@ -212,3 +264,64 @@ def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
     if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+class Agreement:
+    """The highest number that any rank gives, known to all of them at the next call.
+
+    Each call gives a number and gets what was agreed on the numbers of the call before; the
+    exchange goes on in the background between two calls, so that no step waits for it. Every rank
+    must call equally often. One process agrees with itself at once.
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+        self._number = torch.zeros((), dtype=torch.int64)  # on the CPU: needs no look at a device
+        self._work: dist.Work | None = None
+
+    def __call__(self, number: int) -> int:
+        if self.world.size == 1:
+            return number
+        agreed = self.finish()
+        self._number.fill_(number)
+        self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, async_op=True)
+        return agreed
+
+    def finish(self) -> int:
+        """What was agreed on the numbers of the last call."""
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._number)
+
+
+@contextlib.contextmanager
+def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
+    """Turns the failure of a collective operation into a `UserError` that names the ranks that do
+    not answer; `doing()` says what was being done.
+
+    gloo and NCCL say that a connection was closed or a wait took too long, not by whom: each rank
+    that notices leaves word in the store, and whoever has not is the one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = " ".join(str(error).split())
+        about_peers = isinstance(error, dist.DistError) or "gloo" in message.lower()
+        if world.store is None or not about_peers:
+            raise
+        silent = []
+        try:
+            world.store.set(f"noticed/{world.rank}", "")
+            for rank in set(range(world.size)) - {world.rank}:
+                try:
+                    world.store.wait([f"noticed/{rank}"], timedelta(seconds=3))
+                except dist.DistError:
+                    silent.append(f"rank {rank} ({world.store.get(f'who/{rank}').decode()})")
+        except (dist.DistError, RuntimeError):
+            silent = ["the process that holds the store"]
+        if not silent:
+            raise
+        verb = "does" if len(silent) == 1 else "do"
+        raise UserError(f"{doing()}: {', '.join(silent)} {verb} not answer: {message}") from error

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -45,7 +46,9 @@ from errors import UserError
 from metrics import run_directory
 from model import GPT, create_optimizer
 from schedule import learning_rate_factor
-from snapshot import Snapshot, is_local
+from signals import Stopped
+from snapshot import Snapshot
+from snapshot_files import is_local
 from trainer import Trainer, find_snapshot
 
 log = logging.getLogger("gpt")
@@ -98,9 +101,9 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             path = os.path.join(config.run_dir, "config.yaml")
             run_on_first(lambda: OmegaConf.save(plain(config), path), world)
         loss = trainer.train()
-        at = f"snapshot={trainer.snapshot_path}"
-        if os.path.basename(trainer.snapshot_path) == "gpt_snapshot.pt":
-            at = f"run_dir={os.path.dirname(trainer.snapshot_path)}"
+        at = f"snapshot={trainer.files.path}"
+        if os.path.basename(trainer.files.path) == "gpt_snapshot.pt":
+            at = f"run_dir={os.path.dirname(trainer.files.path)}"
         log.info("sample      python sample.py %s", at)
     return loss
 
@@ -150,6 +153,8 @@ def main(composed: DictConfig) -> float | None:
             if "data.sha256" not in named:
                 composed.data.sha256 = None
         return train(composed, text_is_named=bool(named & {"data", "data.path", "data.url"}))
+    except Stopped as stopped:  # of a sweep, the other jobs too
+        distributed.leave(stopped.status)
     except UserError as error:
         if hydra_config.mode == RunMode.MULTIRUN:
             log.error("error: %s", error)
@@ -203,6 +208,7 @@ def recipes() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     register()
     log_to_console()
     if launched_size() > 1 and not {"-m", "--multirun"}.isdisjoint(sys.argv):

@@ -53,13 +53,14 @@ class Metrics:
 
     One JSON object a line: `step`, `epoch`, `split` ("train" or "val"), `loss` in nats per
     character, `bpc` in bits per character, and what else is known of that split. When a run goes on
-    from `step`, what was logged past it is dropped first, because it will be logged again.
+    from `step`, what was logged past it is dropped first, because it will be logged again; so is
+    the evaluation of that step itself, unless it has been `evaluated`.
     """
 
-    def __init__(self, run_dir: str, step: int):
+    def __init__(self, run_dir: str, step: int, evaluated: bool = True):
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
-        self._keep_until(step)
+        self._keep_until(step, evaluated)
         self.file = open(self.path, "a")
         self.tensorboard = None
         try:
@@ -70,15 +71,20 @@ class Metrics:
             folder = os.path.join(run_dir, "tensorboard")
             self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
-    def _keep_until(self, step: int) -> None:
+    def _keep_until(self, step: int, evaluated: bool) -> None:
         if not os.path.exists(self.path):
+            if step:
+                log.warning("%s: the lines up to step %d are not on this disk", self.path, step)
             return
         with open(self.path) as file:
             lines = file.readlines()
         kept = []
         for number, line in enumerate(lines, 1):
             try:
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                if not line.endswith("\n"):
+                    continue  # the writer was killed in the middle of it
+                record = json.loads(line)
+                if (record["step"], record["split"] == "val") <= (step, evaluated):
                     kept.append(line)
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{self.path}, line {number}: not a line of metrics") from error
@@ -108,6 +114,10 @@ class Metrics:
             for name, value in record.items():
                 if name not in ("step", "split") and isinstance(value, int | float):
                     self.tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+    def sync(self) -> None:
+        """Has what was logged so far survive a power cut."""
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()

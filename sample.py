@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from char_dataset import encode
 from errors import UserError
 from model import GPT, GPTConfig
-from snapshot import Snapshot, beside, exists
+from snapshot import Snapshot
+from snapshot_files import beside, exists, load
 
 SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
 
@@ -154,7 +155,7 @@ def main() -> None:
     try:
         config = parse(sys.argv[1:])
         path = choose_snapshot(config)
-        snapshot = Snapshot.load(path)
+        snapshot = load(path)
         loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
         print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
         for i, text in enumerate(sample(config, snapshot)):

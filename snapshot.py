@@ -1,21 +1,24 @@
-"""Snapshots: everything a run needs to go on, written whole or not at all, and verified when read.
+"""Snapshots: everything a run needs to go on, in one file that is verified when it is read.
 
 A snapshot is a file of `torch.save` that holds one dictionary, the fields of `Snapshot`. The
 SHA-256 of the file is kept in the file, as the comment that ends a ZIP archive: readers of ZIP skip
 it, so `torch.load(path, weights_only=True)` reads the file as it is, while a flipped bit or a
-missing end anywhere in it is found.
+missing end anywhere in it is found. Where snapshots lie and how they get there is in
+`snapshot_files.py`.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
-import os
+import pickletools
+import re
+import types
+import typing
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import fsspec
 import torch
 
 from errors import UserError
@@ -24,6 +27,8 @@ FORMAT = 1
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
+# All that the pickle in a snapshot refers to; torch allows more, some of which takes memory.
+REFERENCES = r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
 
 
 class SnapshotError(UserError):
@@ -72,56 +77,59 @@ class Snapshot:
     config: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
-    def save(self, path: str) -> None:
-        """Writes the snapshot to `path` (local or any fsspec URL), whole or not at all."""
-        write_whole(path, self.to_bytes())
-
-    def to_bytes(self) -> bytearray:
+    def to_bytes(self) -> memoryview:
         """The file's content, digest included."""
         buffer = io.BytesIO()
         torch.save({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, buffer)
-        content = bytearray(buffer.getbuffer())
-        comment_length = len(COMMENT) + DIGEST_LENGTH
-        if content[-22:-18] != END_RECORD:
+        if buffer.getbuffer()[-22:-18] != END_RECORD:
             raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
-        content[-2:] = comment_length.to_bytes(2, "little")
-        content += COMMENT
-        content += hashlib.sha256(content).hexdigest().encode()
-        return content
-
-    @classmethod
-    def load(cls, path: str) -> "Snapshot":
-        """Reads and verifies the snapshot at `path`, tensors on the CPU.
-
-        Raises `SnapshotError` naming the file if it is missing, damaged, of another format, or no
-        snapshot at all.
-        """
-        return cls.from_bytes(read(path), path)
+        buffer.seek(-2, io.SEEK_END)  # the length of the comment
+        buffer.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
+        buffer.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
+        return buffer.getbuffer()
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
-        """The snapshot in `content`, the inverse of `to_bytes`; errors call it `name`."""
+        """The snapshot in `content`, the inverse of `to_bytes`, tensors on the CPU.
+
+        Whoever made the file: no code in it is run, and it takes no more memory than its own size.
+        Raises `SnapshotError`, calling it `name`, if it is damaged, of another format, or no
+        snapshot at all.
+        """
         verify(content, name)
-        fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        try:
+            check_contents(content)
+            fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if fields.get("format") == FORMAT:
+                check_fields(cls, fields, len(content))
+        except Exception as error:  # a file made by hand can be wrong in any way
+            why = " ".join(str(error).split())
+            raise SnapshotError(f"{name}: not a snapshot of this application: {why}") from error
         if fields.get("format") != FORMAT:
             raise SnapshotError(
                 f"{name}: snapshot format {fields.get('format')}, this application reads {FORMAT}"
             )
         return cls(**fields)
 
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
+        """A snapshot with `change(tensor)` for each tensor; what was one tensor stays one."""
+        seen: dict[tuple, torch.Tensor] = {}
 
-def read(path: str) -> bytes:
-    """The bytes at `path`; `SnapshotError` if there are none to be had."""
-    try:
-        with fsspec.open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise SnapshotError(f"{path}: no such snapshot") from error
-    except Exception as error:  # every file system has its own errors
-        raise SnapshotError(f"{path}: cannot be read: {one_line(error)}") from error
+        def visit(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: visit(inner) for key, inner in value.items()}
+            if not isinstance(value, torch.Tensor):
+                return value
+            same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if value.numel() == 0 or same not in seen:
+                seen[same] = change(value)
+            return seen[same]
+
+        values = {f.name: visit(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return Snapshot(**values)
 
 
-def verify(content: bytes, name: str) -> None:
+def verify(content: bytes | memoryview, name: str) -> None:
     """Raises `SnapshotError`, calling the content `name`, unless it ends with the digest of all
     that stands before.
     """
@@ -136,135 +144,44 @@ def verify(content: bytes, name: str) -> None:
         )
 
 
-def beside(path: str, kind: str) -> str:
-    """The path of the `prev` or `best` snapshot that belongs to the latest one at `path`."""
-    root, extension = os.path.splitext(path)
-    return f"{root}.{kind}{extension}"
+def check_contents(content: bytes) -> None:
+    """Raises ValueError for an archive or a pickle that is not as `torch.save` writes them.
 
-
-def exists(path: str) -> bool:
-    """Whether there is a file at `path`; `SnapshotError` if its file system cannot be asked."""
-    try:
-        file_system, inner = fsspec.core.url_to_fs(path)
-        return file_system.exists(inner)
-    except Exception as error:  # every file system has its own errors
-        raise SnapshotError(f"{path}: cannot be reached: {one_line(error)}") from error
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def is_local(path: str) -> bool:
-    return "://" not in path
-
-
-def write_whole(path: str, content: bytes | bytearray) -> None:
-    """Puts `content` at `path` so that a reader finds the old file or the new one, and nothing in
-    between.
-
-    A local file is written beside its final place, flushed to the disk, and renamed; an object
-    store takes an object whole. OSError if it could not be written: what was at `path` is then
-    still there.
+    Reads names and sizes only. An entry that unpacks to more than the file holds, or a name that
+    the unpickler would call to get memory, is found here, before it is acted on.
     """
-    if not is_local(path):
-        file_system, inner = fsspec.core.url_to_fs(path)
-        file_system.pipe_file(inner, bytes(content))
-        return
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise
-    sync_folder(os.path.dirname(os.path.abspath(path)))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("an entry is compressed")
+        if sum(entry.file_size for entry in entries) > len(content):
+            raise ValueError("its entries declare more bytes than the file has")
+        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError("it has no pickle, or several")
+        for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
+            if opcode.name == "GLOBAL":
+                if not re.fullmatch(REFERENCES, argument):
+                    raise ValueError(f"it refers to {argument!r}, which no snapshot does")
+            elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"):
+                raise ValueError(f"it uses {opcode.name}, which no snapshot does")
 
 
-def sync_folder(folder: str) -> None:
-    """Makes renames in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_latest(path: str, content: bytes | bytearray) -> None:
-    """Makes `content` the snapshot at `path`, keeping the one that was there as `prev`.
-
-    At every moment `path` holds a whole snapshot, the old one or the new.
+def check_fields(cls: type, fields: dict[str, Any], size: int) -> None:
+    """Raises ValueError unless `fields` are those of `cls`, each of its type, with tensors of no
+    more than `size` bytes.
     """
-    previous = beside(path, "prev")
-    if is_local(path):
-        if os.path.exists(path):
-            link = f"{previous}.tmp"
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(link)
-            os.link(path, link)
-            os.replace(link, previous)
-    elif exists(path):
-        file_system, inner = fsspec.core.url_to_fs(path)
-        file_system.copy(inner, fsspec.core.url_to_fs(previous)[1])
-    write_whole(path, content)
-
-
-def find(path: str, warn: Callable[[str], None]) -> tuple[bytes, str] | None:
-    """The content of a run's newest good snapshot and where it was; None if there is no snapshot at
-    all.
-
-    Looks at the latest (`path`), then at the one before it. A bad one is reported through
-    `warn(message)`. Raises `SnapshotError` if snapshots exist but none is good: starting from zero
-    would hide the loss.
-    """
-    problems = []
-    for candidate in (path, beside(path, "prev")):
-        if not exists(candidate):
-            continue
-        try:
-            content = read(candidate)
-            verify(content, candidate)
-        except SnapshotError as error:
-            problems.append(str(error))
-            continue
-        if problems:  # out of the way, or the next save would keep it in place of the good one
-            moved = set_aside([path], "damaged")
-            warn(f"{problems[0]}; it is now {moved[0]}; going on from the one before, {candidate}")
-        return content, candidate
-    if problems:
-        raise SnapshotError(
-            f"no good snapshot left: {'; '.join(problems)}; move them away to start anew, or set "
-            "run_name=NEW_NAME"
-        )
-    return None
-
-
-def family(path: str) -> list[str]:
-    """The latest snapshot of a run, which is at `path`, and those that lie beside it."""
-    return [path, beside(path, "prev"), beside(path, "best")]
-
-
-def set_aside(paths: list[str], word: str = "old") -> list[str]:
-    """Renames those of `paths` that exist to the first number free for all (`NAME.old1.pt`, ...).
-
-    Returns the new names.
-    """
-    present = [path for path in paths if exists(path)]
-    number = 1
-    while any(exists(beside(path, f"{word}{number}")) for path in present):
-        number += 1
-    moved = []
-    for old in present:
-        new = beside(old, f"{word}{number}")
-        file_system, inner = fsspec.core.url_to_fs(old)
-        file_system.mv(inner, fsspec.core.url_to_fs(new)[1])
-        moved.append(new)
-    return moved
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    if fields.keys() != kinds.keys():
+        raise ValueError(f"its fields are {', '.join(map(str, fields))}")
+    for name, kind in kinds.items():
+        plain = kind if isinstance(kind, types.UnionType) else typing.get_origin(kind) or kind
+        if not isinstance(fields[name], plain):
+            raise ValueError(f"{name} is of type {type(fields[name]).__name__}")
+    tensors: list[torch.Tensor] = []
+    cls(**fields).map_tensors(lambda tensor: tensors.append(tensor) or tensor)
+    if sum(tensor.nbytes for tensor in tensors) > size:
+        raise ValueError("its tensors declare more bytes than the file has")
 
 
 # What a run may not change when it goes on: the result would be neither the old run's nor the new

@@ -28,12 +28,13 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset
 
 import distributed
-import snapshot as snapshots
 from char_dataset import IGNORE, window_order
-from distributed import World
+from distributed import Agreement, World, naming_the_silent
 from errors import UserError
 from metrics import METRICS, Metrics
-from snapshot import Snapshot
+from signals import SIGNALS, Request, Requests, Stopped
+from snapshot import Snapshot, check_can_resume, differences
+from snapshot_files import BackgroundWriter, SnapshotFiles, is_local
 
 log = logging.getLogger("gpt")
 
@@ -41,9 +42,9 @@ ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs m
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # planned floating-point operations on a CPU: minutes of training against 20 s of compiling
 COMPILE_PAYS_FROM = 1e14
-SMALLEST_SCALE = (
-    2.0**-20
-)  # a GradScaler this low has skipped dozens of steps in a row: the run has diverged
+# Bad steps in a row that mean that a run has diverged, and will not find back.
+MOST_SKIPPED = 25
+SMALLEST_SCALE = 2.0**-20  # of a GradScaler, which halves it at each
 # Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -71,6 +72,8 @@ class TrainerConfig:
     snapshot_path: str = "gpt_snapshot.pt"
     save_every: int | None = 1
     save_every_steps: int | None = None
+    keep_snapshots: int | None = None
+    max_save_failures: int = 3
     eval_every_steps: int | None = None
     log_every_steps: int = 10
     use_amp: bool = True
@@ -81,6 +84,7 @@ class TrainerConfig:
     compile: str = "auto"
     deterministic: str = "auto"
     resume: str = "auto"
+    on_nonfinite: str = "stop"
     timeout_s: float = 600.0
 
     def __post_init__(self):
@@ -91,6 +95,7 @@ class TrainerConfig:
             "compile": ("auto", "true", "false"),
             "deterministic": ("auto", "true", "false"),
             "resume": ("auto", "must", "never"),
+            "on_nonfinite": ("stop", "skip"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -104,6 +109,8 @@ class TrainerConfig:
             "micro_batch_size",
             "save_every",
             "save_every_steps",
+            "keep_snapshots",
+            "max_save_failures",
             "eval_every_steps",
             "log_every_steps",
             "threads",
@@ -172,10 +179,17 @@ class MicroBatches(Dataset):
         return self.dataset.batch(self.order[first : first + size])
 
 
+class _StopRequested(Exception):
+    """All ranks have agreed to stop, for the reason given."""
+
+    def __init__(self, request: Request):
+        self.request = request
+
+
 def _start_worker(_: int) -> None:
     # A signal to the whole process group is for the trainer; its loaders go when it does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
@@ -220,7 +234,10 @@ class Trainer:
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
         self.run_config = run_config or {"trainer": dataclasses.asdict(config)}
-        self.snapshot_path = snapshot_path(config, run_dir)
+        self.files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
+        self.writer = BackgroundWriter(self.files) if self.world.is_first else None
+        self.requests, self.agreement = Requests(), Agreement(self.world)
+        self.save_asked = False
 
         config.check_world_size(self.world.size)
         share = config.batch_size // self.world.size
@@ -232,6 +249,8 @@ class Trainer:
         self.step = 0
         self.best: tuple[float, int] | None = None  # held-out loss and its step
         self.newest: tuple[float, int] | None = None
+        self.saved_step: int | None = None  # of the latest snapshot
+        self.skipped = 0  # steps in a row whose numbers were not finite
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
             self._check(found)
@@ -305,11 +324,9 @@ class Trainer:
     # Snapshots
 
     def _check(self, snapshot: Snapshot) -> None:
-        dataset, path = self.train_dataset, self.snapshot_path
-        snapshots.check_can_resume(
-            snapshot, self.run_config, dataset.vocabulary, dataset.digest, path
-        )
-        for key, (was, now) in snapshots.differences(snapshot.config, self.run_config).items():
+        dataset, path = self.train_dataset, self.files.path
+        check_can_resume(snapshot, self.run_config, dataset.vocabulary, dataset.digest, path)
+        for key, (was, now) in differences(snapshot.config, self.run_config).items():
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
     def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
@@ -324,7 +341,7 @@ class Trainer:
         self.optimizer.load_state_dict(own)
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
-        self.step = snapshot.step
+        self.step = self.saved_step = snapshot.step
         if snapshot.best_loss is not None:
             self.best = (snapshot.best_loss, snapshot.best_step)
         if snapshot.loss is not None:
@@ -358,24 +375,60 @@ class Trainer:
         )
 
     def _save(self, latest: bool, best: bool) -> None:
-        """Writes the latest snapshot, the best one, or both. Every rank calls it; rank 0 writes."""
+        """Begins to write the latest snapshot, the best one, or both. Every rank calls it; rank 0
+        writes.
+        """
         if not (latest or best):
             return
         self._check_finite()
+        if latest:
+            self.saved_step = self.step
+        if self.writer:
+            if self.metrics:
+                self.metrics.sync()  # a snapshot vouches for the lines of the steps before it
+            self.writer.write(self._capture(), latest, best)
 
-        def write() -> None:
-            content = self._capture().to_bytes()
-            if best:
-                snapshots.write_whole(snapshots.beside(self.snapshot_path, "best"), content)
-            if latest:
-                snapshots.replace_latest(self.snapshot_path, content)
+    def _finish_saving(self) -> None:
+        """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""
+        if self.writer:
+            self.writer.wait()
+            if self.writer.error:
+                raise UserError(
+                    f"{self.files.path}: the snapshot of step {self.step} was not written: "
+                    f"{self.writer.error}"
+                )
 
-        try:
-            distributed.run_on_first(write, self.world)
-        except UserError as error:
+    def _poll(self) -> None:
+        """Notes a request to save; raises `_StopRequested` on every rank at the same point of the
+        run if one of them was asked to stop, or cannot write its snapshots.
+        """
+        request = self.requests.take()
+        if self.writer:
+            self.writer.poll()
+            if self.writer.failures >= self.config.max_save_failures:
+                request = Request.GIVE_UP
+        agreed = Request(self.agreement(request))
+        if agreed > Request.SAVE:
+            raise _StopRequested(agreed)
+        self.save_asked = self.save_asked or agreed == Request.SAVE
+
+    def _stop(self, request: Request) -> None:
+        """Saves, says how to go on, and raises `Stopped`."""
+        if request == Request.GIVE_UP:
+            why = self.writer.error if self.writer else "rank 0 has the reason"
             raise UserError(
-                f"{self.snapshot_path}: the snapshot of step {self.step} was not written: {error}"
-            ) from error
+                f"step {self.step}: {self.config.max_save_failures} snapshots in a row could not "
+                f"be written (trainer.max_save_failures): {why}"
+            )
+        if self.saved_step != self.step:
+            self._save(latest=True, best=False)
+        distributed.run_on_first(self._finish_saving, self.world)
+        stopped = Stopped(request)
+        log.info(
+            "%s: stopped after step %d of %d; the same command goes on from %s",
+            stopped.name, self.step, self.total_steps, self.files.path,
+        )  # fmt: skip
+        raise stopped
 
     # ----------------------------------------------------------------------------------------------
     # Training
@@ -395,7 +448,9 @@ class Trainer:
         Raises `UserError` if the numbers stop being finite or a snapshot cannot be written; the
         last good snapshot then stays as it was.
         """
-        if self.step >= self.total_steps:
+        if self.step > self.total_steps or (
+            self.step == self.total_steps and not self._evaluation_is_due()
+        ):
             if self.newest:
                 log.info("held-out loss %.4f at step %d", *self.newest)
             log.info(
@@ -408,43 +463,73 @@ class Trainer:
         self.metrics: Metrics | None = None
 
         def open_metrics() -> None:
-            self.metrics = Metrics(self.run_dir, self.step)
+            evaluated = self.newest is not None and self.newest[1] == self.step
+            self.metrics = Metrics(self.run_dir, self.step, evaluated)
 
-        distributed.run_on_first(open_metrics, self.world)
-        try:
-            self._announce()
-            self._train()
-        finally:
-            if self.metrics:
-                self.metrics.close()
+        with self.requests, naming_the_silent(self.world, lambda: f"after step {self.step}"):
+            distributed.run_on_first(open_metrics, self.world)
+            try:
+                self._announce()
+                self._train()
+                self.agreement.finish()
+                self._finish_saving()
+            except _StopRequested as stop:
+                self._stop(stop.request)
+            finally:
+                if self.writer:
+                    self.writer.wait()  # after an error, too: what was good then is worth having
+                if self.metrics:
+                    self.metrics.close()
         return self.newest[0] if self.newest else None
 
     def _train(self) -> None:
-        config, device = self.config, self.world.device
         batches = iter(self._loader())
-        self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+        # Step, loss and gradient norm of this rank's first step that was not finite.
+        self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
         self.stopwatch = Stopwatch(self.step)
         self.model.train()
+        if self.step and self._evaluation_is_due():  # a stop came before it
+            self.saved_step = None
+            self._evaluate_and_save()
         while self.step < self.total_steps:
             loss, norm = self._train_step(batches)
             self.step += 1
-            last = self.step == self.total_steps
-            epochs_before = (self.windows_seen - config.batch_size) // len(self.train_dataset)
-            epochs = self.windows_seen // len(self.train_dataset)
-            if last or self.step % config.log_every_steps == 0:
+            if self.step == self.total_steps or self.step % self.config.log_every_steps == 0:
                 self._log_step(loss, norm)
-            every = config.eval_every_steps
-            better = False
-            if self.test_dataset is not None and (
-                last or (self.step % every == 0 if every else epochs > epochs_before)
-            ):
-                with self.stopwatch.paused():
-                    better = self._log_evaluation()
-            due = last or bool(config.save_every_steps and self.step % config.save_every_steps == 0)
-            if config.save_every:
-                due = due or epochs // config.save_every > epochs_before // config.save_every
-            with self.stopwatch.paused():
-                self._save(latest=due, best=better)
+            self._evaluate_and_save()
+
+    def _evaluate_and_save(self) -> None:
+        """Does what is due at this step and has not been done."""
+        with self.stopwatch.paused():
+            if self.save_asked:
+                log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
+            better = self._evaluation_is_due() and self._log_evaluation()
+            self._save(latest=self._save_is_due(), best=better)
+            self.save_asked = False
+
+    def _epochs_ended(self) -> range:
+        """The epochs, counted from 1, that the newest step completed."""
+        windows = len(self.train_dataset)
+        before = (self.windows_seen - self.config.batch_size) // windows
+        return range(before + 1, self.windows_seen // windows + 1)
+
+    def _evaluation_is_due(self) -> bool:
+        if self.test_dataset is None or (self.newest and self.newest[1] == self.step):
+            return False
+        every = self.config.eval_every_steps
+        due = self.step % every == 0 if every else len(self._epochs_ended()) > 0
+        return due or self.step == self.total_steps
+
+    def _save_is_due(self) -> bool:
+        if self.saved_step == self.step:
+            return False
+        epochs, steps = self.config.save_every, self.config.save_every_steps
+        return bool(
+            self.save_asked
+            or self.step == self.total_steps
+            or (steps and self.step % steps == 0)
+            or (epochs and any(epoch % epochs == 0 for epoch in self._epochs_ended()))
+        )
 
     def _loader(self) -> DataLoader:
         """Micro-batches from the next step to the end of the run."""
@@ -477,6 +562,7 @@ class Trainer:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         total = torch.zeros((), device=device)
         for i in range(self.accumulation):
+            self._poll()
             x, y = (z.to(device, non_blocking=True) for z in next(batches))
             # Gradients are summed over processes once a step, with the last micro-batch.
             waits = i + 1 < self.accumulation and self.world.size > 1
@@ -492,13 +578,33 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_norm_clip)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if config.on_nonfinite == "skip" and not self.scaler.is_enabled() and not norm.isfinite():
+            self._skip(norm)
+        else:
+            self.skipped = 0
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         loss = total / self.accumulation
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) & (self.first_bad_step < 0)
-        self.first_bad_step.masked_fill_(bad, self.step + 1)
+        now = torch.stack((torch.full_like(loss, self.step + 1), loss, norm)).double()
+        bad = ~now.isfinite().all() & (self.first_bad[0] < 0)
+        self.first_bad = torch.where(bad, now, self.first_bad)
         return loss, norm
+
+    def _skip(self, norm: torch.Tensor) -> None:
+        """Notes that a step was left out; the norm, and so the decision, is that of all ranks."""
+        self.skipped += 1
+        log.warning("step %d: gradient norm %g: no update", self.step + 1, norm)
+        if self.skipped >= MOST_SKIPPED:
+            raise UserError(
+                f"step {self.step + 1}: the gradient norm was not finite {MOST_SKIPPED} times in a "
+                "row: training has diverged; lower optimizer.learning_rate; snapshots of earlier "
+                "steps are as they were"
+            )
+
+    def _learning_rate(self, step: int) -> float:
+        """That of the first parameter group at `step`."""
+        return self.optimizer.param_groups[0]["initial_lr"] * self.schedule(step, self.total_steps)
 
     def _seed(self, seed: int) -> None:
         # torch.manual_seed would do, but takes a stack trace each time where there is no GPU.
@@ -518,16 +624,18 @@ class Trainer:
                     f"optimizer.learning_rate; snapshots of earlier steps are as they were"
                 )
             return  # the scaler skips such steps and lowers its scale: that is its work
-        bad_ranks = distributed.sum_over_ranks((self.first_bad_step >= 0).long(), self.world)
-        if bad_ranks.item():
-            own = int(self.first_bad_step)
-            step = own if own >= 0 else self.step
+        if self.config.on_nonfinite == "skip":
+            return
+        any_bad = distributed.sum_over_ranks((self.first_bad[0] >= 0).long(), self.world)
+        if any_bad.item():
+            firsts = distributed.gather(self.first_bad.tolist(), self.world)
+            step, loss, norm = min(first for first in firsts if first[0] >= 0)
+            lr = self._learning_rate(int(step) - 1)
             raise UserError(
-                f"step {step}: the loss or the gradient norm is not finite: training has "
-                "diverged; lower "
-                f"optimizer.learning_rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or "
-                "raise "
-                "optimizer.warmup_steps; snapshots of earlier steps are as they were"
+                f"step {step:.0f}: loss {loss:g}, gradient norm {norm:g} at learning rate "
+                f"{lr:.3g}: training has diverged; lower optimizer.learning_rate or raise "
+                "optimizer.warmup_steps, or leave such steps out with trainer.on_nonfinite=skip; "
+                "snapshots of earlier steps are as they were"
             )
 
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
@@ -604,6 +712,7 @@ class Trainer:
         dataset, world = self.test_dataset, self.world
         first = dataset.num_tiles * world.rank // world.size
         last = dataset.num_tiles * (world.rank + 1) // world.size
+        most = -(-dataset.num_tiles // world.size)  # of any rank: all poll equally often
         size = max(1, EVAL_CHARACTERS // dataset.block_size)
         total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
         stance = (
@@ -613,7 +722,10 @@ class Trainer:
         )
         self.bare.eval()
         with stance, self._autocast():
-            for start in range(first, last, size):
+            for start in range(first, first + most, size):
+                self._poll()
+                if start >= last:
+                    continue
                 x, y = (z.to(world.device) for z in dataset.tiles(start, min(start + size, last)))
                 count = y.numel() - int((y == IGNORE).sum()) if start + size >= last else y.numel()
                 total += self.bare(x, y)[1].double() * count
@@ -692,7 +804,7 @@ def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
     or a URL.
     """
     path = config.snapshot_path.removeprefix("file://")
-    return os.path.join(run_dir, path) if snapshots.is_local(path) else path
+    return os.path.join(run_dir, path) if is_local(path) else path
 
 
 def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot | None:
@@ -702,18 +814,16 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
     With `resume=never`, earlier snapshots are first renamed. Raises `UserError` on every rank if
     snapshots exist but none is good, or if there is none and `resume=must`.
     """
-    path = snapshot_path(config, run_dir)
+    files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
 
     def find() -> tuple[bytes, str] | None:
-        if snapshots.is_local(path):
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         if config.resume == "never":
-            for moved in snapshots.set_aside(snapshots.family(path)):
+            for moved in files.set_aside():
                 log.info("trainer.resume=never: an earlier snapshot is now %s", moved)
-            snapshots.set_aside([os.path.join(run_dir, METRICS)])
-        found = snapshots.find(path, log.warning)
+            SnapshotFiles(os.path.join(run_dir, METRICS)).set_aside()
+        found = files.find(log.warning)
         if found is None and config.resume == "must":
-            raise UserError(f"trainer.resume=must: there is no snapshot at {path}")
+            raise UserError(f"trainer.resume=must: there is no snapshot at {files.path}")
         return found
 
     found = distributed.run_on_first(find, world)

@@ -1,5 +1,6 @@
 """What several test files share: small texts, a tiny configuration, real starts of the program."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]
@@ -69,6 +72,46 @@ def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
         for line in lines
         if split in (None, line["split"])
     ]
+
+
+def some_snapshot(step: int = 5) -> Snapshot:
+    """A small snapshot that `step` decides."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {
+        "a.weight": torch.randn(4, 3, generator=generator),
+        "b": torch.randn(7, generator=generator),
+    }
+    state = {
+        "a.weight": {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.randn(4, 3, generator=generator),
+        }
+    }
+    return Snapshot(
+        weights,
+        state,
+        finished_epoch=2,
+        step=step,
+        windows_seen=60,
+        seed=1,
+        best_loss=1.5,
+        best_step=4,
+        vocabulary="\n aé漢",
+        text_digest="ab",
+        choices={"compile": False},
+        config={"model": {"n_layer": 2, "bias": None}},
+    )
+
+
+def equal(a: Snapshot, b: Snapshot) -> bool:
+    """Whether two snapshots hold the same, bit for bit."""
+
+    def plain(value):
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return plain(dataclasses.asdict(a)) == plain(dataclasses.asdict(b))
 
 
 @pytest.fixture

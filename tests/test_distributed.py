@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 
-from snapshot import Snapshot
+from snapshot_files import load
 
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 
@@ -57,9 +57,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs):
 
 
 def test_weights_do_not_depend_on_the_number_of_processes(runs):
-    states = {
-        name: Snapshot.load(str(run / "gpt_snapshot.pt")).model_state for name, run in runs.items()
-    }
+    states = {name: load(str(run / "gpt_snapshot.pt")).model_state for name, run in runs.items()}
     for name, state in states.items():
         for key, value in state.items():
             assert torch.allclose(value, states["1"][key], atol=2e-5), (name, key)
@@ -126,7 +124,7 @@ def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one_bit_for_bit(nproc,
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
-    step = Snapshot.load(str(killed / "gpt_snapshot.pt")).step
+    step = load(str(killed / "gpt_snapshot.pt")).step
     assert 0 < step < 300
 
     result = start(*settings, f"run_dir={killed}", nproc=nproc)
@@ -134,7 +132,7 @@ def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one_bit_for_bit(nproc,
     assert f"step {step}" in next(
         line for line in result.stdout.splitlines() if line.startswith("resuming")
     )
-    a, b = (Snapshot.load(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "killed"))
+    a, b = (load(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "killed"))
     assert a.step == b.step == 300
     for key, value in a.model_state.items():
         assert torch.equal(value, b.model_state[key]), key

@@ -8,7 +8,7 @@ from conftest import ROOT, RUN_FILES, TINY, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
-from snapshot import Snapshot
+from snapshot_files import load
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -182,7 +182,7 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
         "deep"
     ]  # nothing beside it, no outputs/, no .hydra
     config = yaml.safe_load((run / "config.yaml").read_text())
-    snapshot = Snapshot.load(str(run / "gpt_snapshot.pt"))
+    snapshot = load(str(run / "gpt_snapshot.pt"))
     assert config == snapshot.config and config["model"]["vocab_size"] == len(snapshot.vocabulary)
     assert "held-out loss" in (run / "main.log").read_text()
 
@@ -227,7 +227,7 @@ def test_a_named_size_beats_the_sizes_of_the_recipe(tmp_path):
     settings = ["data=pydoc", "trainer.max_steps=1", f"run_dir={tmp_path}"]
     result = start("experiment=overfit", "model.model_type=gpt-nano", *settings)
     assert result.returncode == 0, result.stderr
-    sizes = Snapshot.load(str(tmp_path / "gpt_snapshot.pt")).config["model"]
+    sizes = load(str(tmp_path / "gpt_snapshot.pt")).config["model"]
     assert (sizes["n_layer"], sizes["n_head"], sizes["n_embd"]) == (3, 3, 48)
 
 

@@ -1,88 +1,53 @@
+"""The format: what is written is read, and nothing else is taken for it."""
+
 import dataclasses
+import io
 import os
+import pickle
 import random
+import resource
+import zipfile
 
 import pytest
 import torch
+from conftest import equal, some_snapshot
 
-import snapshot as snapshots
+import snapshot as module
 from errors import UserError
-from snapshot import (
-    Snapshot,
-    SnapshotError,
-    beside,
-    family,
-    find,
-    replace_latest,
-    set_aside,
-    verify,
-)
+from snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
 
 
-def some(step: int = 5) -> Snapshot:
-    generator = torch.Generator().manual_seed(step)
-    weights = {
-        "a.weight": torch.randn(4, 3, generator=generator),
-        "b": torch.randn(7, generator=generator),
-    }
-    state = {
-        "a.weight": {
-            "step": torch.tensor(float(step)),
-            "exp_avg": torch.randn(4, 3, generator=generator),
-        }
-    }
-    return Snapshot(
-        weights,
-        state,
-        finished_epoch=2,
-        step=step,
-        windows_seen=60,
-        seed=1,
-        best_loss=1.5,
-        best_step=4,
-        vocabulary="\n aé漢",
-        text_digest="ab",
-        choices={"compile": False},
-        config={"model": {"n_layer": 2, "bias": None}},
-    )
-
-
-def equal(a: Snapshot, b: Snapshot) -> bool:
-    def plain(value):
-        if isinstance(value, torch.Tensor):
-            return value.tolist()
-        return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-    return plain(dataclasses.asdict(a)) == plain(dataclasses.asdict(b))
-
-
-def test_what_is_saved_is_loaded(tmp_path):
-    path = str(tmp_path / "s.pt")
-    some().save(path)
-    assert equal(Snapshot.load(path), some())
+def test_what_is_written_is_read():
+    assert equal(Snapshot.from_bytes(some_snapshot().to_bytes(), "s.pt"), some_snapshot())
 
 
 def test_torch_reads_the_file_without_trusting_it(tmp_path):
     path = tmp_path / "s.pt"
-    some().save(str(path))
+    path.write_bytes(some_snapshot().to_bytes())
     fields = torch.load(path, weights_only=True)
     assert set(fields) == {f.name for f in dataclasses.fields(Snapshot)}
-    assert torch.equal(fields["model_state"]["b"], some().model_state["b"])
+    assert torch.equal(fields["model_state"]["b"], some_snapshot().model_state["b"])
+
+
+def test_a_tensor_of_two_names_is_stored_once():
+    weight = torch.randn(1000)
+    tied = Snapshot({"a": weight, "b": weight}, {}).map_tensors(torch.clone)
+    assert tied.model_state["a"] is tied.model_state["b"] is not weight
+    assert len(tied.to_bytes()) < 2 * weight.nbytes
 
 
 def test_any_flipped_bit_is_found():
-    content = some().to_bytes()
-    chance = random.Random(0)
-    for position in sorted({0, len(content) - 1, *chance.sample(range(len(content)), 400)}):
+    content = some_snapshot().to_bytes()
+    for position in range(len(content)):
         damaged = bytearray(content)
-        damaged[position] ^= 1 << chance.randrange(8)
+        damaged[position] ^= 1 << (position % 8)
         with pytest.raises(SnapshotError):
             verify(bytes(damaged), "x.pt")
 
 
 def test_any_missing_end_is_found():
-    content = bytes(some().to_bytes())
-    for length in {0, 1, 64, 71, *range(0, len(content), 97), len(content) - 1}:
+    content = bytes(some_snapshot().to_bytes())
+    for length in range(len(content)):
         with pytest.raises(SnapshotError):
             verify(content[:length], "x.pt")
     with pytest.raises(SnapshotError):
@@ -90,88 +55,135 @@ def test_any_missing_end_is_found():
 
 
 @pytest.mark.parametrize("content", [b"", b"not a snapshot", os.urandom(5000), b"PK\x03\x04" * 50])
-def test_another_file_is_called_by_its_name(content, tmp_path):
-    path = tmp_path / "other.pt"
-    path.write_bytes(content)
+def test_another_file_is_called_by_its_name(content):
     with pytest.raises(SnapshotError, match=r"other\.pt: not a whole snapshot"):
-        Snapshot.load(str(path))
-    with pytest.raises(SnapshotError, match=r"nothing\.pt: no such snapshot"):
-        Snapshot.load(str(tmp_path / "nothing.pt"))
+        Snapshot.from_bytes(content, "other.pt")
 
 
-def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
-    path = str(tmp_path / "s.pt")
-    some(1).save(path)
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
-            patch.setattr(snapshots.os, name, fail)
-            with pytest.raises(OSError, match="No space left"):
-                some(2).save(path)
-        assert equal(Snapshot.load(path), some(1))
-    assert os.listdir(tmp_path) == ["s.pt"]
+# --- made by hand: the digest is right, the content is not ---
 
 
-def test_the_one_before_the_latest_is_kept_and_used_if_the_latest_is_damaged(tmp_path):
-    path, warnings = str(tmp_path / "s.pt"), []
-    for step in (1, 2, 3):
-        replace_latest(path, some(step).to_bytes())
-    assert Snapshot.load(path).step == 3 and Snapshot.load(beside(path, "prev")).step == 2
-    with open(path, "r+b") as file:
-        file.truncate(100)
-    content, where = find(path, warnings.append)
-    assert where == beside(path, "prev") and Snapshot.from_bytes(content, where).step == 2
-    assert len(warnings) == 1 and "s.pt: not a whole snapshot" in warnings[0]
-    # The damaged one is set aside, and the next save does not put it in place of the good one.
-    assert sorted(os.listdir(tmp_path)) == ["s.damaged1.pt", "s.prev.pt"]
-    replace_latest(path, some(4).to_bytes())
-    assert [Snapshot.load(p).step for p in (path, beside(path, "prev"))] == [4, 2]
+def sealed(content: bytes) -> bytes:
+    """`content`, a bare ZIP archive, with a digest as a snapshot has it."""
+    content = content[:-2] + (len(COMMENT) + 64).to_bytes(2, "little") + COMMENT
+    return content + module.hashlib.sha256(content).hexdigest().encode()
 
 
-def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_path):
-    path = str(tmp_path / "s.pt")
-    assert find(path, pytest.fail) is None
-    with open(path, "wb") as file:
-        file.write(b"gone")
-    with pytest.raises(SnapshotError, match=r"no good snapshot left: .*s\.pt"):
-        find(path, pytest.fail)
+def archive(change=lambda name, data: data, compression=zipfile.ZIP_STORED) -> bytes:
+    """A snapshot's archive with `change(name, data)` for every entry."""
+    source = zipfile.ZipFile(io.BytesIO(some_snapshot().to_bytes()))
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", compression) as out:
+        for name in source.namelist():
+            out.writestr(name, change(name, source.read(name)))
+    return sealed(target.getvalue())
 
 
-def test_setting_aside_renames_and_never_overwrites(tmp_path):
-    path = str(tmp_path / "s.pt")
-    for round_number in (1, 2):
-        for step in (1, 2):
-            replace_latest(path, some(10 * round_number + step).to_bytes())
-        assert set_aside(family(path)) == [
-            str(tmp_path / f"s.old{round_number}.pt"),
-            str(tmp_path / f"s.prev.old{round_number}.pt"),
-        ]
-    assert set_aside(family(path)) == []
-    assert Snapshot.load(str(tmp_path / "s.old1.pt")).step == 12
-    assert Snapshot.load(str(tmp_path / "s.prev.old2.pt")).step == 21
+def with_pickle(data: bytes) -> bytes:
+    return archive(lambda name, old: data if name.endswith("data.pkl") else old)
 
 
-def test_snapshots_live_in_any_file_system():
-    path = "memory://runs/s.pt"
-    for step in (1, 2):
-        replace_latest(path, some(step).to_bytes())
-    assert Snapshot.load(path).step == 2
-    assert Snapshot.load("memory://runs/s.prev.pt").step == 1
+def saved(**fields) -> bytes:
+    """A file of torch.save with the fields of a snapshot, some of them others."""
+    buffer = io.BytesIO()
+    torch.save(dataclasses.asdict(some_snapshot()) | fields, buffer)
+    return sealed(buffer.getvalue())
+
+
+class Touch:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_code_in_a_snapshot_is_not_run(tmp_path):
+    victim = tmp_path / "made"
+    for protocol in (0, 2, 4, 5):
+        with pytest.raises(SnapshotError, match=r"s\.pt: not a snapshot of this application"):
+            Snapshot.from_bytes(with_pickle(pickle.dumps(Touch(str(victim)), protocol)), "s.pt")
+    assert not victim.exists()
+
+
+def grow(data: bytes) -> bytes:
+    """A pickle in which every number of 12, the size of a tensor here, is 2^30."""
+    return data.replace(b"K\x0c", b"J\x00\x00\x00\x40")
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (lambda: archive(compression=zipfile.ZIP_DEFLATED), "an entry is compressed"),
+        (lambda: with_pickle(grow(some_pickle())), "record size"),
+        (lambda: saved(model_state={"a": torch.zeros(1).expand(2**40)}), "declare more bytes"),
+        (
+            lambda: with_pickle(b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."),
+            "bytearray",
+        ),
+        (lambda: saved(step="five"), "step is of type str"),
+        (lambda: saved(extra=1), "its fields are"),
+        (lambda: with_pickle(b"\x80\x02]."), "list"),
+        (lambda: with_pickle(b""), "pickle exhausted"),
+        (lambda: saved(format=2), "snapshot format 2, this application reads 1"),
+    ],
+)
+def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_taken(content, says):
+    content = content()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SnapshotError, match=f"^s.pt: .*{says}"):
+        Snapshot.from_bytes(content, "s.pt")
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
+    assert taken < 200_000
+
+
+def some_pickle() -> bytes:
+    source = zipfile.ZipFile(io.BytesIO(some_snapshot().to_bytes()))
+    return source.read(next(n for n in source.namelist() if n.endswith("data.pkl")))
+
+
+def test_an_archive_that_lies_about_its_sizes_is_refused():
+    content = bytearray(archive())
+    entry = content.rindex(b"PK\x01\x02")  # the last entry of the directory; its sizes at 20 and 24
+    content[entry + 24 : entry + 28] = (2**31).to_bytes(4, "little")
+    body = bytes(content[: -len(COMMENT) - 64])
+    with pytest.raises(SnapshotError, match="declare more bytes than the file has"):
+        Snapshot.from_bytes(
+            body + COMMENT + module.hashlib.sha256(body + COMMENT).hexdigest().encode(), "s.pt"
+        )
+
+
+def test_garbage_with_a_right_digest_is_refused_whatever_it_is():
+    chance = random.Random(0)
+    content = archive()
+    body = content[: -len(COMMENT) - 64]
+    for _ in range(200):
+        damaged = bytearray(body)
+        for _ in range(chance.randrange(1, 20)):
+            damaged[chance.randrange(len(damaged) - 22)] = chance.randrange(256)
+        whole = bytes(damaged) + COMMENT
+        whole += module.hashlib.sha256(whole).hexdigest().encode()
+        try:
+            Snapshot.from_bytes(whole, "s.pt")
+        except SnapshotError as error:
+            assert str(error).startswith("s.pt: ") and "\n" not in str(error)
+
+
+# --- resuming ---
 
 
 def test_only_a_change_that_would_alter_the_run_is_refused():
-    saved = some()
+    saved = some_snapshot()
     saved.config = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 5}}
     now = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 9}}
-    snapshots.check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
+    check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
     now["model"]["n_layer"] = 3
     now["trainer"]["batch_size"] = 4
     with pytest.raises(
         UserError, match=r"model.n_layer was 2, is 3; trainer.batch_size was 8, is 4.*run_name="
     ):
-        snapshots.check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
+        check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
     with pytest.raises(UserError, match="text has SHA-256"):
-        snapshots.check_can_resume(saved, saved.config, saved.vocabulary, "cd", "s.pt")
+        check_can_resume(saved, saved.config, saved.vocabulary, "cd", "s.pt")

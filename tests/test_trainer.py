@@ -1,16 +1,19 @@
 import copy
 import json
 import math
+import signal
 
 import numpy as np
 import pytest
 import torch
+from conftest import equal
 
 from char_dataset import CharDataset, DataConfig
 from distributed import World
 from errors import UserError
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
-from snapshot import Snapshot
+from signals import Stopped
+from snapshot_files import load
 from trainer import MicroBatches, Trainer, TrainerConfig, planned_steps
 
 CPU = torch.device("cpu")
@@ -194,9 +197,12 @@ def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(parts, 
         return logits, loss * float("nan") if trainer.step == 9 else loss
 
     trainer.bare.forward = poisoned
-    with pytest.raises(UserError, match=r"step 10: .* not finite.*optimizer.learning_rate"):
+    with pytest.raises(
+        UserError,
+        match=r"step 10: loss nan, gradient norm \S+ at learning rate 0.01.*optimizer.learning",
+    ):
         trainer.train()
-    snapshot = Snapshot.load(str(tmp_path / "gpt_snapshot.pt"))
+    snapshot = load(str(tmp_path / "gpt_snapshot.pt"))
     assert snapshot.step == 8
     assert all(torch.isfinite(value).all() for value in snapshot.model_state.values())
 
@@ -324,7 +330,7 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path):
     losses = iter([3.0, 2.0, 2.5, 1.9, 2.2])
     trainer.evaluate = lambda: (next(losses), 1, [0.0])
     trainer.train()
-    best, latest = (Snapshot.load(str(tmp_path / f"gpt_snapshot{x}.pt")) for x in (".best", ""))
+    best, latest = (load(str(tmp_path / f"gpt_snapshot{x}.pt")) for x in (".best", ""))
     assert (best.step, best.best_loss, best.loss) == (4, 1.9, 1.9)
     assert (latest.step, latest.best_step, latest.loss) == (5, 4, 2.2)
 
@@ -377,7 +383,7 @@ def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp
     make(parts, tmp_path).train()
     assert make(parts, tmp_path, resume="must").step == 6
     assert make(parts, tmp_path, resume="never").step == 0
-    assert Snapshot.load(str(tmp_path / "gpt_snapshot.old1.pt")).step == 6
+    assert load(str(tmp_path / "gpt_snapshot.old1.pt")).step == 6
 
 
 @pytest.mark.parametrize(
@@ -403,3 +409,159 @@ def test_an_impossible_setting_is_refused_by_name(settings):
 def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_neighbours():
     with pytest.raises(UserError, match=r"trainer.batch_size=10: .* 3; .*9, 12"):
         TrainerConfig(batch_size=10).check_world_size(3)
+
+
+# --- asked to stop, and saves that fail ---
+
+
+def during(trainer: Trainer, moment: str, step: int, action) -> None:
+    """Has `action()` run in the middle of the given step, of its evaluation, or of its save."""
+    owner, name = {
+        "micro-batch": (trainer.bare, "forward"),
+        "evaluation": (trainer.test_dataset, "tiles"),
+        "save": (trainer.files, "_put"),
+    }[moment]
+    call = getattr(owner, name)
+    done = []
+
+    def acting(*args):
+        if trainer.step == step and not done:
+            done.append(True)
+            action()
+        return call(*args)
+
+    setattr(owner, name, acting)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "moment, step", [("micro-batch", 5), ("evaluation", 3), ("evaluation", 9), ("save", 4)]
+)
+def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(
+    parts, tmp_path, monkeypatch, moment, step, number
+):
+    from conftest import metrics
+
+    import trainer as module
+
+    monkeypatch.setattr(module, "EVAL_CHARACTERS", 8)  # several batches in one evaluation
+    settings = {"save_every_steps": 4, "max_steps": 9, "micro_batch_size": 4}
+    whole = make(parts, tmp_path / "a", pdrop=0.2, **settings)
+    whole.train()
+    stopped = make(parts, tmp_path / "b", pdrop=0.2, **settings)
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    during(stopped, moment, step, lambda: signal.raise_signal(number))
+    with pytest.raises(Stopped) as caught:
+        stopped.train()
+    assert caught.value.status == 128 + number and stopped.step < 9 + (moment == "evaluation")
+    assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    assert load(str(tmp_path / "b" / "gpt_snapshot.pt")).step == stopped.step
+    resumed = make(parts, tmp_path / "b", pdrop=0.2, **settings)
+    assert resumed.step == stopped.step
+    resumed.train()
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
+        assert equal(load(str(tmp_path / "a" / name)), load(str(tmp_path / "b" / name))), name
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    make(parts, tmp_path / "b", pdrop=0.2, **settings).train()  # is finished
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+
+
+def test_a_second_stop_in_an_evaluation_made_up_for_leaves_no_second_line(parts, tmp_path):
+    from conftest import metrics
+
+    whole = make(parts, tmp_path / "a")
+    whole.train()
+    for moment, step in (("evaluation", 3), ("micro-batch", 3)):
+        stopped = make(parts, tmp_path / "b", micro_batch_size=4)
+        during(stopped, moment, step, lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped):
+            stopped.train()
+        assert stopped.step == 3
+    make(parts, tmp_path / "b").train()
+    assert [(x["step"], x["split"]) for x in metrics(tmp_path / "a")] == [
+        (x["step"], x["split"]) for x in metrics(tmp_path / "b")
+    ]
+
+
+def test_sigusr1_saves_and_goes_on(parts, tmp_path, caplog):
+    caplog.set_level("INFO", logger="gpt")
+    trainer = make(parts, tmp_path, eval_every_steps=6)
+    during(trainer, "micro-batch", 2, lambda: signal.raise_signal(signal.SIGUSR1))
+    saved = []
+    write = trainer.files.write
+    trainer.files.write = lambda content, step, latest, best: (
+        saved.append((step, latest)),
+        write(content, step, latest, best),
+    )
+    trainer.train()
+    # Asked in step 3, noted when step 4 begins: there is a snapshot once that is done.
+    assert [step for step, latest in saved if latest] == [4, 6]
+    assert "SIGUSR1: saving after step 4 of 6" in caplog.text
+
+
+def test_training_goes_on_after_a_save_that_fails_but_not_after_the_last(parts, tmp_path, caplog):
+    trainer = make(parts, tmp_path / "a", save_every_steps=2, eval_every_steps=6)
+    put = trainer.files._put
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    trainer.files._put = lambda *a: fail() if trainer.step == 4 else put(*a)
+    trainer.writer.poll = trainer.writer.wait  # the failure is known when the next step begins
+    assert math.isfinite(trainer.train())
+    assert "snapshot of step 4 was not written" in caplog.text
+    assert load(str(tmp_path / "a" / "gpt_snapshot.pt")).step == 6
+
+    trainer = make(parts, tmp_path / "b", eval_every_steps=100)
+    trainer.files._put = fail
+    with pytest.raises(UserError, match=r"snapshot of step 6 was not written: .*No space left"):
+        trainer.train()
+
+
+def test_too_many_failed_saves_in_a_row_end_the_run(parts, tmp_path):
+    trainer = make(parts, tmp_path, save_every_steps=1, max_save_failures=2, max_steps=50)
+    put = trainer.files._put
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    trainer.files._put = lambda *a: put(*a) if trainer.step < 3 else fail()
+    trainer.writer.poll = trainer.writer.wait
+    with pytest.raises(UserError, match=r"step 4: 2 snapshots in a row .*max_save_failures.*Input"):
+        trainer.train()
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == 2
+
+
+def test_bad_steps_can_be_left_out(parts, tmp_path, caplog):
+    trainer = make(parts, tmp_path, on_nonfinite="skip")
+    forward = trainer.bare.forward
+
+    def poisoned(x, y):
+        logits, loss = forward(x, y)
+        bad = trainer.bare.training and trainer.step == 3
+        return logits, loss * float("nan") if bad else loss
+
+    trainer.bare.forward = poisoned
+    before = []
+    step = trainer._train_step
+    trainer._train_step = lambda batches: (before.append(weights(trainer).clone()), step(batches))[
+        1
+    ]
+    assert math.isfinite(trainer.train())
+    assert torch.equal(before[3], before[4]) and not torch.equal(before[4], before[5])
+    assert "step 4: gradient norm nan: no update" in caplog.text
+
+
+def test_bad_steps_without_end_are_not(parts, tmp_path):
+    trainer = make(parts, tmp_path, on_nonfinite="skip", max_steps=100, eval_every_steps=100)
+    forward = trainer.bare.forward
+    trainer.bare.forward = lambda x, y: (None, forward(x, y)[1] * float("inf"))
+    with pytest.raises(UserError, match=r"step 25: .* 25 times in a row"):
+        trainer.train()
+
+
+def test_history_that_is_on_another_disk_is_missed_aloud(parts, tmp_path, caplog):
+    make(parts, tmp_path).train()
+    (tmp_path / "metrics.jsonl").unlink()
+    make(parts, tmp_path, max_steps=8).train()
+    assert "metrics.jsonl: the lines up to step 6 are not on this disk" in caplog.text

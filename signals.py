@@ -1,0 +1,71 @@
+"""What the outside asks of a run: SIGTERM and SIGINT to save and stop, SIGUSR1 to save and go on.
+
+A signal reaches one process, at any moment; the trainer asks at moments of its own, and agrees with
+the other processes on the highest request (`distributed.Agreement`).
+"""
+
+import signal
+import threading
+from enum import IntEnum
+
+
+class Request(IntEnum):
+    """What a run is asked to do; of several, the highest counts."""
+
+    NOTHING = 0
+    SAVE = 1  # SIGUSR1
+    TERMINATE = 2  # SIGTERM: save and stop
+    INTERRUPT = 3  # SIGINT: save and stop
+    GIVE_UP = 4  # not from outside: snapshots cannot be written
+
+
+SIGNALS = {
+    signal.SIGUSR1: Request.SAVE,
+    signal.SIGTERM: Request.TERMINATE,
+    signal.SIGINT: Request.INTERRUPT,
+}
+
+
+class Stopped(Exception):
+    """Training was asked to stop and did, its snapshot written. `status` is the exit status that
+    says so: 128 and the signal's number, as shells have it.
+    """
+
+    def __init__(self, request: Request):
+        number = next(n for n, asked in SIGNALS.items() if asked == request)
+        super().__init__(f"stopped by {number.name}")
+        self.name, self.status = number.name, 128 + number
+
+
+class Requests:
+    """While it is entered, signals are noted instead of ending the process.
+
+    A second SIGINT is not: it ends the process at once. Outside the main thread, where Python
+    allows no handlers, nothing is changed.
+    """
+
+    def __init__(self):
+        self._newest = Request.NOTHING
+        self._before: dict = {}
+
+    def __enter__(self) -> "Requests":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _) -> None:
+        self._newest = max(self._newest, SIGNALS[signal.Signals(number)])
+        if number == signal.SIGINT:
+            # The kernel's own handler also ends a process that is stuck outside Python.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def take(self) -> Request:
+        """The highest request since; one to save is handed out once."""
+        taken = self._newest
+        if taken == Request.SAVE:
+            self._newest = Request.NOTHING
+        return taken

@@ -1,0 +1,331 @@
+"""Where a run's snapshots lie, and how they get there whole and stay good.
+
+`SnapshotFiles` knows the files of one run: the latest at `path` (`gpt_snapshot.pt`, say), and
+beside it the one before (`gpt_snapshot.prev.pt`), the best (`gpt_snapshot.best.pt`) and the
+numbered ones (`gpt_snapshot.step00001000.pt`). `path` may be local or any fsspec URL; both are
+written the same way: whole under another name, read back and compared, and only then put in place.
+`BackgroundWriter` does that beside training.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import fsspec
+import torch
+
+from errors import UserError
+from snapshot import Snapshot, SnapshotError, verify
+
+log = logging.getLogger("gpt")
+
+
+class Unreachable(SnapshotError):
+    """A store that does not answer as it should: nothing is known of the snapshots in it."""
+
+
+def beside(path: str, kind: str) -> str:
+    """The path of the snapshot of another kind (prev, best, ...) that belongs to the latest at
+    `path`.
+    """
+    root, extension = os.path.splitext(path)
+    return f"{root}.{kind}{extension}"
+
+
+def is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def reaching(path: str):
+    """Turns the errors of every kind of store into `Unreachable`, naming `path`."""
+    try:
+        yield
+    except SnapshotError:
+        raise
+    except Exception as error:  # every file system has its own
+        raise Unreachable(f"{path}: cannot be reached: {one_line(error)}") from error
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file at `path`, local or a URL; `Unreachable` if its store does not
+    say.
+    """
+    with reaching(path):
+        file_system, inner = fsspec.core.url_to_fs(path)
+        file_system.invalidate_cache()  # a listing may be older than the file
+        return file_system.exists(inner)
+
+
+def read(path: str) -> bytes:
+    """The bytes at `path`.
+
+    Raises `SnapshotError` if there is no such file or a local one cannot be read, `Unreachable` if
+    a store does not hand out all of it.
+    """
+    try:
+        with reaching(path):
+            file_system, inner = fsspec.core.url_to_fs(path)
+            file_system.invalidate_cache()
+            size = file_system.info(inner)["size"]
+            content = file_system.cat_file(inner)
+    except Unreachable as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise SnapshotError(f"{path}: no such snapshot") from error
+        if is_local(path):
+            raise SnapshotError(f"{path}: cannot be read: {one_line(error.__cause__)}") from error
+        raise
+    if len(content) != size and not is_local(path):
+        raise Unreachable(f"{path}: cannot be reached: {len(content)} of {size} bytes came")
+    return content
+
+
+def load(path: str) -> Snapshot:
+    """The verified snapshot at `path`, local or a URL; `SnapshotError` naming it if there is none
+    or it is not good.
+    """
+    return Snapshot.from_bytes(read(path), path)
+
+
+class SnapshotFiles:
+    """The snapshots of one run, the latest of which is at `path`.
+
+    `keep` numbered ones are kept, the newest; None for no numbered ones. Raises `UserError` for a
+    URL that fsspec cannot use here.
+    """
+
+    def __init__(self, path: str, keep: int | None = None):
+        self.path, self.keep = path, keep
+        try:
+            self.file_system, _ = fsspec.core.url_to_fs(path)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"trainer.snapshot_path={path}: {one_line(error)}") from error
+        self.previous, self.best = beside(path, "prev"), beside(path, "best")
+        self.temporary = beside(path, "tmp")
+
+    # ----------------------------------------------------------------------------------------------
+    # Writing
+
+    def write(self, content: bytes | memoryview, step: int, latest: bool, best: bool) -> None:
+        """Makes `content` the latest snapshot, the best, or both.
+
+        The content is first written whole under a temporary name and read back; each snapshot is
+        then replaced at once, so that at every moment each name holds what it held before or the
+        new content. Raises whatever the file system does if that fails; what was there is then
+        still there.
+        """
+        try:
+            self._put(self.temporary, content)
+            self._check(self.temporary, content)
+            if best:
+                self._copy(self.temporary, self.best)
+            if latest:
+                if exists(self.path):
+                    self._copy(self.path, self.previous)
+                if self.keep:
+                    self._copy(self.temporary, self._numbered(step))
+                self._move(self.temporary, self.path)
+        finally:
+            with contextlib.suppress(Exception):  # it may be gone, or the store out of reach
+                self._remove(self.temporary)
+        if latest and self.keep:
+            for path in self.numbered()[self.keep :]:
+                self._remove(path)
+
+    def _put(self, path: str, content: bytes | memoryview) -> None:
+        if not is_local(path):
+            self.file_system.pipe_file(self._inner(path), bytes(content))
+            return
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _check(self, path: str, content: bytes | memoryview) -> None:
+        self.file_system.invalidate_cache()
+        with self.file_system.open(self._inner(path), "rb") as file:
+            written = hashlib.file_digest(file, "sha256")
+        if written.digest() != hashlib.sha256(content).digest():
+            raise OSError(f"{path}: what was written is not what is there")
+
+    def _copy(self, source: str, target: str) -> None:
+        if not is_local(source):
+            self.file_system.copy(self._inner(source), self._inner(target))
+            return
+        temporary = beside(target, "tmp")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        try:
+            try:
+                os.link(source, temporary)  # a second name: no bytes are copied
+            except OSError:  # a file system without hard links
+                shutil.copyfile(source, temporary)
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:  # also after a success: rename(2) leaves both names of one file
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(temporary)
+
+    def _move(self, source: str, target: str) -> None:
+        if not is_local(source):
+            self.file_system.mv(self._inner(source), self._inner(target))
+            return
+        os.replace(source, target)
+        folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or a power cut could undo what was renamed
+        finally:
+            os.close(folder)
+
+    def _remove(self, path: str) -> None:
+        self.file_system.rm_file(self._inner(path))
+
+    def _inner(self, path: str) -> str:
+        return fsspec.core.url_to_fs(path)[1]
+
+    # ----------------------------------------------------------------------------------------------
+    # Finding
+
+    def _numbered(self, step: int) -> str:
+        return beside(self.path, f"step{step:08d}")
+
+    def _present(self, kind: str) -> list[str]:
+        """The existing paths of snapshots whose kind matches the pattern `kind`, in order."""
+        folder, _, name = self.path.rpartition("/")
+        root, extension = os.path.splitext(name)
+        pattern = re.compile(rf"{re.escape(root)}{kind}{re.escape(extension)}")
+        inner = self._inner(self.path).rpartition("/")[0]
+        with reaching(self.path):
+            self.file_system.invalidate_cache()
+            try:
+                listing = self.file_system.ls(inner, detail=False)
+            except FileNotFoundError:
+                return []
+        names = sorted(path.rpartition("/")[2] for path in listing)
+        prefix = f"{folder}/" if folder else ""
+        return [prefix + name for name in names if pattern.fullmatch(name)]
+
+    def numbered(self) -> list[str]:
+        """The numbered snapshots that exist, newest first."""
+        return self._present(r"\.step\d+")[::-1]
+
+    def all(self) -> list[str]:
+        """Every snapshot of the run that exists, in the order in which to look for a good one."""
+        single = [path for path in (self.path, self.previous) if exists(path)]
+        return single + self.numbered() + ([self.best] if exists(self.best) else [])
+
+    def find(self, warn: Callable[[str], None]) -> tuple[bytes, str] | None:
+        """The content of the newest good snapshot and its path; None if there is no snapshot.
+
+        What a killed writer left is removed. A damaged snapshot is renamed, and reported through
+        `warn(message)`. Raises `SnapshotError` if snapshots exist but none is good, because
+        starting from zero would hide the loss, and `Unreachable` if that is not known.
+        """
+        if is_local(self.path):
+            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+        for leftover in self._present(r"(\.\w+)?\.tmp"):
+            self._remove(leftover)
+        damaged: list[tuple[str, str]] = []
+        for path in self.all():
+            try:
+                content = read(path)
+                verify(content, path)
+            except Unreachable:
+                raise
+            except SnapshotError as error:
+                damaged.append((path, str(error)))
+                continue
+            for (_, why), moved in zip(
+                damaged, self.set_aside([bad for bad, _ in damaged], "damaged"), strict=True
+            ):
+                warn(f"{why}; it is now {moved}; going on from {path}")
+            return content, path
+        if damaged:
+            raise SnapshotError(
+                f"no good snapshot left: {'; '.join(why for _, why in damaged)}; move them away to "
+                "start anew, or set run_name=NEW_NAME"
+            )
+        return None
+
+    def set_aside(self, paths: list[str] | None = None, word: str = "old") -> list[str]:
+        """Renames `paths`, or all snapshots, to the first number free for all (`NAME.old1.pt`).
+
+        Returns the new names.
+        """
+        paths = self.all() if paths is None else paths
+        number = 1
+        while any(exists(beside(path, f"{word}{number}")) for path in paths):
+            number += 1
+        moved = []
+        for old in paths:
+            new = beside(old, f"{word}{number}")
+            with reaching(old):
+                self.file_system.mv(self._inner(old), self._inner(new))
+            moved.append(new)
+        return moved
+
+
+class BackgroundWriter:
+    """Writes snapshots in a thread of its own, one at a time.
+
+    Training waits only for a copy of the tensors on their device, and for the save before, where
+    saves are closer together than a save takes. A save that fails is logged; `failures` counts
+    those in a row, `error` is the newest.
+    """
+
+    def __init__(self, files: SnapshotFiles):
+        self.files = files
+        self.failures, self.error = 0, ""
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._pending: Future[None] | None = None
+        self._step = 0
+
+    def write(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
+        """Begins to write the latest snapshot, the best, or both; `snapshot` may change after."""
+        self.wait()
+        copied = snapshot.map_tensors(lambda tensor: tensor.detach().clone())
+        ready = None
+        if torch.cuda.is_initialized():
+            ready = torch.cuda.current_stream().record_event()
+        self._step = snapshot.step
+        self._pending = self._thread.submit(self._write, copied, ready, latest, best)
+
+    def _write(self, snapshot: Snapshot, ready, latest: bool, best: bool) -> None:
+        if ready is not None:
+            # Beside the stream that trains, so that the copy to the host does not hold it up.
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_event(ready)
+                snapshot = snapshot.map_tensors(lambda tensor: tensor.cpu())
+        self.files.write(snapshot.to_bytes(), snapshot.step, latest, best)
+
+    def poll(self) -> None:
+        """Takes note of a save that has ended."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save under way, and takes note of how it ended."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except Exception as error:  # every file system has its own
+            self.failures, self.error = self.failures + 1, one_line(error)
+            log.warning(
+                "the snapshot of step %d was not written to %s: %s; what was there is as it was",
+                self._step, self.files.path, self.error,
+            )  # fmt: skip
+        else:
+            self.failures, self.error = 0, ""

@@ -1,0 +1,265 @@
+"""Trains, breaks something at a random moment, types the same command again, and so on; what comes
+out must equal an uninterrupted run bit for bit.
+
+    python tests/chaos.py kills=200 seed=1 processes=2
+
+Prints what was done to the run and how often it survived, and exits with status 1 at the first
+difference. The seed repeats the faults, if not the exact moment at which they strike.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from conftest import RUN_FILES, TINY, equal, metrics
+
+from snapshot_files import load
+
+SETTINGS = [
+    *TINY,
+    "data.truncate=0.05",
+    "model.resid_pdrop=0.2",
+    "optimizer=muon",
+    "optimizer.schedule=cosine",
+    "trainer.eval_every_steps=70",
+    "trainer.log_every_steps=10",
+    "trainer.save_every_steps=15",
+    "trainer.keep_snapshots=2",
+    "trainer.timeout_s=60",
+]
+PATIENCE = 120  # seconds for anything that should take a few
+
+
+def kill_one_rank(run: "Run", chance: random.Random) -> None:
+    run.send(signal.SIGKILL, chance.choice(run.workers()))
+
+
+def kill_all_ranks(run: "Run", chance: random.Random) -> None:
+    run.send(signal.SIGKILL, *run.workers())
+
+
+def kill_torchrun(run: "Run", chance: random.Random) -> None:
+    run.send(signal.SIGKILL, run.process.pid)
+
+
+def kill_everything(run: "Run", chance: random.Random) -> None:
+    run.send(signal.SIGKILL, run.process.pid, *run.workers())
+
+
+def kill_one_rank_under_restarts(run: "Run", chance: random.Random) -> None:
+    """torchrun starts all ranks again by itself."""
+    kill_one_rank(run, chance)
+
+
+def ask_to_stop(run: "Run", chance: random.Random) -> None:
+    run.send(chance.choice([signal.SIGTERM, signal.SIGINT]), run.process.pid)
+
+
+def ask_one_rank_to_stop(run: "Run", chance: random.Random) -> None:
+    run.send(chance.choice([signal.SIGTERM, signal.SIGINT]), chance.choice(run.workers()))
+
+
+def ask_to_save_then_kill_everything(run: "Run", chance: random.Random) -> None:
+    if run.is_training():  # before, Python itself may not have got as far as to ignore it
+        run.send(signal.SIGUSR1, chance.choice(run.workers()))
+    time.sleep(chance.random() * 0.3)
+    kill_everything(run, chance)
+
+
+def kill_everything_and_damage_the_latest_snapshot(run: "Run", chance: random.Random) -> None:
+    kill_everything(run, chance)
+    run.wait()
+    path = run.run_dir / "gpt_snapshot.pt"
+    if not path.exists() or not (run.run_dir / "gpt_snapshot.prev.pt").exists():
+        return
+    content = bytearray(path.read_bytes())
+    if chance.random() < 0.5:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    else:
+        del content[chance.randrange(len(content)) :]
+    path.unlink()  # other names of the same file stay as they are
+    path.write_bytes(content)
+
+
+FAULTS = [
+    kill_one_rank,
+    kill_all_ranks,
+    kill_torchrun,
+    kill_everything,
+    kill_one_rank_under_restarts,
+    ask_to_stop,
+    ask_one_rank_to_stop,
+    ask_to_save_then_kill_everything,
+    kill_everything_and_damage_the_latest_snapshot,
+]
+
+
+class Run:
+    """One start of the program; `processes` of 0 starts it without torchrun."""
+
+    def __init__(self, run_dir: Path, steps: int, processes: int, restarts: int = 0):
+        self.run_dir, self.processes = run_dir, processes
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
+        launcher = [*torchrun, f"--nproc_per_node={processes}"] if processes else []
+        arguments = [*SETTINGS, f"trainer.max_steps={steps}", f"run_dir={run_dir}"]
+        self.output = tempfile.TemporaryFile("w+")
+        self.started = time.time()
+        self.seen: set[int] = set()
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, str(ROOT / "main.py"), *arguments],
+            cwd=ROOT,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def workers(self) -> list[int]:
+        """The processes that train, or would if they had got that far."""
+        if not self.processes:
+            return [self.process.pid]
+        deadline = time.monotonic() + PATIENCE
+        while self.process.poll() is None:
+            found = children(self.process.pid)
+            self.seen |= set(found)
+            if len(found) == self.processes:
+                return found
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+        return list(self.seen) or [self.process.pid]
+
+    def is_training(self) -> bool:
+        log = self.run_dir / "metrics.jsonl"
+        return log.exists() and log.stat().st_mtime > self.started
+
+    def send(self, number: int, *pids: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait(self, patience: float = PATIENCE) -> int:
+        """Waits until nothing of the run is left; returns the exit status."""
+        status = self.process.wait(timeout=patience)
+        deadline = time.monotonic() + patience
+        while any(is_alive(pid) for pid in self.seen):
+            assert time.monotonic() < deadline, f"still alive: {self.seen}\n{self.text()}"
+            time.sleep(0.02)
+        return status
+
+    def text(self) -> str:
+        self.output.seek(0)
+        return self.output.read()
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, ppid = entry.read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def check_same(run_dir: Path, reference: Path) -> None:
+    """Raises AssertionError unless the two finished runs are equal, but for the clock."""
+    assert metrics(run_dir) == metrics(reference), "the metrics differ"
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
+        assert equal(*(settle(load(str(d / name))) for d in (run_dir, reference))), (
+            f"{name} differs"
+        )
+    extra = RUN_FILES | {"gpt_snapshot.prev.pt", "tensorboard"}
+    stray = {
+        p.name
+        for p in run_dir.iterdir()
+        if p.name not in extra and ".damaged" not in p.name and ".step" not in p.name
+    }
+    assert not stray, f"left behind: {stray}"
+    assert len(list(run_dir.glob("*.step*.pt"))) == 2
+
+
+def settle(snapshot):
+    """Without the name of its directory."""
+    snapshot.config = {**snapshot.config, "run_dir": None}
+    return snapshot
+
+
+def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=print) -> Counter:
+    """Does `kills` faults to runs of `steps` steps, begun anew whenever one finishes.
+
+    Returns how often each fault was survived. Raises AssertionError if one was not.
+    """
+    chance = random.Random(seed)
+    reference = Run(folder / "reference", steps, processes)
+    began = time.monotonic()
+    assert reference.wait() == 0, reference.text()
+    longest = time.monotonic() - began
+    survived: Counter = Counter()
+    faults = FAULTS if processes else [f for f in FAULTS if f not in (kill_torchrun,)]
+    number = 0
+    while sum(survived.values()) < kills:
+        number += 1
+        run_dir, done = folder / f"run{number}", []
+        while True:
+            fault = None
+            if sum(survived.values()) + len(done) < kills:
+                fault = chance.choice(faults)
+            restarts = 1 if fault is kill_one_rank_under_restarts else 0
+            run = Run(run_dir, steps, processes, restarts)
+            delay = chance.random() * longest
+            if fault is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.process.wait(timeout=delay)
+            if fault is None or run.process.poll() is not None:
+                assert run.wait() == 0, run.text()
+                break
+            fault(run, chance)
+            status = run.wait()
+            done.append(fault.__name__)
+            say(f"{fault.__name__} after {delay:.1f} s of start {len(done)} of run {number}")
+            assert (status == 0) <= (restarts == 1 or finished(run)), run.text()
+        check_same(run_dir, folder / "reference")
+        survived.update(done)
+        say(f"run {number}: equal after {len(done)} faults; {sum(survived.values())} of {kills}")
+        shutil.rmtree(run_dir)
+    return survived
+
+
+def finished(run: Run) -> bool:
+    """Whether the fault came too late to do anything."""
+    return "sample      python sample.py" in run.text()
+
+
+def main() -> None:
+    given = {"kills": 200, "seed": random.SystemRandom().randrange(10**6), "processes": 2}
+    given |= {k: int(v) for k, v in (a.split("=") for a in sys.argv[1:])}
+    print(f"python tests/chaos.py {' '.join(f'{k}={v}' for k, v in given.items())}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        survived = chaos(
+            Path(folder), **given, steps=1500, say=lambda text: print(text, flush=True)
+        )
+    print("\n| fault | tried | survived |\n|---|---|---|")
+    for name in (f.__name__ for f in FAULTS):
+        if survived[name]:
+            print(f"| {name.replace('_', ' ')} | {survived[name]} | {survived[name]} |")
+    print(f"| all | {survived.total()} | {survived.total()} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""The files: whole or not at all, whatever happens while they are written."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import ROOT, equal, some_snapshot
+
+from errors import UserError
+from snapshot import Snapshot, SnapshotError
+from snapshot_files import BackgroundWriter, SnapshotFiles, beside, load
+
+
+def write(files: SnapshotFiles, step: int, latest: bool = True, best: bool = False) -> None:
+    files.write(some_snapshot(step).to_bytes(), step, latest, best)
+
+
+def names(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    return str(tmp_path / "s.pt")
+
+
+def test_latest_and_best_are_written_apart_and_together(tmp_path, path):
+    files = SnapshotFiles(path)
+    write(files, 1)
+    write(files, 2, latest=False, best=True)
+    assert (load(path).step, load(files.best).step) == (1, 2)
+    write(files, 3, best=True)
+    assert [load(p).step for p in (path, files.previous, files.best)] == [3, 1, 3]
+    assert names(tmp_path) == ["s.best.pt", "s.prev.pt", "s.pt"]
+
+
+def test_the_newest_numbered_ones_are_kept(tmp_path, path):
+    for step in range(1, 7):
+        write(SnapshotFiles(path, keep=2), step)
+    assert names(tmp_path) == ["s.prev.pt", "s.pt", "s.step00000005.pt", "s.step00000006.pt"]
+    assert load(str(tmp_path / "s.step00000005.pt")).step == 5
+
+
+def test_a_relative_path_and_a_name_with_patterns_are_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("s.pt", "run [1]*/s.pt"):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        files = SnapshotFiles(path, keep=1)
+        write(files, 1)
+        write(files, 2)
+        assert files.all() == [path, files.previous, beside(path, "step00000002")]
+
+
+INTERRUPTED = """
+import os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import snapshot_files
+from conftest import some_snapshot
+
+left = int(sys.argv[1])
+def counting(call):
+    def counted(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return call(*args, **kwargs)
+    return counted
+
+class File:  # one that is written in pieces, as the kernel may do it
+    def __init__(self, path, mode):
+        self.file = counting(open)(path, mode, buffering=0)
+        self.flush, self.fileno = self.file.flush, self.file.fileno
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        self.file.close()
+    def write(self, content):
+        for start in range(0, len(content), 1000):
+            counting(self.file.write)(content[start:start + 1000])
+
+for name in ("link", "replace", "remove", "fsync"):
+    setattr(os, name, counting(getattr(os, name)))
+snapshot_files.open = lambda path, mode: File(path, mode) if "w" in mode else open(path, mode)
+files = snapshot_files.SnapshotFiles(sys.argv[2], keep=2)
+files.write(some_snapshot(5).to_bytes(), 5, latest=True, best=True)
+"""
+
+
+def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_path):
+    script = tmp_path / "save.py"
+    script.write_text(INTERRUPTED.format(root=str(ROOT), tests=str(ROOT / "tests")))
+    outcomes = []
+    for calls in range(200):
+        folder = tmp_path / str(calls)
+        folder.mkdir()
+        files = SnapshotFiles(str(folder / "s.pt"), keep=2)
+        for step in (2, 3, 4):
+            write(files, step, best=step == 3)
+        if calls == 0:  # one process that forks is enough to learn all
+            server = subprocess.Popen(
+                [sys.executable, "-c", FORKING, str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        server.stdin.write(f"{calls} {files.path}\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        assert status in (0, 9)
+        content, where = files.find(pytest.fail)  # nothing is damaged, whatever was going on
+        outcomes.append(Snapshot.from_bytes(content, where).step)
+        assert where == files.path
+        assert load(files.best).step in (3, 5) and load(files.previous).step in (3, 4)
+        assert not [name for name in names(folder) if "tmp" in name]
+        if status == 0:
+            break
+    server.stdin.close()
+    server.wait(timeout=30)
+    assert calls > 20 and outcomes == sorted(outcomes) and set(outcomes) == {4, 5}
+
+
+# Runs a script in a child of its own for each line of arguments, and prints how the child ended.
+FORKING = """
+import os, sys
+import torch
+code = compile(open(sys.argv[1]).read(), sys.argv[1], "exec")
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        sys.argv = ["save.py", *line.split()]
+        exec(code, {"__name__": "__main__"})
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "link"])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, path, monkeypatch, call):
+    files = SnapshotFiles(path)
+    write(files, 1)
+    write(files, 2)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        if call == "link":  # there are file systems that have none
+            write(files, 3)
+        else:
+            with pytest.raises(OSError, match="Input/output error"):
+                write(files, 3)
+    assert equal(load(path), some_snapshot(3 if call == "link" else 2))
+    assert names(tmp_path) == ["s.prev.pt", "s.pt"]
+
+
+def test_a_full_disk_spares_what_was_there(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = len(some_snapshot(1).to_bytes())
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        files = SnapshotFiles(str(disk / "s.pt"))
+        write(files, 1)
+        blocker = disk / "blocker"
+        with pytest.raises(OSError, match="No space"), open(blocker, "wb", buffering=0) as file:
+            while True:
+                file.write(b"\0" * 4096)
+        with pytest.raises(OSError, match="No space left on device"):
+            write(files, 2)
+        assert load(files.path).step == 1 and names(disk) == ["blocker", "s.pt"]
+        blocker.unlink()
+        write(files, 3)
+        assert load(files.path).step == 3
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_loses_what_is_written_is_noticed(path, monkeypatch):
+    files = SnapshotFiles(path)
+    write(files, 1)
+    put = files._put
+    monkeypatch.setattr(files, "_put", lambda path, content: put(path, content[:-1]))
+    with pytest.raises(OSError, match="what was written is not what is there"):
+        write(files, 2)
+    assert load(path).step == 1
+
+
+def damage(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(100)
+
+
+def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_path, path):
+    files, warnings = SnapshotFiles(path, keep=9), []
+    write(files, 1, latest=False, best=True)
+    for step in (2, 3, 4):
+        write(files, step)
+    damage(path)  # has the numbered one of step 4 as another name
+    content, where = files.find(warnings.append)
+    assert where == files.previous and Snapshot.from_bytes(content, where).step == 3
+    assert len(warnings) == 1 and "s.pt: not a whole snapshot" in warnings[0]
+    assert "it is now" in warnings[0] and "going on from" in warnings[0]
+    write(files, 5)  # does not put the damaged one in place of the good one
+    assert [load(p).step for p in (path, files.previous)] == [5, 3]
+    for bad in (path, files.previous):
+        damage(bad)
+    content, where = files.find(warnings.append)
+    assert Snapshot.from_bytes(content, where).step == 2 and where.endswith("s.step00000002.pt")
+    for bad in files.all():
+        if bad != files.best:
+            damage(bad)
+    content, where = files.find(warnings.append)
+    assert where == files.best
+
+
+def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_path, path):
+    files = SnapshotFiles(path)
+    assert files.find(pytest.fail) is None
+    (tmp_path / "s.pt").write_bytes(b"gone")
+    (tmp_path / "s.best.pt").write_bytes(b"")
+    with pytest.raises(SnapshotError, match=r"no good snapshot left: .*s\.pt.*s\.best\.pt"):
+        files.find(pytest.fail)
+    assert names(tmp_path) == ["s.best.pt", "s.pt"]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, lambda p: os.symlink("/nowhere/at/all", p)])
+def test_what_cannot_be_read_is_damaged_too(path, make):
+    files, warnings = SnapshotFiles(path), []
+    write(files, 1)
+    write(files, 2)
+    os.remove(path)
+    make(path)
+    _, where = files.find(warnings.append)
+    assert where == files.previous
+
+
+def test_setting_aside_renames_and_never_overwrites(tmp_path, path):
+    files = SnapshotFiles(path)
+    for round_number in (1, 2):
+        for step in (1, 2):
+            write(files, 10 * round_number + step)
+        assert files.set_aside() == [
+            str(tmp_path / f"s.old{round_number}.pt"),
+            str(tmp_path / f"s.prev.old{round_number}.pt"),
+        ]
+    assert files.set_aside() == []
+    assert load(str(tmp_path / "s.old1.pt")).step == 12
+    assert load(str(tmp_path / "s.prev.old2.pt")).step == 21
+
+
+def test_snapshots_live_in_any_file_system():
+    files = SnapshotFiles("memory://runs/s.pt", keep=1)
+    for step in (1, 2):
+        write(files, step, best=True)
+    assert [load(p).step for p in files.all()] == [2, 1, 2, 2]
+    assert files.all()[2] == "memory://runs/s.step00000002.pt"
+    content, _ = files.find(pytest.fail)
+    assert Snapshot.from_bytes(content, "s").step == 2
+
+
+def test_a_file_system_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"trainer\.snapshot_path=floppy://s\.pt: .*floppy"):
+        SnapshotFiles("floppy://s.pt")
+    with pytest.raises(SnapshotError, match=r"nothing\.pt: no such snapshot"):
+        load("nothing.pt")
+
+
+# --- beside training ---
+
+
+def test_what_is_written_is_the_state_at_the_moment_of_the_call(path):
+    files = SnapshotFiles(path)
+    writer = BackgroundWriter(files)
+    snapshot, begin = some_snapshot(1), threading.Event()
+    put = files._put
+
+    def late(*args):
+        assert begin.wait(30)
+        put(*args)
+
+    files._put = late
+    writer.write(snapshot, latest=True, best=False)
+    snapshot.model_state["b"].zero_()
+    assert not os.path.exists(path)  # the call does not wait
+    begin.set()
+    writer.wait()
+    assert torch.equal(load(path).model_state["b"], some_snapshot(1).model_state["b"])
+
+
+def test_failures_in_a_row_are_counted_and_a_success_forgives_them(path, caplog):
+    files = SnapshotFiles(path)
+    writer = BackgroundWriter(files)
+    put = files._put
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for step, broken in ((1, False), (2, True), (3, True), (4, False), (5, True)):
+        files._put = fail if broken else put
+        writer.write(some_snapshot(step), latest=True, best=False)
+        writer.wait()
+        assert writer.failures == {1: 0, 2: 1, 3: 2, 4: 0, 5: 1}[step]
+        assert ("No space left" in writer.error) == broken
+    assert load(path).step == 4
+    assert "the snapshot of step 5 was not written to" in caplog.text
