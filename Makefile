@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sample test test-all lint clean
+.PHONY: help train ddp sample test test-all chaos lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 
 test-all: $(VENV)/.installed-dev  ## run all tests
 	$(RUN) -m pytest $(ARGS)
+
+chaos: $(VENV)/.installed-dev  ## break 200 runs, an hour long; ARGS='kills=20 seed=1 processes=2'
+	$(RUN) tests/chaos.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .

@@ -9,6 +9,7 @@ application reads these variables.
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -308,7 +309,7 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         message = " ".join(str(error).split())
-        about_peers = isinstance(error, dist.DistError) or "gloo" in message.lower()
+        about_peers = re.search(r"gloo|nccl|connection|timed? ?out", message, re.IGNORECASE)
         if world.store is None or not about_peers:
             raise
         silent = []
@@ -323,5 +324,6 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
             silent = ["the process that holds the store"]
         if not silent:
             raise
+        message = re.sub(r"^\[\S+\] ", "", message)  # the line of gloo's source
         verb = "does" if len(silent) == 1 else "do"
         raise UserError(f"{doing()}: {', '.join(silent)} {verb} not answer: {message}") from error

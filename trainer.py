@@ -462,12 +462,13 @@ class Trainer:
             return self.newest[0] if self.newest else None
         self.metrics: Metrics | None = None
 
-        def open_metrics() -> None:
+        def open_files() -> None:
             evaluated = self.newest is not None and self.newest[1] == self.step
+            self.files.check_writable()
             self.metrics = Metrics(self.run_dir, self.step, evaluated)
 
         with self.requests, naming_the_silent(self.world, lambda: f"after step {self.step}"):
-            distributed.run_on_first(open_metrics, self.world)
+            distributed.run_on_first(open_files, self.world)
             try:
                 self._announce()
                 self._train()
@@ -476,6 +477,9 @@ class Trainer:
             except _StopRequested as stop:
                 self._stop(stop.request)
             finally:
+                # Ends the loader's processes; the frames of an error would keep them until the
+                # interpreter waits for them, and they do not listen to its SIGTERM.
+                self.batches = None
                 if self.writer:
                     self.writer.wait()  # after an error, too: what was good then is worth having
                 if self.metrics:
@@ -483,7 +487,7 @@ class Trainer:
         return self.newest[0] if self.newest else None
 
     def _train(self) -> None:
-        batches = iter(self._loader())
+        self.batches = iter(self._loader())
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
         self.stopwatch = Stopwatch(self.step)
@@ -492,7 +496,7 @@ class Trainer:
             self.saved_step = None
             self._evaluate_and_save()
         while self.step < self.total_steps:
-            loss, norm = self._train_step(batches)
+            loss, norm = self._train_step()
             self.step += 1
             if self.step == self.total_steps or self.step % self.config.log_every_steps == 0:
                 self._log_step(loss, norm)
@@ -551,7 +555,7 @@ class Trainer:
             generator=torch.Generator(),  # or the iterator would draw from the global one
         )
 
-    def _train_step(self, batches) -> tuple[torch.Tensor, torch.Tensor]:
+    def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the
         device.
         """
@@ -563,7 +567,7 @@ class Trainer:
         total = torch.zeros((), device=device)
         for i in range(self.accumulation):
             self._poll()
-            x, y = (z.to(device, non_blocking=True) for z in next(batches))
+            x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
             # Gradients are summed over processes once a step, with the last micro-batch.
             waits = i + 1 < self.accumulation and self.world.size > 1
             with self.model.no_sync() if waits else contextlib.nullcontext():

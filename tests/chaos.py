@@ -22,9 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import RUN_FILES, TINY, equal, metrics
+from conftest import RUN_FILES, TINY, equal, metrics  # noqa: E402
 
-from snapshot_files import load
+from snapshot_files import load  # noqa: E402
 
 SETTINGS = [
     *TINY,

@@ -286,7 +286,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("+model.n_layr=3", "model.n_layr: there is no such key; did you mean model.n_layer?"),
         ("++data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("data.path=", "data.path is empty"),
-        ("trainer.snapshot_path=foo://x", "foo://x: cannot be reached"),
+        ("trainer.snapshot_path=foo://x", "trainer.snapshot_path=foo://x: Protocol not known: foo"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size=10: the text has"),

@@ -1,0 +1,296 @@
+"""Snapshots in an object store: a real S3 server on this machine, and a network that fails."""
+
+import contextlib
+import os
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT, TINY, equal, metrics, some_snapshot, start
+
+from snapshot import Snapshot, SnapshotError
+from snapshot_files import BackgroundWriter, SnapshotFiles, Unreachable, load
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+class Network(socketserver.ThreadingTCPServer):
+    """Passes connections on to the server at `port`, or fails in the way `fault` says."""
+
+    daemon_threads = allow_reuse_address = True
+
+    def __init__(self, port: int):
+        super().__init__(("127.0.0.1", 0), Connection)
+        self.port, self.fault, self.faults_left, self.failed = port, "", 0, 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def fail(self, fault: str, times: int = 10**6) -> None:
+        self.fault, self.faults_left, self.failed = fault, times, 0
+
+    def handle_error(self, *_) -> None:
+        pass  # a client that goes away
+
+
+class Connection(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        network = self.server
+        with socket.create_connection(("127.0.0.1", network.port)) as server:
+            back = threading.Thread(target=self.pass_on, args=(server, self.request), daemon=True)
+            back.start()
+            self.pass_on(self.request, server, is_request=True)
+            back.join(timeout=30)
+
+    def pass_on(self, source, target, is_request: bool = False) -> None:
+        network, passed = self.server, 0
+        try:
+            while data := source.recv(1 << 16):
+                if network.faults_left > 0:
+                    if network.fault == "slow":
+                        time.sleep(0.2)
+                    if network.fault == "500" and is_request and data[:4] in (b"GET ", b"PUT "):
+                        self.count()
+                        body = b"<Error><Code>InternalError</Code></Error>"
+                        head = f"HTTP/1.1 500 Oops\r\nContent-Length: {len(body)}\r\n"
+                        self.request.sendall(f"{head}Connection: close\r\n\r\n".encode() + body)
+                        break
+                    if network.fault == "cut" and passed + len(data) > 3000:
+                        self.count()
+                        target.sendall(data[: 3000 - passed])
+                        break
+                    if network.fault == "refused":
+                        self.count()
+                        break
+                passed += len(data)
+                target.sendall(data)
+        except OSError:
+            pass
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def count(self) -> None:
+        self.server.faults_left -= 1
+        self.server.failed += 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The port of an S3 server that forgets all when it ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = open(tmp_path_factory.mktemp("s3") / "log", "w")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+        yield port
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.fixture
+def network(server, monkeypatch, tmp_path):
+    """A network before the server, and the environment with which to reach the one by the other."""
+    network = Network(server)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.server_address[1]}")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
+    file_system = fsspec.filesystem("s3")
+    if not file_system.exists("bucket"):
+        file_system.mkdir("bucket")
+    yield network
+    network.fail("", 0)
+    for path in file_system.find("bucket"):
+        file_system.rm_file(path)
+    network.shutdown()
+    network.server_close()
+
+
+@pytest.fixture
+def files(network):
+    return SnapshotFiles("s3://bucket/run/s.pt", keep=2)
+
+
+def write(files, step, **kinds):
+    files.write(some_snapshot(step).to_bytes(), step, **({"latest": True, "best": False} | kinds))
+
+
+def names() -> list[str]:
+    file_system = fsspec.filesystem("s3")
+    file_system.invalidate_cache()
+    return [path.removeprefix("bucket/run/") for path in file_system.find("bucket/run")]
+
+
+def test_the_same_files_as_on_a_disk(files):
+    for step in (1, 2, 3):
+        write(files, step, best=step == 2)
+    assert names() == [
+        "s.best.pt",
+        "s.prev.pt",
+        "s.pt",
+        "s.step00000002.pt",
+        "s.step00000003.pt",
+    ]
+    assert [load(path).step for path in files.all()] == [3, 2, 3, 2, 2]
+    assert equal(load(files.path), some_snapshot(3))
+    assert files.set_aside()[0] == "s3://bucket/run/s.old1.pt"
+
+
+def test_a_damaged_object_is_set_aside_and_the_one_before_used(files):
+    for step in (1, 2):
+        write(files, step)
+    content = bytearray(files.file_system.cat_file("bucket/run/s.pt"))
+    content[len(content) // 2] ^= 1
+    files.file_system.pipe_file("bucket/run/s.pt", bytes(content))
+    warnings = []
+    content, where = files.find(warnings.append)
+    assert where == files.previous and Snapshot.from_bytes(content, where).step == 1
+    assert "damaged" in warnings[0] and "s.damaged1.pt" in names()
+
+
+@pytest.mark.parametrize("fault", ["refused", "500", "cut"])
+def test_a_network_that_fails_while_saving_costs_a_warning_and_no_snapshot(
+    files, network, fault, caplog
+):
+    write(files, 1)
+    writer = BackgroundWriter(files)
+    network.fail(fault)
+    writer.write(some_snapshot(2), latest=True, best=True)
+    writer.wait()
+    assert network.failed and writer.failures == 1
+    assert "the snapshot of step 2 was not written to s3://bucket/run/s.pt" in caplog.text
+    network.fail("", 0)
+    assert load(files.path).step == 1
+    writer.write(some_snapshot(3), latest=True, best=False)
+    writer.wait()
+    assert writer.failures == 0 and load(files.path).step == 3
+    assert not [name for name in names() if "tmp" in name]
+
+
+@pytest.mark.parametrize("fault", ["refused", "500", "cut"])
+def test_a_network_that_fails_while_reading_is_no_damage_and_no_new_start(files, network, fault):
+    for step in (1, 2):
+        write(files, step)
+    before = names()
+    network.fail(fault)
+    with pytest.raises(Unreachable, match=r"s3://bucket/run/s\.pt: cannot be reached"):
+        files.find(pytest.fail)
+    with pytest.raises(SnapshotError):
+        load(files.path)
+    network.fail("", 0)
+    assert names() == before
+    content, _ = files.find(pytest.fail)
+    assert Snapshot.from_bytes(content, "s").step == 2
+
+
+@pytest.mark.parametrize("fault, times", [("500", 1), ("slow", 10**6)])
+def test_a_network_that_recovers_or_is_slow_costs_time_alone(files, network, fault, times):
+    network.fail(fault, times)
+    write(files, 1)
+    assert load(files.path).step == 1
+
+
+def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypatch):
+    """Each request to the store in turn is the last that comes through."""
+    write(files, 1)
+    write(files, 2)
+    fs = type(files.file_system)
+    call, left = fs._call_s3, [0]
+
+    async def cut_off(self, method, *args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise PermissionError(f"{method} is cut off")  # s3fs does not try that again
+        return await call(self, method, *args, **kwargs)
+
+    reached = []
+    for requests in range(60):
+        left[0] = requests
+        with monkeypatch.context() as patch:
+            patch.setattr(fs, "_call_s3", cut_off)
+            try:
+                write(files, 3, best=True)
+                done = True
+            except (OSError, SnapshotError):
+                done = False
+        content, where = files.find(pytest.fail)
+        reached.append(Snapshot.from_bytes(content, where).step)
+        assert reached[-1] in (2, 3) and load(files.previous).step in (1, 2, 3)
+        assert not [name for name in names() if "tmp" in name]
+        if done:
+            break
+    assert done and requests > 5 and reached == sorted(reached)
+
+
+def test_a_run_on_a_fresh_disk_goes_on_from_the_store(network, tmp_path):
+    settings = [*TINY, "trainer.snapshot_path=s3://bucket/run/gpt.pt", "trainer.save_every_steps=2"]
+    whole = start(*TINY, f"run_dir={tmp_path / 'whole'}", "trainer.max_steps=8")
+    first = start(*settings, f"run_dir={tmp_path / 'a'}")
+    second = start(*settings, f"run_dir={tmp_path / 'b'}", "trainer.max_steps=8", nproc=2)
+    for result in (whole, first, second):
+        assert result.returncode == 0, result.stderr
+    assert "resuming from s3://bucket/run/gpt.pt, step 6" in second.stdout
+    assert "metrics.jsonl: the lines up to step 6 are not on this disk" in second.stdout
+    assert [x["step"] for x in metrics(tmp_path / "b", "train")] == [7, 8]
+    assert names() == ["gpt.best.pt", "gpt.prev.pt", "gpt.pt"]
+    sampled = start("snapshot=s3://bucket/run/gpt.pt", "max_new_tokens=20", script="sample.py")
+    assert sampled.returncode == 0 and "step 8" in sampled.stderr
+
+
+@pytest.mark.parametrize(
+    "path, environment, says",
+    [
+        ("s3://bucket/run/gpt.pt", {"AWS_ACCESS_KEY_ID": ""}, "credentials"),
+        ("s3://bucket/run/gpt.pt", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "connect"),
+        ("s3://nowhere/run/gpt.pt", {}, "nowhere"),
+    ],
+)
+def test_a_store_that_cannot_be_used_gets_one_line_before_training(
+    network, tmp_path, path, environment, says
+):
+    env = {k: v for k, v in (os.environ | environment).items() if v}
+    missing = {k: None for k, v in environment.items() if not v}
+    result = subprocess.run(
+        [
+            *("env", *(f"--unset={k}" for k in missing)),
+            *(sys.executable, str(ROOT / "main.py"), *TINY),
+            f"run_dir={tmp_path}",
+            f"trainer.snapshot_path={path}",
+        ],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1 and result.stderr.startswith("error: "), result.stderr
+    assert result.stderr.count("\n") == 1 and says in result.stderr.lower()
+    assert "step 1/" not in result.stdout
