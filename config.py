@@ -70,6 +70,10 @@ def validate(config: DictConfig) -> Config:
     for key in flatten(cast(dict, OmegaConf.to_container(config))):
         if key not in KNOWN:  # a `+` before the key lets it past Hydra
             raise UserError(no_such_key(key))
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise UserError(explain(error)) from error
     missing = OmegaConf.missing_keys(config)
     if missing:
         raise UserError(

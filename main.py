@@ -143,7 +143,8 @@ def main(composed: DictConfig) -> float | None:
     try:
         if hydra_config.runtime.output_dir != os.getcwd():  # a sweep's job, or hydra.run.dir=...
             composed.run_dir = hydra_config.runtime.output_dir
-        named = {o.split("=")[0].lstrip("+~") for o in hydra_config.overrides.task}
+        overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as they were typed
+        named = {o.split("=")[0].lstrip("+~") for o in overrides}
         sizes = ("n_layer", "n_head", "n_embd")
         if "model.model_type" in named and not named & {f"model.{size}" for size in sizes}:
             for size in sizes:  # the recipe's sizes are not those of the type that was asked for

@@ -17,6 +17,14 @@ LOCK = ".lock"
 METRICS = "metrics.jsonl"
 
 
+class LogFile(logging.FileHandler):
+    """A log file that is given up, with a word, when it cannot be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        log.removeHandler(self)
+        log.warning("%s cannot be written: it gets no more", self.baseFilename)
+
+
 @contextlib.contextmanager
 def run_directory(run_dir: str):
     """Makes `run_dir` and owns it for as long as the block lasts; the log is written to `main.log`
@@ -38,7 +46,7 @@ def run_directory(run_dir: str):
                 f"run_dir={run_dir}: another run is using this directory; wait for it, or set "
                 "run_name=NEW_NAME"
             ) from error
-        handler = logging.FileHandler(os.path.join(run_dir, "main.log"))
+        handler = LogFile(os.path.join(run_dir, "main.log"))
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
         log.addHandler(handler)
         try:
@@ -61,7 +69,8 @@ class Metrics:
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
         self._keep_until(step, evaluated)
-        self.file = open(self.path, "a")
+        self.file = open(self.path, "ab", buffering=0)
+        self.unwritten = b""
         self.tensorboard = None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -108,18 +117,45 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None  # JSON has no NaN
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
+        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            log.warning("%s: %s; its lines are kept for later", self.path, error.strerror)
         if self.tensorboard is not None:
-            for name, value in record.items():
-                if name not in ("step", "split") and isinstance(value, int | float):
-                    self.tensorboard.add_scalar(f"{split}/{name}", value, step)
+            try:
+                for name, value in record.items():
+                    if name not in ("step", "split") and isinstance(value, int | float):
+                        self.tensorboard.add_scalar(f"{split}/{name}", value, step)
+            except OSError as error:
+                log.warning("TensorBoard: %s; it gets no more", error.strerror)
+                self.tensorboard = None
+
+    def _write(self) -> None:
+        """Writes the lines that are waiting, all or none of them."""
+        size = os.fstat(self.file.fileno()).st_size
+        try:
+            left = memoryview(self.unwritten)
+            while left:
+                left = left[os.write(self.file.fileno(), left) :]
+        except OSError:
+            os.ftruncate(self.file.fileno(), size)
+            raise
+        self.unwritten = b""
 
     def sync(self) -> None:
-        """Has what was logged so far survive a power cut."""
+        """Has what was logged so far survive a power cut; from any thread.
+
+        OSError if not all of it could be written.
+        """
+        if self.unwritten:
+            raise OSError(f"{self.path}: lines are waiting to be written")
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
+        """Raises OSError if lines are still waiting that cannot be written."""
+        if self.unwritten:
+            self._write()
         self.file.close()
         if self.tensorboard is not None:
             self.tensorboard.close()

@@ -1,4 +1,5 @@
-"""What the outside asks of a run: SIGTERM and SIGINT to save and stop, SIGUSR1 to save and go on.
+"""What the outside asks of a run: SIGTERM, SIGINT and SIGHUP to save and stop, SIGUSR1 to save and
+go on.
 
 A signal reaches one process, at any moment; the trainer asks at moments of its own, and agrees with
 the other processes on the highest request (`distributed.Agreement`).
@@ -14,13 +15,15 @@ class Request(IntEnum):
 
     NOTHING = 0
     SAVE = 1  # SIGUSR1
-    TERMINATE = 2  # SIGTERM: save and stop
-    INTERRUPT = 3  # SIGINT: save and stop
-    GIVE_UP = 4  # not from outside: snapshots cannot be written
+    HANG_UP = 2  # SIGHUP, the terminal is gone: save and stop
+    TERMINATE = 3  # SIGTERM: save and stop
+    INTERRUPT = 4  # SIGINT: save and stop
+    GIVE_UP = 5  # not from outside: snapshots cannot be written
 
 
 SIGNALS = {
     signal.SIGUSR1: Request.SAVE,
+    signal.SIGHUP: Request.HANG_UP,
     signal.SIGTERM: Request.TERMINATE,
     signal.SIGINT: Request.INTERRUPT,
 }
@@ -40,8 +43,8 @@ class Stopped(Exception):
 class Requests:
     """While it is entered, signals are noted instead of ending the process.
 
-    A second SIGINT is not: it ends the process at once. Outside the main thread, where Python
-    allows no handlers, nothing is changed.
+    A second SIGINT is not: it ends the process at once. SIGHUP stays ignored under nohup. Outside
+    the main thread, where Python allows no handlers, nothing is changed.
     """
 
     def __init__(self):
@@ -50,7 +53,9 @@ class Requests:
 
     def __enter__(self) -> "Requests":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_) -> None:

@@ -310,17 +310,27 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
         self._step = 0
 
-    def write(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
-        """Begins to write the latest snapshot, the best, or both; `snapshot` may change after."""
+    def write(
+        self,
+        snapshot: Snapshot,
+        latest: bool,
+        best: bool,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins to write the latest snapshot, the best, or both; `snapshot` may change after.
+
+        `first()` is done before, in the same thread; the save fails with it.
+        """
         self.wait()
         copied = snapshot.map_tensors(lambda tensor: tensor.detach().clone())
         ready = None
         if torch.cuda.is_initialized():
             ready = torch.cuda.current_stream().record_event()
         self._step = snapshot.step
-        self._pending = self._thread.submit(self._write, copied, ready, latest, best)
+        self._pending = self._thread.submit(self._write, copied, ready, latest, best, first)
 
-    def _write(self, snapshot: Snapshot, ready, latest: bool, best: bool) -> None:
+    def _write(self, snapshot: Snapshot, ready, latest: bool, best: bool, first) -> None:
+        first()
         if ready is not None:
             # Beside the stream that trains, so that the copy to the host does not hold it up.
             with torch.cuda.stream(torch.cuda.Stream()):

@@ -383,10 +383,9 @@ class Trainer:
         self._check_finite()
         if latest:
             self.saved_step = self.step
-        if self.writer:
-            if self.metrics:
-                self.metrics.sync()  # a snapshot vouches for the lines of the steps before it
-            self.writer.write(self._capture(), latest, best)
+        if self.writer and self.metrics:
+            # A snapshot vouches for the lines of the steps before it, so they go first.
+            self.writer.write(self._capture(), latest, best, self.metrics.sync)
 
     def _finish_saving(self) -> None:
         """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""

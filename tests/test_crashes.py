@@ -1,8 +1,10 @@
 """The machine fails, the run does not: processes killed, stopped, silent; other world sizes."""
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import chaos
 import pytest
-from conftest import ROOT, TINY, command, metrics, start
+from conftest import ROOT, TINY, command, equal, metrics, start
 
 from snapshot_files import load
 
@@ -39,7 +41,7 @@ def wait_until(true, process: subprocess.Popen, patience: float = 60) -> None:
     while not true():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            pytest.fail(process.communicate()[0])
+            pytest.fail(process.communicate()[0] or "")
         time.sleep(0.01)
 
 
@@ -54,6 +56,27 @@ def test_whatever_is_killed_the_same_command_finishes_the_same_run(tmp_path, pro
     print(f"python tests/chaos.py kills={kills} seed={seed} processes={processes}")
     survived = chaos.chaos(tmp_path, kills, seed, processes, steps=400)
     assert survived.total() >= kills
+
+
+def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path):
+    for name, prefix in (("a", []), ("b", ["nohup"])):
+        run = tmp_path / name
+        process = subprocess.Popen(
+            [*prefix, *command(*LONG, f"run_dir={run}")],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda run=run: lines(run) > 5, process)
+        process.send_signal(signal.SIGHUP)
+        if prefix:
+            before = lines(run)
+            wait_until(lambda run=run, before=before: lines(run) > before + 5, process)
+            process.send_signal(signal.SIGTERM)
+        status = process.wait(timeout=30)
+        assert status == 128 + (signal.SIGTERM if prefix else signal.SIGHUP)
+        assert (run / "gpt_snapshot.pt").exists()
 
 
 @pytest.mark.parametrize("to", ["torchrun", "rank 1"])
@@ -127,6 +150,42 @@ def test_a_rank_that_never_arrives_is_not_waited_for_forever(tmp_path):
     result = start(*TINY, "trainer.timeout_s=3", f"run_dir={tmp_path}", env=env, timeout=60)
     assert result.returncode == 1
     assert "error (rank 0): the 2 processes did not find each other within 3 s" in result.stderr
+
+
+def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
+    settings = [*LONG, "trainer.max_steps=1500", "trainer.save_every_steps=100"]
+    whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        run = disk / "run"
+        process = begin(*settings, f"run_dir={run}", "trainer.max_save_failures=1000")
+        wait_until(lambda: lines(run) > 20, process)
+        process.send_signal(signal.SIGSTOP)
+        with open(disk / "blocker", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 4096)
+        process.send_signal(signal.SIGCONT)
+        out = ""
+        while "was not written" not in out:
+            out += process.stdout.readline()
+            assert process.poll() is None, out
+        (disk / "blocker").unlink()
+        out += process.communicate(timeout=60)[0]
+        assert process.returncode == 0, out
+        assert not re.search(rf'File "{ROOT}/\w+\.py', out), out  # TensorBoard shows its own
+        assert "No space left on device" in out
+        assert metrics(run) == metrics(tmp_path / "whole")
+        a, b = (load(str(d / "gpt_snapshot.pt")) for d in (run, tmp_path / "whole"))
+        for snapshot in (a, b):
+            snapshot.config = {}
+        assert equal(a, b)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 AUDITED = """

@@ -3,8 +3,6 @@ properties.
 """
 
 import json
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -92,55 +90,6 @@ def test_the_batch_arithmetic_is_printed(runs):
         "12 windows = 2 processes x 2 micro-batch x 3 accumulated; x 16 characters = 192 "
         "characters a step" in out
     )
-
-
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one_bit_for_bit(nproc, tmp_path):
-    settings = [
-        *TINY,
-        "trainer.max_steps=300",
-        "trainer.save_every_steps=20",
-        "trainer.eval_every_steps=50",
-        "trainer.data_loader_workers=0",
-        "optimizer.schedule=cosine",
-    ]
-    result = start(*settings, f"run_dir={tmp_path / 'whole'}", nproc=nproc)
-    assert result.returncode == 0, result.stderr
-
-    killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        command(*settings, f"run_dir={killed}", nproc=nproc),
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    log = killed / "metrics.jsonl"
-    while not (
-        log.exists() and log.read_text().count('"train"') > 70
-    ):  # between two snapshots, most likely
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
-    step = load(str(killed / "gpt_snapshot.pt")).step
-    assert 0 < step < 300
-
-    result = start(*settings, f"run_dir={killed}", nproc=nproc)
-    assert result.returncode == 0, result.stderr
-    assert f"step {step}" in next(
-        line for line in result.stdout.splitlines() if line.startswith("resuming")
-    )
-    a, b = (load(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "killed"))
-    assert a.step == b.step == 300
-    for key, value in a.model_state.items():
-        assert torch.equal(value, b.model_state[key]), key
-    for key, state in a.optimizer_state.items():
-        for name, value in state.items():
-            assert torch.equal(value, b.optimizer_state[key][name]), (key, name)
-    assert (a.best_loss, a.best_step, a.loss) == (b.best_loss, b.best_step, b.loss)
-    assert metrics(tmp_path / "whole") == metrics(killed)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs, tmp_path):

@@ -287,6 +287,8 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("++data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("data.path=", "data.path is empty"),
         ("trainer.snapshot_path=foo://x", "trainer.snapshot_path=foo://x: Protocol not known: foo"),
+        ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found"),
+        ("data.block_size=${model.block_size}", "data.block_size: Recursive interpolation"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size=10: the text has"),

@@ -2,6 +2,7 @@ import copy
 import json
 import math
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -421,16 +422,21 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
         "evaluation": (trainer.test_dataset, "tiles"),
         "save": (trainer.files, "_put"),
     }[moment]
-    call = getattr(owner, name)
-    done = []
+    call, write = getattr(owner, name), trainer.writer.write
+    done = threading.Event()
 
     def acting(*args):
-        if trainer.step == step and not done:
-            done.append(True)
+        if trainer.step == step and not done.is_set():
             action()
+            done.set()
         return call(*args)
 
     setattr(owner, name, acting)
+    if moment == "save":  # is another thread's: it may come late
+        trainer.writer.write = lambda *args: (
+            write(*args),
+            trainer.step == step and done.wait(30),
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
