@@ -152,6 +152,32 @@ def test_a_rank_that_never_arrives_is_not_waited_for_forever(tmp_path):
     assert "error (rank 0): the 2 processes did not find each other within 3 s" in result.stderr
 
 
+@pytest.mark.slow
+def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    settings = [*TINY, "trainer.compile=true"]
+    run = tmp_path / "run"
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = begin(*settings, f"run_dir={run}")
+        out = ""
+        while "plan " not in out:
+            out += process.stdout.readline()
+            assert process.poll() is None, out
+        time.sleep(1.5)
+        assert not lines(run)  # the first step is still being compiled
+        process.send_signal(number)
+        out += process.communicate(timeout=120)[0]
+        assert ("SIGTERM: stopped after step" in out) == (number == signal.SIGTERM), out
+    assert load(str(run / "gpt_snapshot.pt")).step < 6
+    for run_dir in (run, tmp_path / "whole"):
+        result = start(*settings, f"run_dir={run_dir}", timeout=240)
+        assert result.returncode == 0, result.stderr
+    assert metrics(run) == metrics(tmp_path / "whole")
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
+        a, b = (chaos.settle(load(str(d / name))) for d in (run, tmp_path / "whole"))
+        assert equal(a, b)
+
+
 def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
     settings = [*LONG, "trainer.max_steps=1500", "trainer.save_every_steps=100"]
     whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
