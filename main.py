@@ -39,6 +39,7 @@ from distributed import (
     gather,
     launched_rank,
     launched_size,
+    naming_the_silent,
     run_on_each_host,
     run_on_first,
 )
@@ -67,7 +68,7 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
     world = distributed.start(
         config.trainer.device, config.trainer.threads, config.trainer.timeout_s
     )
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, naming_the_silent(world, lambda: "before training"):
         run_on_first(lambda: stack.enter_context(run_directory(config.run_dir)) and None, world)
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshot = find_snapshot(config.trainer, config.run_dir, world)

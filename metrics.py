@@ -81,6 +81,9 @@ class Metrics:
             self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
     def _keep_until(self, step: int, evaluated: bool) -> None:
+        temporary = self.path + ".tmp"
+        with contextlib.suppress(FileNotFoundError):  # of a start that was killed
+            os.remove(temporary)
         if not os.path.exists(self.path):
             if step:
                 log.warning("%s: the lines up to step %d are not on this disk", self.path, step)
@@ -98,11 +101,11 @@ class Metrics:
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{self.path}, line {number}: not a line of metrics") from error
         if kept != lines:
-            with open(self.path + ".tmp", "w") as file:
+            with open(temporary, "w") as file:
                 file.writelines(kept)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(self.path + ".tmp", self.path)
+            os.replace(temporary, self.path)
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
         """Records one measurement; null is written for None and for what is not finite."""
