@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -60,6 +59,12 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def is_restart(world: World) -> bool:
+    """Whether torchrun has started these processes again (`--max-restarts`) after a failure."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by this host's torchrun
+    return any(gather(restarts > 0, world))
+
+
 def start(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
     """Chooses the device and joins the process group, if a launcher started more than one process.
 
@@ -68,8 +73,6 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
     for another process. The backend is gloo on a CPU and NCCL on GPUs. Raises `UserError` for a
     device that is not there.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
     rank, size = launched_rank(), launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -165,21 +168,6 @@ def keep_freed_memory() -> None:
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest it takes
-
-
-def end_with_parent() -> None:
-    """Has the kernel send SIGTERM to this process when its launcher dies (Linux; elsewhere nothing
-    happens).
-
-    Without it, the workers of a killed torchrun train on and hold the run directory.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died just before
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def leave(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The one exception that a user can cause and put right."""
+"""The exception that a user can cause and put right, and how errors are said."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,8 @@ class UserError(ValueError):
     `main.py` and `sample.py` show it as one line, without a traceback, and exit with status 1.
     The message names the thing that is wrong and what would be right.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

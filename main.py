@@ -14,11 +14,15 @@
 The same command again goes on where the run was stopped.
 """
 
+import signals
+
+if __name__ == "__main__":
+    signals.prepare()
+
 import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import sys
 from typing import NoReturn
 
@@ -44,15 +48,16 @@ from distributed import (
     run_on_first,
 )
 from errors import UserError
-from metrics import run_directory
+from metrics import LOCK, METRICS, owned, run_directory
 from model import GPT, create_optimizer
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
-from snapshot_files import is_local
-from trainer import Trainer, find_snapshot
+from snapshot_files import exists, is_local
+from trainer import Trainer, find_snapshot, snapshot_path
 
 log = logging.getLogger("gpt")
+CONFIG = "config.yaml"  # of a run, in its directory
 
 
 def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
@@ -63,15 +68,22 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
     `UserError`.
     """
     config = validate(composed)
+    if config.trainer.snapshot_path in (CONFIG, METRICS, LOCK, "main.log"):
+        raise UserError(
+            f"trainer.snapshot_path={config.trainer.snapshot_path}: the run has another file of "
+            "that name"
+        )
     if text_is_named:
         config.data.fallback = None
     world = distributed.start(
         config.trainer.device, config.trainer.threads, config.trainer.timeout_s
     )
     with contextlib.ExitStack() as stack, naming_the_silent(world, lambda: "before training"):
-        run_on_first(lambda: stack.enter_context(run_directory(config.run_dir)) and None, world)
+        run_on_first(lambda: own_files(config, stack), world)
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshot = find_snapshot(config.trainer, config.run_dir, world)
+        if snapshot is None and config.trainer.resume != "never":
+            run_on_first(lambda: check_nothing_is_left_behind(config), world)
         dataset = load_text(config, snapshot, world)
         train_dataset, test_dataset = dataset.split()
 
@@ -99,14 +111,46 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             snapshot=snapshot,
         )
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
-            path = os.path.join(config.run_dir, "config.yaml")
-            run_on_first(lambda: OmegaConf.save(plain(config), path), world)
+            run_on_first(lambda: save_config(config), world)
         loss = trainer.train()
         at = f"snapshot={trainer.files.path}"
         if os.path.basename(trainer.files.path) == "gpt_snapshot.pt":
             at = f"run_dir={os.path.dirname(trainer.files.path)}"
         log.info("sample      python sample.py %s", at)
     return loss
+
+
+def own_files(config: Config, stack: contextlib.ExitStack) -> None:
+    """Owns what the run writes until `stack` ends: its directory, and its snapshots elsewhere."""
+    stack.enter_context(run_directory(config.run_dir))
+    path = snapshot_path(config.trainer, config.run_dir)
+    elsewhere = os.path.dirname(os.path.abspath(path)) != os.path.abspath(config.run_dir)
+    if is_local(path) and elsewhere:
+        stack.enter_context(owned(f"{path}.lock", f"trainer.snapshot_path={path}"))
+
+
+def check_nothing_is_left_behind(config: Config) -> None:
+    """Raises `UserError` if this run has its snapshots, but at another `trainer.snapshot_path`."""
+    recorded = os.path.join(config.run_dir, CONFIG)
+    if not os.path.exists(recorded):
+        return
+    was = OmegaConf.select(OmegaConf.load(recorded), "trainer.snapshot_path")
+    if was is None or was == config.trainer.snapshot_path:
+        return
+    before = snapshot_path(dataclasses.replace(config.trainer, snapshot_path=was), config.run_dir)
+    if exists(before):
+        raise UserError(
+            f"trainer.snapshot_path={config.trainer.snapshot_path}: there is no snapshot, but this "
+            f"run has one at {before}; go on with trainer.snapshot_path={was}, move it there, or "
+            "start anew with run_name=NEW_NAME or trainer.resume=never"
+        )
+
+
+def save_config(config: Config) -> None:
+    """Writes the resolved configuration into the run's directory, whole or not at all."""
+    path = os.path.join(config.run_dir, CONFIG)
+    OmegaConf.save(plain(config), f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
 def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
@@ -144,6 +188,13 @@ def main(composed: DictConfig) -> float | None:
     try:
         if hydra_config.runtime.output_dir != os.getcwd():  # a sweep's job, or hydra.run.dir=...
             composed.run_dir = hydra_config.runtime.output_dir
+        path = composed.trainer.snapshot_path
+        apart = (is_local(path) and not os.path.isabs(path)) or composed.run_dir in path
+        if hydra_config.mode == RunMode.MULTIRUN and not apart:
+            fail(
+                f"trainer.snapshot_path={path}: is the same for all jobs of the sweep; leave it "
+                "relative, or put ${run_dir} into it"
+            )
         overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as they were typed
         named = {o.split("=")[0].lstrip("+~") for o in overrides}
         sizes = ("n_layer", "n_head", "n_embd")
@@ -210,7 +261,7 @@ def recipes() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
+    signals.interruptible()
     register()
     log_to_console()
     if launched_size() > 1 and not {"-m", "--multirun"}.isdisjoint(sys.argv):

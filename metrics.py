@@ -8,9 +8,10 @@ import json
 import logging
 import math
 import os
+import threading
 from typing import Any
 
-from errors import UserError
+from errors import UserError, one_line
 
 log = logging.getLogger("gpt")
 LOCK = ".lock"
@@ -26,34 +27,45 @@ class LogFile(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def run_directory(run_dir: str):
-    """Makes `run_dir` and owns it for as long as the block lasts; the log is written to `main.log`
-    in it too.
+def owned(path: str, name: str):
+    """Owns the file at `path`, which it makes, for as long as the block lasts.
 
-    One run at a time owns a run directory. The lock is the kernel's, so it dies with its holder.
-    Raises `UserError` if the directory cannot be written or is taken.
+    The lock is the kernel's, so it dies with its holder. Raises `UserError`, saying `name`, if it
+    cannot be made or another process owns it.
     """
     try:
-        os.makedirs(run_dir, exist_ok=True)
-        lock = open(os.path.join(run_dir, LOCK), "a")
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        lock = open(path, "a")
     except OSError as error:
-        raise UserError(f"run_dir={run_dir}: cannot be written: {error.strerror}") from error
+        raise UserError(f"{name}: cannot be written: {error.strerror}") from error
     with lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by children
         except (BlockingIOError, PermissionError) as error:
             raise UserError(
-                f"run_dir={run_dir}: another run is using this directory; wait for it, or set "
-                "run_name=NEW_NAME"
+                f"{name}: another run is using it; wait for that one, or set run_name=NEW_NAME"
             ) from error
+        yield
+
+
+@contextlib.contextmanager
+def run_directory(run_dir: str):
+    """Makes `run_dir` and owns it for as long as the block lasts; the log is written to `main.log`
+    in it too. Raises `UserError` if it cannot be written or another run owns it.
+    """
+    with owned(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"):
         handler = LogFile(os.path.join(run_dir, "main.log"))
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
         log.addHandler(handler)
         try:
             yield
+        except Exception as error:  # the console has it from elsewhere
+            handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": one_line(error)}))
+            raise
         finally:
             log.removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # a full disk, and said so already
+                handler.close()
 
 
 class Metrics:
@@ -65,12 +77,17 @@ class Metrics:
     the evaluation of that step itself, unless it has been `evaluated`.
     """
 
-    def __init__(self, run_dir: str, step: int, evaluated: bool = True):
+    def __init__(self, run_dir: str, step: int = 0, evaluated: bool = True, lines: int = 0):
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
-        self._keep_until(step, evaluated)
+        self.lines = self._keep_until(step, evaluated)  # in the file, or on their way to it
+        if self.lines < lines:
+            log.warning(
+                "%s: %d of the %d lines up to step %d are not on this disk",
+                self.path, lines - self.lines, lines, step,
+            )  # fmt: skip
         self.file = open(self.path, "ab", buffering=0)
-        self.unwritten = b""
+        self.unwritten, self.lock = b"", threading.Lock()
         self.tensorboard = None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -80,32 +97,38 @@ class Metrics:
             folder = os.path.join(run_dir, "tensorboard")
             self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
-    def _keep_until(self, step: int, evaluated: bool) -> None:
+    def _keep_until(self, step: int, evaluated: bool) -> int:
+        """Drops the lines past `step`; returns how many are left."""
         temporary = self.path + ".tmp"
         with contextlib.suppress(FileNotFoundError):  # of a start that was killed
             os.remove(temporary)
         if not os.path.exists(self.path):
-            if step:
-                log.warning("%s: the lines up to step %d are not on this disk", self.path, step)
-            return
-        with open(self.path) as file:
+            return 0
+        with open(self.path, errors="replace") as file:
             lines = file.readlines()
-        kept = []
+        kept, bad = [], None
         for number, line in enumerate(lines, 1):
             try:
-                if not line.endswith("\n"):
-                    continue  # the writer was killed in the middle of it
                 record = json.loads(line)
-                if (record["step"], record["split"] == "val") <= (step, evaluated):
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{self.path}, line {number}: not a line of metrics") from error
+                keep = (record["step"], record["split"] == "val") <= (step, evaluated)
+            except (ValueError, KeyError, TypeError):
+                bad = bad or number
+                continue
+            # The last line has no end if its writer was killed in the middle of it.
+            if keep and line.endswith("\n"):
+                if bad:
+                    raise UserError(
+                        f"{self.path}, line {bad}: not a line of metrics; mend it, or move the "
+                        "file away"
+                    )
+                kept.append(line)
         if kept != lines:
             with open(temporary, "w") as file:
                 file.writelines(kept)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
+        return len(kept)
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
         """Records one measurement; null is written for None and for what is not finite."""
@@ -120,11 +143,13 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None  # JSON has no NaN
-        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
-        try:
-            self._write()
-        except OSError as error:
-            log.warning("%s: %s; its lines are kept for later", self.path, error.strerror)
+        with self.lock:
+            self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+            self.lines += 1
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("%s: %s; its lines are kept for later", self.path, error.strerror)
         if self.tensorboard is not None:
             try:
                 for name, value in record.items():
@@ -151,14 +176,16 @@ class Metrics:
 
         OSError if not all of it could be written.
         """
-        if self.unwritten:
-            raise OSError(f"{self.path}: lines are waiting to be written")
+        with self.lock:
+            if self.unwritten:
+                raise OSError(f"{self.path}: lines are waiting to be written")
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """Raises OSError if lines are still waiting that cannot be written."""
-        if self.unwritten:
+        """Lines that cannot be written are lost, and no snapshot has vouched for them."""
+        with contextlib.suppress(OSError):
             self._write()
         self.file.close()
         if self.tensorboard is not None:
-            self.tensorboard.close()
+            with contextlib.suppress(OSError):
+                self.tensorboard.close()

@@ -5,7 +5,10 @@ A signal reaches one process, at any moment; the trainer asks at moments of its 
 the other processes on the highest request (`distributed.Agreement`).
 """
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from enum import IntEnum
 
@@ -43,18 +46,20 @@ class Stopped(Exception):
 class Requests:
     """While it is entered, signals are noted instead of ending the process.
 
-    A second SIGINT is not: it ends the process at once. SIGHUP stays ignored under nohup. Outside
-    the main thread, where Python allows no handlers, nothing is changed.
+    A second SIGINT is not: it ends the process at once. SIGHUP and SIGINT stay ignored where they
+    were, under nohup or in a shell's background. Outside the main thread, where Python allows no
+    handlers, nothing is changed.
     """
 
     def __init__(self):
-        self._newest = Request.NOTHING
+        self._save, self._stop = False, Request.NOTHING
         self._before: dict = {}
 
     def __enter__(self) -> "Requests":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                ignored = signal.getsignal(number) == signal.SIG_IGN
+                if number == signal.SIGUSR1 or not ignored:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -63,14 +68,55 @@ class Requests:
             signal.signal(number, handler)
 
     def _note(self, number: int, _) -> None:
-        self._newest = max(self._newest, SIGNALS[signal.Signals(number)])
+        request = SIGNALS[signal.Signals(number)]
+        if request == Request.SAVE:
+            self._save = True
+        else:
+            self._stop = max(self._stop, request)
         if number == signal.SIGINT:
             # The kernel's own handler also ends a process that is stuck outside Python.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def take(self) -> Request:
-        """The highest request since; one to save is handed out once."""
-        taken = self._newest
-        if taken == Request.SAVE:
-            self._newest = Request.NOTHING
-        return taken
+        """The highest request so far; one to save is handed out once."""
+        if self._stop:
+            return self._stop
+        save, self._save = self._save, False
+        return Request.SAVE if save else Request.NOTHING
+
+
+def prepare() -> None:
+    """What a process of a launcher does first, before the seconds that importing torch takes.
+
+    There is nothing to save yet: SIGUSR1 is ignored, and SIGINT ends the process without a
+    traceback, until `interruptible`.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
+def interruptible() -> None:
+    """SIGINT raises KeyboardInterrupt again, if it did before `prepare`."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_parent() -> None:
+    """Has the kernel send SIGTERM to this process when its launcher dies (Linux; elsewhere nothing
+    happens).
+
+    Without it, the workers of a killed torchrun train on and hold the run directory.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:  # if it died before, another process has taken its place; launchers are Python programs
+        parent = os.path.basename(os.readlink(f"/proc/{os.getppid()}/exe"))
+    except OSError:
+        return
+    if not parent.startswith("python"):
+        os.kill(os.getpid(), signal.SIGTERM)

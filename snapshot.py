@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from errors import UserError
+from errors import UserError, one_line
 
-FORMAT = 1
+FORMAT = 2
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
@@ -53,6 +53,8 @@ class Snapshot:
         scaler_state: the `GradScaler`'s scale and counters; empty unless training in float16.
         best_loss, best_step: the lowest held-out loss so far, nats per character, and where it was.
         loss: the newest held-out loss, nats per character, and `loss_step` where it was taken.
+        metrics_lines: lines of `metrics.jsonl` up to this step.
+        processes: how many trained when it was taken.
         vocabulary: the distinct characters, their position being their id.
         text_digest: SHA-256 of the (truncated) text.
         choices: what every `auto` setting came to mean in this run.
@@ -71,6 +73,8 @@ class Snapshot:
     best_step: int | None = None
     loss: float | None = None
     loss_step: int | None = None
+    metrics_lines: int = 0
+    processes: int = 1
     vocabulary: str = ""
     text_digest: str = ""
     choices: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +107,9 @@ class Snapshot:
             if fields.get("format") == FORMAT:
                 check_fields(cls, fields, len(content))
         except Exception as error:  # a file made by hand can be wrong in any way
-            why = " ".join(str(error).split())
-            raise SnapshotError(f"{name}: not a snapshot of this application: {why}") from error
+            raise SnapshotError(
+                f"{name}: not a snapshot of this application: {one_line(error)}"
+            ) from error
         if fields.get("format") != FORMAT:
             raise SnapshotError(
                 f"{name}: snapshot format {fields.get('format')}, this application reads {FORMAT}"
@@ -178,10 +183,24 @@ def check_fields(cls: type, fields: dict[str, Any], size: int) -> None:
         plain = kind if isinstance(kind, types.UnionType) else typing.get_origin(kind) or kind
         if not isinstance(fields[name], plain):
             raise ValueError(f"{name} is of type {type(fields[name]).__name__}")
-    tensors: list[torch.Tensor] = []
-    cls(**fields).map_tensors(lambda tensor: tensors.append(tensor) or tensor)
-    if sum(tensor.nbytes for tensor in tensors) > size:
-        raise ValueError("its tensors declare more bytes than the file has")
+    if min(fields["step"], fields["windows_seen"]) < 0:
+        raise ValueError(f"its step is {fields['step']}")
+    for group in ("data", "model", "optimizer", "trainer"):
+        if not isinstance(fields["config"].get(group, {}), dict):
+            raise ValueError(f"config.{group} is {fields['config'][group]!r}")
+    left = size  # a value takes a byte of the file at least, and a tensor all of its own
+
+    def count(value: Any) -> None:
+        nonlocal left
+        left -= value.nbytes + 1 if isinstance(value, torch.Tensor) else 1
+        if left < 0:
+            raise ValueError("its values declare more bytes than the file has")
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        if isinstance(inner, list | tuple | set):
+            for one in inner:
+                count(one)
+
+    count(fields)
 
 
 # What a run may not change when it goes on: the result would be neither the old run's nor the new

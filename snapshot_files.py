@@ -17,12 +17,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
-from errors import UserError
-from snapshot import DIGEST_LENGTH, Snapshot, SnapshotError, verify
+from errors import UserError, one_line
+from snapshot import DIGEST_LENGTH, Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 
@@ -43,9 +45,11 @@ def is_local(path: str) -> bool:
     return "://" not in path
 
 
-def one_line(error: BaseException) -> str:
-    """What an error says, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+def locate(path: str) -> tuple[Any, str]:
+    """The file system of `path`, local or a URL, and the name of the file in it."""
+    if is_local(path):  # whatever is in its name
+        return LocalFileSystem(), os.path.abspath(path)
+    return fsspec.core.url_to_fs(path)
 
 
 @contextlib.contextmanager
@@ -64,7 +68,7 @@ def exists(path: str) -> bool:
     say.
     """
     with reaching(path):
-        file_system, inner = fsspec.core.url_to_fs(path)
+        file_system, inner = locate(path)
         file_system.invalidate_cache()  # a listing may be older than the file
         return file_system.exists(inner)
 
@@ -77,7 +81,7 @@ def read(path: str) -> bytes:
     """
     try:
         with reaching(path):
-            file_system, inner = fsspec.core.url_to_fs(path)
+            file_system, inner = locate(path)
             file_system.invalidate_cache()
             size = file_system.info(inner)["size"]
             content = file_system.cat_file(inner)
@@ -109,7 +113,7 @@ class SnapshotFiles:
     def __init__(self, path: str, keep: int | None = None):
         self.path, self.keep = path, keep
         try:
-            self.file_system, _ = fsspec.core.url_to_fs(path)
+            self.file_system, _ = locate(path)
         except (ImportError, ValueError) as error:
             raise UserError(f"trainer.snapshot_path={path}: {one_line(error)}") from error
         self.previous, self.best = beside(path, "prev"), beside(path, "best")
@@ -124,25 +128,27 @@ class SnapshotFiles:
         The content is first written whole under a temporary name and read back; each snapshot is
         then replaced at once, so that at every moment each name holds what it held before or the
         new content. Raises whatever the file system does if that fails; what was there is then
-        still there.
+        still there. On a disk, what is the same has several names (hard links), not copies.
         """
         try:
             self._put(self.temporary, content)
             self._check(self.temporary, content)
-            if best:
+            if best:  # first: the latest says that this is the best, so it must be there
                 self._copy(self.temporary, self.best)
             if latest:
                 if exists(self.path):
                     self._copy(self.path, self.previous)
-                if self.keep:
-                    self._copy(self.temporary, self._numbered(step))
                 self._move(self.temporary, self.path)
         finally:
             with contextlib.suppress(Exception):  # it may be gone, or the store out of reach
                 self._remove(self.temporary)
         if latest and self.keep:
-            for path in self.numbered()[self.keep :]:
-                self._remove(path)
+            try:
+                self._copy(self.path, beside(self.path, f"step{step:08d}"))
+                for path in self.numbered()[self.keep :]:
+                    self._remove(path)
+            except Exception as error:  # the latest is there, and that is what counts
+                log.warning("%s: the numbered ones are not up to date: %s", self.path, error)
 
     def check_writable(self) -> None:
         """Raises `Unreachable` if nothing can be written where the snapshots are to go."""
@@ -173,7 +179,7 @@ class SnapshotFiles:
 
     def _copy(self, source: str, target: str) -> None:
         if not is_local(source):
-            self.file_system.copy(self._inner(source), self._inner(target))
+            self.file_system.cp_file(self._inner(source), self._inner(target))
             return
         temporary = beside(target, "tmp")
         with contextlib.suppress(FileNotFoundError):
@@ -191,8 +197,9 @@ class SnapshotFiles:
                 os.remove(temporary)
 
     def _move(self, source: str, target: str) -> None:
-        if not is_local(source):
-            self.file_system.mv(self._inner(source), self._inner(target))
+        if not is_local(source):  # `mv` and `copy` would take a name for a pattern
+            self.file_system.cp_file(self._inner(source), self._inner(target))
+            self._remove(source)
             return
         os.replace(source, target)
         folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
@@ -205,13 +212,10 @@ class SnapshotFiles:
         self.file_system.rm_file(self._inner(path))
 
     def _inner(self, path: str) -> str:
-        return fsspec.core.url_to_fs(path)[1]
+        return locate(path)[1]
 
     # ----------------------------------------------------------------------------------------------
     # Finding
-
-    def _numbered(self, step: int) -> str:
-        return beside(self.path, f"step{step:08d}")
 
     def _present(self, kind: str) -> list[str]:
         """The existing paths of snapshots whose kind matches the pattern `kind`, in order."""
@@ -234,7 +238,7 @@ class SnapshotFiles:
         return self._present(r"\.step\d+")[::-1]
 
     def all(self) -> list[str]:
-        """Every snapshot of the run that exists, in the order in which to look for a good one."""
+        """Every snapshot of the run that exists, the latest first."""
         single = [path for path in (self.path, self.previous) if exists(path)]
         return single + self.numbered() + ([self.best] if exists(self.best) else [])
 
@@ -249,27 +253,35 @@ class SnapshotFiles:
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
         for leftover in self._present(r"(\.\w+)?\.tmp"):
             self._remove(leftover)
-        damaged: list[tuple[str, str]] = []
-        for path in self.all():
+        paths = self.all()
+        if not paths:
+            return None
+        damaged: dict[str, str] = {}
+        newest: tuple[int, bytes, str] | None = None
+        for path in paths:
             try:
                 content = read(path)
-                verify(content, path)
+                step = Snapshot.from_bytes(content, path).step
             except Unreachable:
                 raise
             except SnapshotError as error:
-                damaged.append((path, str(error)))
+                damaged[path] = str(error)
                 continue
-            for (_, why), moved in zip(
-                damaged, self.set_aside([bad for bad, _ in damaged], "damaged"), strict=True
-            ):
-                warn(f"{why}; it is now {moved}; going on from {path}")
-            return content, path
-        if damaged:
+            if path == self.path:
+                return content, path
+            if newest is None or step > newest[0]:
+                newest = (step, content, path)
+        if newest is None:
             raise SnapshotError(
-                f"no good snapshot left: {'; '.join(why for _, why in damaged)}; move them away to "
-                "start anew, or set run_name=NEW_NAME"
+                f"no good snapshot left: {'; '.join(damaged.values())}; move them away to start "
+                "anew, or set run_name=NEW_NAME"
             )
-        return None
+        _, content, path = newest
+        for why, moved in zip(damaged.values(), self.set_aside([*damaged], "damaged"), strict=True):
+            warn(f"{why}; it is now {moved}; going on from {path}")
+        self._put(self.temporary, content)  # a copy: a second name would share its damages
+        self._move(self.temporary, self.path)
+        return content, path
 
     def set_aside(self, paths: list[str] | None = None, word: str = "old") -> list[str]:
         """Renames `paths`, or all snapshots, to the first number free for all (`NAME.old1.pt`).
@@ -284,7 +296,12 @@ class SnapshotFiles:
         for old in paths:
             new = beside(old, f"{word}{number}")
             with reaching(old):
-                self.file_system.mv(self._inner(old), self._inner(new))
+                file_system, inner = locate(old)
+                if is_local(old):
+                    os.rename(old, new)
+                else:
+                    file_system.cp_file(inner, locate(new)[1])
+                    file_system.rm_file(inner)
             moved.append(new)
         return moved
 
@@ -300,7 +317,7 @@ class BackgroundWriter:
 
     Training waits only for a copy of the tensors on their device, and for the save before, where
     saves are closer together than a save takes. A save that fails is logged; `failures` counts
-    those in a row, `error` is the newest.
+    those in a row, `error` is the newest. A best snapshot is kept until it could be written.
     """
 
     def __init__(self, files: SnapshotFiles):
@@ -309,6 +326,7 @@ class BackgroundWriter:
         self._thread = ThreadPoolExecutor(1, "snapshot", give_way)
         self._pending: Future[None] | None = None
         self._step = 0
+        self._unwritten_best: Snapshot | None = None
 
     def write(
         self,
@@ -330,13 +348,22 @@ class BackgroundWriter:
         self._pending = self._thread.submit(self._write, copied, ready, latest, best, first)
 
     def _write(self, snapshot: Snapshot, ready, latest: bool, best: bool, first) -> None:
-        first()
         if ready is not None:
             # Beside the stream that trains, so that the copy to the host does not hold it up.
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda.current_stream().wait_event(ready)
                 snapshot = snapshot.map_tensors(lambda tensor: tensor.cpu())
+        if best:
+            self._unwritten_best = snapshot
+        first()
+        if self._unwritten_best is not None and self._unwritten_best is not snapshot:
+            self._write_files(self._unwritten_best, latest=False, best=True)
+        self._write_files(snapshot, latest, best)
+
+    def _write_files(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
         self.files.write(snapshot.to_bytes(), snapshot.step, latest, best)
+        if best:
+            self._unwritten_best = None
 
     def poll(self) -> None:
         """Takes note of a save that has ended."""

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import distributed
 from char_dataset import IGNORE, window_order
 from distributed import Agreement, World, naming_the_silent
-from errors import UserError
+from errors import UserError, one_line
 from metrics import METRICS, Metrics
 from signals import SIGNALS, Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences
@@ -250,15 +250,24 @@ class Trainer:
         self.best: tuple[float, int] | None = None  # held-out loss and its step
         self.newest: tuple[float, int] | None = None
         self.saved_step: int | None = None  # of the latest snapshot
+        self.metrics_lines = 0
+        self.set_aside = sets_aside(config, self.world)
         self.skipped = 0  # steps in a row whose numbers were not finite
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
             self._check(found)
-        self.choices = self._choose(found.choices if found else {}, distributed.unwrap(model))
-        self._apply_choices(model)
-        bare = distributed.unwrap(model).to(self.world.device)
-        if found:
-            self._restore(found, bare)
+        try:
+            self.choices = self._choose(found.choices if found else {}, distributed.unwrap(model))
+            self._apply_choices(model)
+            bare = distributed.unwrap(model).to(self.world.device)
+            if found:
+                self._restore(found, bare)
+        except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+            if found is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UserError(
+                f"{self.files.path}: cannot be restored into this model: {one_line(error)}"
+            ) from error
         self.model = model if model is not bare else distributed.wrap(model, self.world)
         self.bare = bare
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -326,7 +335,10 @@ class Trainer:
     def _check(self, snapshot: Snapshot) -> None:
         dataset, path = self.train_dataset, self.files.path
         check_can_resume(snapshot, self.run_config, dataset.vocabulary, dataset.digest, path)
-        for key, (was, now) in differences(snapshot.config, self.run_config).items():
+        changes = differences(snapshot.config, self.run_config)
+        if snapshot.processes != self.world.size:
+            changes["processes"] = (snapshot.processes, self.world.size)
+        for key, (was, now) in changes.items():
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
     def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
@@ -342,6 +354,7 @@ class Trainer:
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
         self.step = self.saved_step = snapshot.step
+        self.metrics_lines = snapshot.metrics_lines
         if snapshot.best_loss is not None:
             self.best = (snapshot.best_loss, snapshot.best_step)
         if snapshot.loss is not None:
@@ -368,6 +381,8 @@ class Trainer:
             best_step=best[1],
             loss=newest[0],
             loss_step=newest[1],
+            metrics_lines=self.metrics.lines if self.metrics else 0,
+            processes=self.world.size,
             vocabulary=self.train_dataset.vocabulary,
             text_digest=self.train_dataset.digest,
             choices=self.choices,
@@ -381,6 +396,8 @@ class Trainer:
         if not (latest or best):
             return
         self._check_finite()
+        if self.skipped and self.step < self.total_steps:
+            return  # it may be past help: the snapshot from before stays
         if latest:
             self.saved_step = self.step
         if self.writer and self.metrics:
@@ -419,7 +436,13 @@ class Trainer:
                 f"step {self.step}: {self.config.max_save_failures} snapshots in a row could not "
                 f"be written (trainer.max_save_failures): {why}"
             )
-        if self.saved_step != self.step:
+
+        def is_saved() -> bool:
+            if self.writer:
+                self.writer.wait()
+            return self.saved_step == self.step and not (self.writer and self.writer.error)
+
+        if not distributed.run_on_first(is_saved, self.world):
             self._save(latest=True, best=False)
         distributed.run_on_first(self._finish_saving, self.world)
         stopped = Stopped(request)
@@ -460,11 +483,17 @@ class Trainer:
             )
             return self.newest[0] if self.newest else None
         self.metrics: Metrics | None = None
+        self.batches = None
 
         def open_files() -> None:
-            evaluated = self.newest is not None and self.newest[1] == self.step
             self.files.check_writable()
-            self.metrics = Metrics(self.run_dir, self.step, evaluated)
+            if self.set_aside:
+                history = os.path.join(self.run_dir, METRICS)
+                paths = [*self.files.all(), *([history] if os.path.exists(history) else [])]
+                for moved in self.files.set_aside(paths):
+                    log.info("trainer.resume=never: what was there is now %s", moved)
+            evaluated = self.newest is not None and self.newest[1] == self.step
+            self.metrics = Metrics(self.run_dir, self.step, evaluated, self.metrics_lines)
 
         with self.requests, naming_the_silent(self.world, lambda: f"after step {self.step}"):
             distributed.run_on_first(open_files, self.world)
@@ -476,8 +505,9 @@ class Trainer:
             except _StopRequested as stop:
                 self._stop(stop.request)
             finally:
-                # Ends the loader's processes; the frames of an error would keep them until the
-                # interpreter waits for them, and they do not listen to its SIGTERM.
+                if self.config.data_loader_workers and self.batches is not None:
+                    # Or the interpreter would wait for them, and they do not hear its SIGTERM.
+                    self.batches._shutdown_workers()
                 self.batches = None
                 if self.writer:
                     self.writer.wait()  # after an error, too: what was good then is worth having
@@ -504,9 +534,9 @@ class Trainer:
     def _evaluate_and_save(self) -> None:
         """Does what is due at this step and has not been done."""
         with self.stopwatch.paused():
+            better = self._evaluation_is_due() and self._log_evaluation()
             if self.save_asked:
                 log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
-            better = self._evaluation_is_due() and self._log_evaluation()
             self._save(latest=self._save_is_due(), best=better)
             self.save_asked = False
 
@@ -566,7 +596,7 @@ class Trainer:
         total = torch.zeros((), device=device)
         for i in range(self.accumulation):
             self._poll()
-            x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
+            x, y = (z.to(device, non_blocking=True) for z in self._next_batch())
             # Gradients are summed over processes once a step, with the last micro-batch.
             waits = i + 1 < self.accumulation and self.world.size > 1
             with self.model.no_sync() if waits else contextlib.nullcontext():
@@ -593,6 +623,19 @@ class Trainer:
         bad = ~now.isfinite().all() & (self.first_bad[0] < 0)
         self.first_bad = torch.where(bad, now, self.first_bad)
         return loss, norm
+
+    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        workers = self.config.data_loader_workers
+        try:
+            return next(self.batches)
+        except RuntimeError as error:
+            if not workers:
+                raise
+            raise UserError(
+                f"step {self.step + 1}: a process that prepares batches has died, of too little "
+                f"memory perhaps (trainer.data_loader_workers={workers}; 0 needs none): "
+                f"{one_line(error)}"
+            ) from error
 
     def _skip(self, norm: torch.Tensor) -> None:
         """Notes that a step was left out; the norm, and so the decision, is that of all ranks."""
@@ -679,7 +722,12 @@ class Trainer:
         started = time.perf_counter()
         loss, scored, rank_losses = self.evaluate()
         if not math.isfinite(loss):
-            raise UserError(f"step {self.step}: the held-out loss is {loss}: training has diverged")
+            lr = self._learning_rate(self.step - 1)
+            raise UserError(
+                f"step {self.step}: the held-out loss is {loss} at learning rate {lr:.3g}: "
+                "training has diverged; lower optimizer.learning_rate; snapshots of earlier steps "
+                "are as they were"
+            )
         better = self.best is None or loss < self.best[0]
         self.newest = (loss, self.step)
         if better:
@@ -806,7 +854,7 @@ def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
     """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute
     or a URL.
     """
-    path = config.snapshot_path.removeprefix("file://")
+    path = config.snapshot_path.removeprefix("file://").removeprefix("local://")
     return os.path.join(run_dir, path) if is_local(path) else path
 
 
@@ -814,16 +862,15 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
     """The snapshot to go on from, read and verified by rank 0 and handed to all; None to start
     anew.
 
-    With `resume=never`, earlier snapshots are first renamed. Raises `UserError` on every rank if
-    snapshots exist but none is good, or if there is none and `resume=must`.
+    None with `resume=never`, too; what is there is set aside when training begins. Raises
+    `UserError` on every rank if snapshots exist but none is good, or if there is none and
+    `resume=must`.
     """
+    if sets_aside(config, world):
+        return None
     files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
 
     def find() -> tuple[bytes, str] | None:
-        if config.resume == "never":
-            for moved in files.set_aside():
-                log.info("trainer.resume=never: an earlier snapshot is now %s", moved)
-            SnapshotFiles(os.path.join(run_dir, METRICS)).set_aside()
         found = files.find(log.warning)
         if found is None and config.resume == "must":
             raise UserError(f"trainer.resume=must: there is no snapshot at {files.path}")
@@ -835,6 +882,13 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
     snapshot = Snapshot.from_bytes(*found)
     log.info("resuming from %s, step %d", found[1], snapshot.step)
     return snapshot
+
+
+def sets_aside(config: TrainerConfig, world: World) -> bool:
+    """Whether what an earlier start left is to be renamed: `resume=never`, unless torchrun has
+    started this very run again.
+    """
+    return config.resume == "never" and not distributed.is_restart(world)
 
 
 def planned_steps(config: TrainerConfig, num_windows: int) -> int:

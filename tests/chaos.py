@@ -10,6 +10,7 @@ difference. The seed repeats the faults, if not the exact moment at which they s
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import RUN_FILES, TINY, equal, metrics  # noqa: E402
 
+from snapshot import SnapshotError  # noqa: E402
 from snapshot_files import load  # noqa: E402
 
 SETTINGS = [
@@ -200,17 +202,17 @@ def settle(snapshot):
     return snapshot
 
 
-def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=print) -> Counter:
+def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=print):
     """Does `kills` faults to runs of `steps` steps, begun anew whenever one finishes.
 
-    Returns how often each fault was survived. Raises AssertionError if one was not.
+    Returns how often each fault was tried, and survived. Raises AssertionError if one was not.
     """
     chance = random.Random(seed)
     reference = Run(folder / "reference", steps, processes)
     began = time.monotonic()
     assert reference.wait() == 0, reference.text()
     longest = time.monotonic() - began
-    survived: Counter = Counter()
+    survived, tried = Counter(), Counter()
     faults = FAULTS if processes else [f for f in FAULTS if f not in (kill_torchrun,)]
     number = 0
     while sum(survived.values()) < kills:
@@ -221,24 +223,54 @@ def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=p
             if sum(survived.values()) + len(done) < kills:
                 fault = chance.choice(faults)
             restarts = 1 if fault is kill_one_rank_under_restarts else 0
+            expected = newest_good_step(run_dir)
             run = Run(run_dir, steps, processes, restarts)
+            tried[fault.__name__ if fault else ""] += 1
             delay = chance.random() * longest
             if fault is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.process.wait(timeout=delay)
             if fault is None or run.process.poll() is not None:
                 assert run.wait() == 0, run.text()
+                check_went_on(run, expected)
+                tried[fault.__name__ if fault else ""] -= 1  # it came too late
                 break
             fault(run, chance)
             status = run.wait()
             done.append(fault.__name__)
             say(f"{fault.__name__} after {delay:.1f} s of start {len(done)} of run {number}")
             assert (status == 0) <= (restarts == 1 or finished(run)), run.text()
+            check_went_on(run, expected)
         check_same(run_dir, folder / "reference")
         survived.update(done)
         say(f"run {number}: equal after {len(done)} faults; {sum(survived.values())} of {kills}")
         shutil.rmtree(run_dir)
-    return survived
+    del tried[""]
+    return tried, survived
+
+
+def newest_good_step(run_dir: Path) -> int | None:
+    """The step that the next start has to go on from."""
+    steps = []
+    for path in (run_dir / "gpt_snapshot.pt", *run_dir.glob("gpt_snapshot.*.pt")):
+        with contextlib.suppress(SnapshotError):
+            steps.append(load(str(path)).step)
+            if path.name == "gpt_snapshot.pt":
+                break
+    return max(steps, default=None)
+
+
+def check_went_on(run: Run, expected: int | None) -> None:
+    """Raises AssertionError if a start that came to train did not begin at `expected`, or if a
+    stop did not save the step that it names.
+    """
+    text = run.text()
+    if "device      " in text:
+        found = re.search(r"^resuming from \S+, step (\d+)$", text, re.MULTILINE)
+        assert (int(found[1]) if found else None) == expected, text
+    stopped = re.search(r": stopped after step (\d+) of", text)
+    if stopped:
+        assert load(str(run.run_dir / "gpt_snapshot.pt")).step == int(stopped[1]), text
 
 
 def finished(run: Run) -> bool:
@@ -251,14 +283,14 @@ def main() -> None:
     given |= {k: int(v) for k, v in (a.split("=") for a in sys.argv[1:])}
     print(f"python tests/chaos.py {' '.join(f'{k}={v}' for k, v in given.items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        survived = chaos(
+        tried, survived = chaos(
             Path(folder), **given, steps=1500, say=lambda text: print(text, flush=True)
         )
     print("\n| fault | tried | survived |\n|---|---|---|")
     for name in (f.__name__ for f in FAULTS):
         if survived[name]:
-            print(f"| {name.replace('_', ' ')} | {survived[name]} | {survived[name]} |")
-    print(f"| all | {survived.total()} | {survived.total()} |")
+            print(f"| {name.replace('_', ' ')} | {tried[name]} | {survived[name]} |")
+    print(f"| all | {tried.total()} | {survived.total()} |")
 
 
 if __name__ == "__main__":

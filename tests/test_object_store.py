@@ -258,7 +258,7 @@ def test_a_run_on_a_fresh_disk_goes_on_from_the_store(network, tmp_path):
     for result in (whole, first, second):
         assert result.returncode == 0, result.stderr
     assert "resuming from s3://bucket/run/gpt.pt, step 6" in second.stdout
-    assert "metrics.jsonl: the lines up to step 6 are not on this disk" in second.stdout
+    assert "metrics.jsonl: 8 of the 8 lines up to step 6 are not on this disk" in second.stdout
     assert [x["step"] for x in metrics(tmp_path / "b", "train")] == [7, 8]
     assert names() == ["gpt.best.pt", "gpt.prev.pt", "gpt.pt"]
     sampled = start("snapshot=s3://bucket/run/gpt.pt", "max_new_tokens=20", script="sample.py")

@@ -127,7 +127,10 @@ def grow(data: bytes) -> bytes:
         (lambda: saved(extra=1), "its fields are"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
         (lambda: with_pickle(b""), "pickle exhausted"),
-        (lambda: saved(format=2), "snapshot format 2, this application reads 1"),
+        (lambda: saved(format=1), "snapshot format 1, this application reads 2"),
+        (lambda: saved(config=bomb()), "declare more bytes"),
+        (lambda: saved(config={"data": 5}), "config.data is 5"),
+        (lambda: saved(step=-3), "its step is -3"),
     ],
 )
 def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_taken(content, says):
@@ -137,6 +140,14 @@ def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_ta
         Snapshot.from_bytes(content, "s.pt")
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
     assert taken < 200_000
+
+
+def bomb() -> dict:
+    """A small thing that is large to whoever walks all of it."""
+    inner: dict = {}
+    for _ in range(40):
+        inner = {"a": inner, "b": inner}
+    return inner
 
 
 def some_pickle() -> bytes:

@@ -383,7 +383,10 @@ def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp
         make(parts, tmp_path, resume="must")
     make(parts, tmp_path).train()
     assert make(parts, tmp_path, resume="must").step == 6
-    assert make(parts, tmp_path, resume="never").step == 0
+    anew = make(parts, tmp_path, resume="never")
+    assert anew.step == 0 and load(str(tmp_path / "gpt_snapshot.pt")).step == 6  # nothing is lost
+    anew.train()
+    assert (tmp_path / "metrics.old1.jsonl").exists()
     assert load(str(tmp_path / "gpt_snapshot.old1.pt")).step == 6
 
 
@@ -567,6 +570,98 @@ def test_bad_steps_without_end_are_not(parts, tmp_path):
 
 def test_history_that_is_on_another_disk_is_missed_aloud(parts, tmp_path, caplog):
     make(parts, tmp_path).train()
-    (tmp_path / "metrics.jsonl").unlink()
-    make(parts, tmp_path, max_steps=8).train()
-    assert "metrics.jsonl: the lines up to step 6 are not on this disk" in caplog.text
+    history = tmp_path / "metrics.jsonl"
+    lines = history.read_text().splitlines(keepends=True)
+    for left in (lines[:3], None):
+        history.unlink() if left is None else history.write_text("".join(left))
+        make(parts, tmp_path, max_steps=7 if left else 8).train()
+        assert f"metrics.jsonl: 5 of the {8 if left else 5} lines up to step" in caplog.text
+        caplog.clear()
+
+
+def test_bad_lines_of_metrics_matter_only_among_those_that_stay(parts, tmp_path):
+    make(parts, tmp_path).train()
+    history = tmp_path / "metrics.jsonl"
+    good = history.read_bytes()
+    history.write_bytes(good + b"\xff\xfe\n{")
+    make(parts, tmp_path, max_steps=7).train()
+    assert history.read_bytes().startswith(good) and b"\xff" not in history.read_bytes()
+    history.write_bytes(b"\xff\xfe\n" + good)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not a line of metrics; mend it"):
+        make(parts, tmp_path, max_steps=8).train()
+
+
+def test_a_streak_of_bad_steps_is_not_saved(parts, tmp_path):
+    settings = {"on_nonfinite": "skip", "save_every_steps": 1, "eval_every_steps": 100}
+    make(parts, tmp_path, **settings, max_steps=4).train()
+    trainer = make(parts, tmp_path, **settings, max_steps=100)
+    forward = trainer.bare.forward
+    trainer.bare.forward = lambda x, y: (None, forward(x, y)[1] * float("inf"))
+    with pytest.raises(UserError, match="25 times in a row"):
+        trainer.train()
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == 4
+
+
+def test_a_best_snapshot_that_could_not_be_written_is_made_up_for(parts, tmp_path):
+    trainer = make(parts, tmp_path, max_steps=5, eval_every_steps=1, save_every_steps=100)
+    losses = iter([3.0, 2.0, 2.5, 2.7, 2.2])
+    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    put = trainer.files._put
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    trainer.files._put = lambda *a: fail() if trainer.step == 2 else put(*a)
+    trainer.writer.poll = trainer.writer.wait
+    trainer.train()
+    assert load(str(tmp_path / "gpt_snapshot.best.pt")).step == 2
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
+
+
+def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
+    trainer = make(parts, tmp_path, max_steps=50, save_every_steps=4, eval_every_steps=50)
+    put = trainer.files._put
+    tries = []
+
+    def once(*args):
+        if trainer.step == 4 and not tries:
+            tries.append(1)
+            signal.raise_signal(signal.SIGTERM)
+            raise OSError(28, "No space left on device")
+        put(*args)
+
+    trainer.files._put = once
+    write = trainer.writer.write
+    trainer.writer.write = lambda *args: (write(*args), trainer.writer._pending.exception(30))
+    with pytest.raises(Stopped):
+        trainer.train()
+    assert tries and load(str(tmp_path / "gpt_snapshot.pt")).step == trainer.step == 4
+
+
+def test_no_request_is_lost_to_another():
+    from signals import Request, Requests
+
+    with Requests() as requests:
+        for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+            signal.raise_signal(number)
+        assert [requests.take(), requests.take()] == [Request.TERMINATE] * 2
+    with Requests() as requests:
+        signal.raise_signal(signal.SIGUSR1)
+        assert [requests.take(), requests.take()] == [Request.SAVE, Request.NOTHING]
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_state": {}}, {"choices": {"amp_dtype": "nonsense"}}, {"scaler_state": {}}]
+)
+def test_a_snapshot_that_does_not_fit_gets_one_line(parts, tmp_path, change):
+    import dataclasses
+
+    settings = {"use_amp": True}
+    make(parts, tmp_path, **settings).train()
+    path = tmp_path / "gpt_snapshot.pt"
+    path.write_bytes(dataclasses.replace(load(str(path)), **change).to_bytes())
+    if "scaler_state" in change:
+        assert make(parts, tmp_path, **settings).step == 6
+        return
+    with pytest.raises(UserError, match=r"gpt_snapshot\.pt: cannot be restored into this model: "):
+        make(parts, tmp_path, **settings)
