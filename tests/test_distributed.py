@@ -117,7 +117,7 @@ def test_a_run_directory_has_one_run_at_a_time(tmp_path):
             time.sleep(0.05)
         second = start(*settings, nproc=2)
         assert second.returncode != 0
-        assert "another run is using this directory" in second.stderr
+        assert "another run is using it" in second.stderr
         assert first.poll() is None
     finally:
         first.kill()

@@ -1,10 +1,12 @@
 """The program as its users start it: the command line, the recipes, and every bad input."""
 
 import os
+import subprocess
+import time
 
 import pytest
 import yaml
-from conftest import ROOT, RUN_FILES, TINY, metrics, start
+from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
@@ -290,6 +292,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found"),
         ("data.block_size=${model.block_size}", "data.block_size: Recursive interpolation"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
+        ("trainer.snapshot_path=metrics.jsonl", "trainer.snapshot_path=metrics.jsonl: the run has"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size=10: the text has"),
         ("model.block_size=7", "model.block_size=7: is data.block_size"),
@@ -400,3 +403,36 @@ def test_the_plain_configuration_is_plain():
             [check(v) for v in value.values()]
 
     check(plain(composed("experiment=overfit")))
+
+
+def test_snapshots_left_at_another_path_are_not_forgotten(tmp_path):
+    assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    moved = [*TINY, f"run_dir={tmp_path}", "trainer.snapshot_path=other.pt"]
+    refuse(*moved, says="there is no snapshot, but this run has one at")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "gpt_snapshot.pt").rename(tmp_path / "other.pt")
+    result = start(*moved, "trainer.max_steps=7")
+    assert result.returncode == 0 and "other.pt, step 6" in result.stdout
+
+
+def test_two_runs_do_not_share_their_snapshots(tmp_path):
+    shared = f"trainer.snapshot_path={tmp_path / 'shared.pt'}"
+    sweep = [*TINY, "optimizer.learning_rate=1e-3,1e-2", f"run_dir={tmp_path / 'run'}"]
+    refuse("-m", *sweep, shared, says="is the same for all jobs of the sweep")
+    apart = "trainer.snapshot_path='memory://${run_dir}/s.pt'"
+    result = start("-m", *sweep, apart)
+    assert result.returncode == 0 and result.stdout.count("step 6/6 | held-out") == 2
+    settings = [*TINY, shared, "trainer.max_steps=100000", "trainer.max_epochs=null"]
+    first = subprocess.Popen(
+        command(*settings, f"run_dir={tmp_path / 'a'}"), cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "a" / "metrics.jsonl").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        refuse(*settings, f"run_dir={tmp_path / 'b'}", says="shared.pt: another run is using it")
+    finally:
+        first.kill()
+        first.wait(timeout=30)

@@ -164,7 +164,16 @@ def test_the_same_files_as_on_a_disk(files):
     assert files.set_aside()[0] == "s3://bucket/run/s.old1.pt"
 
 
-def test_a_damaged_object_is_set_aside_and_the_one_before_used(files):
+def test_a_name_is_no_pattern(network):
+    files = SnapshotFiles("s3://bucket/lr=[1]*/s.pt", keep=1)
+    for step in (1, 2):
+        write(files, step, best=True)
+    assert [load(path).step for path in files.all()] == [2, 1, 2, 2]
+    assert len(files.set_aside()) == 4
+
+
+def test_a_damaged_object_is_set_aside_and_the_one_before_used(network):
+    files = SnapshotFiles("s3://bucket/run/s.pt")
     for step in (1, 2):
         write(files, step)
     content = bytearray(files.file_system.cat_file("bucket/run/s.pt"))
