@@ -235,6 +235,7 @@ def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=p
                 check_went_on(run, expected)
                 tried[fault.__name__ if fault else ""] -= 1  # it came too late
                 break
+            run.workers()  # to know them, and to wait for their end, also without torchrun
             fault(run, chance)
             status = run.wait()
             done.append(fault.__name__)
