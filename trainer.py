@@ -443,6 +443,7 @@ class Trainer:
             return self.saved_step == self.step and not (self.writer and self.writer.error)
 
         if not distributed.run_on_first(is_saved, self.world):
+            self.skipped = 0  # a stop saves where it stands
             self._save(latest=True, best=False)
         distributed.run_on_first(self._finish_saving, self.world)
         stopped = Stopped(request)
