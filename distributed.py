@@ -160,8 +160,8 @@ def keep_freed_memory() -> None:
     """Has glibc keep freed memory for the next allocation instead of returning it to the kernel.
 
     A CPU step allocates and frees the same tensors again and again; without this, a sixth of its
-    time goes to page
-    faults (docs/experiments.md). Elsewhere than on Linux with glibc nothing happens.
+    time goes to page faults (docs/experiments.md). Elsewhere than on Linux with glibc nothing
+    happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,15 +1,11 @@
 """Trains a character-level GPT.
 
-    python main.py                                              one process; picks the recipe for
-    this machine
-    torchrun --standalone --nproc_per_node=gpu main.py          a process for every GPU of this
-    machine
-    torchrun --standalone --nproc_per_node=2 main.py            two processes, on GPUs or on CPU
-    cores
-    python main.py experiment=mingpt_ddp                        a named recipe; conf/experiment/ has
-    them
-    python main.py model.n_layer=8 optimizer.learning_rate=1e-3 anything is an override
-    python main.py data=text data.path=book.txt                 another text
+    python main.py                                         one process; the recipe for this machine
+    torchrun --standalone --nproc_per_node=gpu main.py     a process for every GPU of this machine
+    torchrun --standalone --nproc_per_node=2 main.py       two processes, on GPUs or CPU cores
+    python main.py experiment=mingpt_ddp                   a named recipe; see conf/experiment/
+    python main.py model.n_layer=8 trainer.max_steps=500   anything is an override
+    python main.py data=text data.path=book.txt            another text
 
 The same command again goes on where the run was stopped.
 """

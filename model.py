@@ -37,9 +37,7 @@ SIZES = {
 SOFTCAP = 15.0  # |logit| stays below this in the modern architecture (Gemma Team, "Gemma 2", 2024)
 ROPE_BASE = 10_000.0  # Su et al., "RoFormer", 2021
 NORM_EPS = 1e-6
-SHORT_ATTENTION = (
-    256  # on a CPU, up to this many characters plain matrix products beat the fused attention
-)
+SHORT_ATTENTION = 256  # characters; up to here plain matrix products are faster on a CPU
 
 
 @dataclass
@@ -146,12 +144,10 @@ class KVCache:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) over the last dimension, y below, with r = 1 / sqrt(mean(x^2) +
-    eps).
+    """y = x r over the last dimension, with r = 1 / sqrt(mean(x^2) + eps).
 
     Its gradient needs only y and r: r (g - y mean(g y)). Autograd would keep every intermediate and
-    pass over memory
-    twice as often, which is what costs on a CPU that does not compile.
+    pass over memory twice as often, which is what costs on a CPU that does not compile.
     """
 
     @staticmethod
@@ -269,12 +265,10 @@ class CausalSelfAttention(nn.Module):
             if S == T:
                 return F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=True)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pdrop)
-        # The mask is what the product is added to, so that neither scaling nor masking is a pass
-        # over memory.
+        # The mask is what the product is added to: neither scaling nor masking is a pass over
+        # memory. Shapes are (B * H, S, T) from here.
         q, k, v = (z.reshape(B * H, -1, D) for z in (q, k, v))
-        weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5).softmax(
-            dim=-1
-        )  # (B * H, S, T)
+        weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5).softmax(dim=-1)
         if pdrop:
             weights = F.dropout(weights, pdrop)
         return torch.bmm(weights.to(v.dtype), v).view(B, H, S, D)
@@ -348,9 +342,8 @@ class GPT(nn.Module):
         modern, config = self.config.arch == "modern", self.config
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                nn.init.constant_(
-                    parameter, float(name.endswith("weight"))
-                )  # a norm's weight 1, every bias 0
+                # a norm's weight 1, every bias 0
+                nn.init.constant_(parameter, float(name.endswith("weight")))
             elif modern and (name.endswith("c_proj.weight") or name == "head.weight"):
                 nn.init.zeros_(parameter)
             elif modern and "emb" not in name:
@@ -381,19 +374,15 @@ class GPT(nn.Module):
         if self.pos_emb is not None:
             x = x + self.pos_emb.weight[past : past + T]
         x = self.drop(x)
-        if torch.is_autocast_enabled(
-            x.device.type
-        ):  # the stream too, or each addition would go back to float32
+        if torch.is_autocast_enabled(x.device.type):
+            # The stream too, or each addition would go back to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         turn = None
         if self.pos_emb is None:
-            x = self.ln_f(
-                x
-            )  # has no weights: the norm after the embedding is the one before the head
+            x = self.ln_f(x)  # has no weights: one norm for after the embedding and before the head
             turn = rotary(past, T, self.config.n_embd // self.config.n_head, like=x)
-        mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype).triu(
-            1 + past
-        )
+        mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype)
+        mask = mask.triu(1 + past)
         for block in self.blocks:
             x = block(x, turn, mask, cache)
         if cache is not None:
@@ -500,9 +489,8 @@ def pick(
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probability = ordered.softmax(dim=-1)
-        before = (
-            probability.cumsum(dim=-1) - probability
-        )  # the likeliest has 0 before it, so one always stays
+        # The likeliest has 0 before it, so one always stays.
+        before = probability.cumsum(dim=-1) - probability
         logits = logits.masked_fill(
             (before >= top_p).scatter(1, order, before >= top_p), float("-inf")
         )

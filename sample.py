@@ -31,9 +31,7 @@ SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, a
 class SampleConfig:
     """What to print; every field is an argument, `name=value`."""
 
-    prompt: str | None = (
-        None  # the text to continue; null: a newline, or the vocabulary's first character
-    )
+    prompt: str | None = None  # to continue; null: a newline, or the vocabulary's first character
     num_samples: int = 1  # continuations
     max_new_tokens: int = 500  # characters in each
     temperature: float = 0.8  # logits are divided by it; 0: always the likeliest character
@@ -41,9 +39,7 @@ class SampleConfig:
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # of the draw; null: another text every time
     run_dir: str | None = None  # the run; null: the newest under runs/
-    snapshot: str | None = (
-        None  # a snapshot file or URL; null: the best of run_dir, or else its latest
-    )
+    snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
     device: str = "auto"  # cpu, cuda or auto
 
     def __post_init__(self):
