@@ -43,7 +43,7 @@ from distributed import (
     run_on_each_host,
     run_on_first,
 )
-from errors import UserError
+from errors import UserError, one_line
 from metrics import LOCK, METRICS, owned, run_directory
 from model import GPT, create_optimizer
 from schedule import learning_rate_factor
@@ -117,12 +117,13 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
 
 
 def own_files(config: Config, stack: contextlib.ExitStack) -> None:
-    """Owns what the run writes until `stack` ends: its directory, and its snapshots elsewhere."""
+    """Owns what the run writes until `stack` ends: its directory, and its snapshots wherever."""
     stack.enter_context(run_directory(config.run_dir))
     path = snapshot_path(config.trainer, config.run_dir)
-    elsewhere = os.path.dirname(os.path.abspath(path)) != os.path.abspath(config.run_dir)
-    if is_local(path) and elsewhere:
-        stack.enter_context(owned(f"{path}.lock", f"trainer.snapshot_path={path}"))
+    if is_local(path):
+        folder, name = os.path.split(path)
+        lock = os.path.join(folder, f".{name}{LOCK}")
+        stack.enter_context(owned(lock, f"trainer.snapshot_path={path}"))
 
 
 def check_nothing_is_left_behind(config: Config) -> None:
@@ -130,7 +131,12 @@ def check_nothing_is_left_behind(config: Config) -> None:
     recorded = os.path.join(config.run_dir, CONFIG)
     if not os.path.exists(recorded):
         return
-    was = OmegaConf.select(OmegaConf.load(recorded), "trainer.snapshot_path")
+    try:
+        was = OmegaConf.select(OmegaConf.load(recorded), "trainer.snapshot_path")
+    except Exception as error:  # a file can be wrong in many ways
+        raise UserError(
+            f"{recorded}: cannot be read: {one_line(error)}; mend it, or move it away"
+        ) from error
     if was is None or was == config.trainer.snapshot_path:
         return
     before = snapshot_path(dataclasses.replace(config.trainer, snapshot_path=was), config.run_dir)

@@ -177,8 +177,7 @@ class Metrics:
         OSError if not all of it could be written.
         """
         with self.lock:
-            if self.unwritten:
-                raise OSError(f"{self.path}: lines are waiting to be written")
+            self._write()
         os.fsync(self.file.fileno())
 
     def close(self) -> None:

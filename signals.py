@@ -66,6 +66,7 @@ class Requests:
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self.__init__()
 
     def _note(self, number: int, _) -> None:
         request = SIGNALS[signal.Signals(number)]
@@ -114,9 +115,14 @@ def end_with_parent() -> None:
         return
     PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    try:  # if it died before, another process has taken its place; launchers are Python programs
-        parent = os.path.basename(os.readlink(f"/proc/{os.getppid()}/exe"))
+    # If it died before, another process has taken its place, which is neither a Python program, as
+    # launchers are, nor one that a launcher started to wrap this one.
+    parent = f"/proc/{os.getppid()}"
+    try:
+        is_python = os.path.basename(os.readlink(f"{parent}/exe")).startswith("python")
+        with open(f"{parent}/environ", "rb") as file:
+            is_wrapper = b"TORCHELASTIC_RUN_ID=" in file.read()
     except OSError:
         return
-    if not parent.startswith("python"):
+    if not (is_python or is_wrapper):
         os.kill(os.getpid(), signal.SIGTERM)

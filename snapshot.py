@@ -161,6 +161,11 @@ def check_contents(content: bytes) -> None:
             raise ValueError("an entry is compressed")
         if sum(entry.file_size for entry in entries) > len(content):
             raise ValueError("its entries declare more bytes than the file has")
+        # Torch's reader looks at the archive by itself: it must not find another one.
+        if not entries or min(entry.header_offset for entry in entries):
+            raise ValueError("something stands before its first entry")
+        if len({entry.filename.lower() for entry in entries}) < len(entries):
+            raise ValueError("two of its entries have the same name")
         pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ValueError("it has no pickle, or several")

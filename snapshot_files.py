@@ -151,9 +151,14 @@ class SnapshotFiles:
                 log.warning("%s: the numbered ones are not up to date: %s", self.path, error)
 
     def check_writable(self) -> None:
-        """Raises `Unreachable` if nothing can be written where the snapshots are to go."""
+        """Raises `Unreachable` if nothing can be written where the snapshots are to go, or copied
+        there, which not every kind of store can do.
+        """
+        copy = beside(self.path, "check")
         with reaching(self.path, "written"):
             self._put(self.temporary, b"-")
+            self._copy(self.temporary, copy)
+            self._remove(copy)
             self._remove(self.temporary)
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
@@ -197,16 +202,18 @@ class SnapshotFiles:
                 os.remove(temporary)
 
     def _move(self, source: str, target: str) -> None:
-        if not is_local(source):  # `mv` and `copy` would take a name for a pattern
+        if not is_local(source):  # `mv` would take a name for a pattern
             self.file_system.cp_file(self._inner(source), self._inner(target))
-            self._remove(source)
+            with contextlib.suppress(Exception):  # what counts is done; `find` removes it, too
+                self._remove(source)
             return
         os.replace(source, target)
-        folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
-        try:
-            os.fsync(folder)  # or a power cut could undo what was renamed
-        finally:
-            os.close(folder)
+        with contextlib.suppress(OSError):  # not every file system knows this
+            folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
+            try:
+                os.fsync(folder)  # or a power cut could undo what was renamed
+            finally:
+                os.close(folder)
 
     def _remove(self, path: str) -> None:
         self.file_system.rm_file(self._inner(path))
@@ -221,7 +228,7 @@ class SnapshotFiles:
         """The existing paths of snapshots whose kind matches the pattern `kind`, in order."""
         folder, _, name = self.path.rpartition("/")
         root, extension = os.path.splitext(name)
-        pattern = re.compile(rf"{re.escape(root)}{kind}{re.escape(extension)}")
+        pattern = re.compile(rf"{re.escape(root)}(?:{kind}){re.escape(extension)}")
         inner = self._inner(self.path).rpartition("/")[0]
         with reaching(self.path):
             self.file_system.invalidate_cache()
@@ -251,8 +258,9 @@ class SnapshotFiles:
         """
         if is_local(self.path):
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-        for leftover in self._present(r"(\.\w+)?\.tmp"):
-            self._remove(leftover)
+        with reaching(self.path, "written"):
+            for leftover in self._present(r"(\.\w+)?\.tmp|\.check"):
+                self._remove(leftover)
         paths = self.all()
         if not paths:
             return None
@@ -279,8 +287,9 @@ class SnapshotFiles:
         _, content, path = newest
         for why, moved in zip(damaged.values(), self.set_aside([*damaged], "damaged"), strict=True):
             warn(f"{why}; it is now {moved}; going on from {path}")
-        self._put(self.temporary, content)  # a copy: a second name would share its damages
-        self._move(self.temporary, self.path)
+        with reaching(self.path, "written"):
+            self._put(self.temporary, content)  # a copy: a second name would share its damages
+            self._move(self.temporary, self.path)
         return content, path
 
     def set_aside(self, paths: list[str] | None = None, word: str = "old") -> list[str]:
@@ -309,7 +318,8 @@ class SnapshotFiles:
 def give_way() -> None:
     """Lowers the priority of the calling thread, where the system knows priorities of threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        with contextlib.suppress(OSError):  # it may be low enough already
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class BackgroundWriter:

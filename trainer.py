@@ -38,6 +38,7 @@ from snapshot_files import BackgroundWriter, SnapshotFiles, is_local
 
 log = logging.getLogger("gpt")
 
+SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has been followed
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # planned floating-point operations on a CPU: minutes of training against 20 s of compiling
@@ -251,7 +252,7 @@ class Trainer:
         self.newest: tuple[float, int] | None = None
         self.saved_step: int | None = None  # of the latest snapshot
         self.metrics_lines = 0
-        self.set_aside = sets_aside(config, self.world)
+        self.set_aside = sets_aside(config, run_dir, self.world)
         self.skipped = 0  # steps in a row whose numbers were not finite
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
@@ -396,8 +397,6 @@ class Trainer:
         if not (latest or best):
             return
         self._check_finite()
-        if self.skipped and self.step < self.total_steps:
-            return  # it may be past help: the snapshot from before stays
         if latest:
             self.saved_step = self.step
         if self.writer and self.metrics:
@@ -443,13 +442,14 @@ class Trainer:
             return self.saved_step == self.step and not (self.writer and self.writer.error)
 
         if not distributed.run_on_first(is_saved, self.world):
-            self.skipped = 0  # a stop saves where it stands
             self._save(latest=True, best=False)
         distributed.run_on_first(self._finish_saving, self.world)
         stopped = Stopped(request)
         log.info(
-            "%s: stopped after step %d of %d; the same command goes on from %s",
-            stopped.name, self.step, self.total_steps, self.files.path,
+            "%s: stopped after step %d of %d; the same command%s goes on from %s",
+            stopped.name, self.step, self.total_steps,
+            ", without trainer.resume=never," if self.config.resume == "never" else "",
+            self.files.path,
         )  # fmt: skip
         raise stopped
 
@@ -486,25 +486,26 @@ class Trainer:
         self.metrics: Metrics | None = None
         self.batches = None
 
-        def open_files() -> None:
-            self.files.check_writable()
-            if self.set_aside:
-                history = os.path.join(self.run_dir, METRICS)
-                paths = [*self.files.all(), *([history] if os.path.exists(history) else [])]
-                for moved in self.files.set_aside(paths):
-                    log.info("trainer.resume=never: what was there is now %s", moved)
-            evaluated = self.newest is not None and self.newest[1] == self.step
-            self.metrics = Metrics(self.run_dir, self.step, evaluated, self.metrics_lines)
-
-        with self.requests, naming_the_silent(self.world, lambda: f"after step {self.step}"):
-            distributed.run_on_first(open_files, self.world)
+        with self.requests:
             try:
-                self._announce()
-                self._train()
-                self.agreement.finish()
+                with naming_the_silent(self.world, lambda: f"after step {self.step}"):
+                    distributed.run_on_first(self._open_files, self.world)
+                    self.set_aside = False
+                    self._announce()
+                    try:
+                        self._train()
+                        self.agreement.finish()
+                    except _StopRequested as stop:
+                        self._stop(stop.request)
                 self._finish_saving()
-            except _StopRequested as stop:
-                self._stop(stop.request)
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise UserError(
+                    f"step {self.step + 1}: a process that prepares batches has died, of too "
+                    "little memory perhaps (trainer.data_loader_workers="
+                    f"{self.config.data_loader_workers}; 0 needs none): {one_line(error)}"
+                ) from error
             finally:
                 if self.config.data_loader_workers and self.batches is not None:
                     # Or the interpreter would wait for them, and they do not hear its SIGTERM.
@@ -514,9 +515,24 @@ class Trainer:
                     self.writer.wait()  # after an error, too: what was good then is worth having
                 if self.metrics:
                     self.metrics.close()
+                    self.metrics_lines = self.metrics.lines
         return self.newest[0] if self.newest else None
 
+    def _open_files(self) -> None:
+        """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
+        self.files.check_writable()
+        if self.set_aside:
+            history = os.path.join(self.run_dir, METRICS)
+            paths = [*self.files.all(), *([history] if os.path.exists(history) else [])]
+            for moved in self.files.set_aside(paths):
+                log.info("trainer.resume=never: what was there is now %s", moved)
+            open(os.path.join(self.run_dir, SET_ASIDE), "w").close()
+        evaluated = self.newest is not None and self.newest[1] == self.step
+        self.metrics = Metrics(self.run_dir, self.step, evaluated, self.metrics_lines)
+
     def _train(self) -> None:
+        self.agreement.finish()  # of a call to `train` before, which was stopped
+        self.optimizer.zero_grad()
         self.batches = iter(self._loader())
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
@@ -558,10 +574,12 @@ class Trainer:
         if self.saved_step == self.step:
             return False
         epochs, steps = self.config.save_every, self.config.save_every_steps
+        if self.save_asked or self.step == self.total_steps:
+            return True
+        if self.skipped:
+            return False  # the run may be past help: the snapshot from before stays
         return bool(
-            self.save_asked
-            or self.step == self.total_steps
-            or (steps and self.step % steps == 0)
+            (steps and self.step % steps == 0)
             or (epochs and any(epoch % epochs == 0 for epoch in self._epochs_ended()))
         )
 
@@ -597,7 +615,7 @@ class Trainer:
         total = torch.zeros((), device=device)
         for i in range(self.accumulation):
             self._poll()
-            x, y = (z.to(device, non_blocking=True) for z in self._next_batch())
+            x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
             # Gradients are summed over processes once a step, with the last micro-batch.
             waits = i + 1 < self.accumulation and self.world.size > 1
             with self.model.no_sync() if waits else contextlib.nullcontext():
@@ -624,19 +642,6 @@ class Trainer:
         bad = ~now.isfinite().all() & (self.first_bad[0] < 0)
         self.first_bad = torch.where(bad, now, self.first_bad)
         return loss, norm
-
-    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        workers = self.config.data_loader_workers
-        try:
-            return next(self.batches)
-        except RuntimeError as error:
-            if not workers:
-                raise
-            raise UserError(
-                f"step {self.step + 1}: a process that prepares batches has died, of too little "
-                f"memory perhaps (trainer.data_loader_workers={workers}; 0 needs none): "
-                f"{one_line(error)}"
-            ) from error
 
     def _skip(self, norm: torch.Tensor) -> None:
         """Notes that a step was left out; the norm, and so the decision, is that of all ranks."""
@@ -867,7 +872,7 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
     `UserError` on every rank if snapshots exist but none is good, or if there is none and
     `resume=must`.
     """
-    if sets_aside(config, world):
+    if sets_aside(config, run_dir, world):
         return None
     files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
 
@@ -885,11 +890,21 @@ def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot
     return snapshot
 
 
-def sets_aside(config: TrainerConfig, world: World) -> bool:
-    """Whether what an earlier start left is to be renamed: `resume=never`, unless torchrun has
-    started this very run again.
+def sets_aside(config: TrainerConfig, run_dir: str, world: World) -> bool:
+    """Whether what an earlier start left is to be renamed: `resume=never`, unless that has been
+    done and torchrun has started this very run again.
     """
-    return config.resume == "never" and not distributed.is_restart(world)
+    if config.resume != "never":
+        return False
+    restart, done = distributed.is_restart(world), os.path.join(run_dir, SET_ASIDE)
+
+    def is_done() -> bool:
+        if not restart:
+            with contextlib.suppress(FileNotFoundError):  # of another start
+                os.remove(done)
+        return os.path.exists(done)
+
+    return not distributed.run_on_first(is_done, world)
 
 
 def planned_steps(config: TrainerConfig, num_windows: int) -> int:

@@ -266,8 +266,9 @@ def check_went_on(run: Run, expected: int | None) -> None:
     stop did not save the step that it names.
     """
     text = run.text()
-    if "device      " in text:
-        found = re.search(r"^resuming from \S+, step (\d+)$", text, re.MULTILINE)
+    first = "".join(text.partition("run         run in")[1:]).split("\nrun         run in")[0]
+    if "device      " in first:  # torchrun may have started it again, later on
+        found = re.search(r"^resuming from \S+, step (\d+)$", first, re.MULTILINE)
         assert (int(found[1]) if found else None) == expected, text
     stopped = re.search(r": stopped after step (\d+) of", text)
     if stopped:

@@ -35,6 +35,7 @@ TINY = [
 
 # What a finished run that saved once leaves in its directory, beside `tensorboard/`.
 RUN_FILES = {
+    ".gpt_snapshot.pt.lock",
     ".lock",
     "config.yaml",
     "gpt_snapshot.pt",

@@ -241,6 +241,19 @@ def test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, del
         time.sleep(0.05)
 
 
+def test_a_wrapper_between_torchrun_and_python_is_no_dead_launcher(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    wrapper = ["bash", "-c", '"$@"; exit $?', "--"]
+    result = subprocess.run(
+        [*torchrun, *wrapper, *command(*TINY, f"run_dir={tmp_path}")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_during_the_start_is_quiet(tmp_path, number):
     for delay in (0.2, 0.6, 1.2):

@@ -416,6 +416,11 @@ def test_snapshots_left_at_another_path_are_not_forgotten(tmp_path):
     assert result.returncode == 0 and "other.pt, step 6" in result.stdout
 
 
+def test_a_broken_record_of_the_configuration_gets_one_line(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: [")
+    refuse(*TINY, f"run_dir={tmp_path}", says="config.yaml: cannot be read")
+
+
 def test_two_runs_do_not_share_their_snapshots(tmp_path):
     shared = f"trainer.snapshot_path={tmp_path / 'shared.pt'}"
     sweep = [*TINY, "optimizer.learning_rate=1e-3,1e-2", f"run_dir={tmp_path / 'run'}"]

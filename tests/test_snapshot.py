@@ -166,6 +166,22 @@ def test_an_archive_that_lies_about_its_sizes_is_refused():
         )
 
 
+def test_two_readers_do_not_see_two_archives():
+    whole = archive()
+    with pytest.raises(SnapshotError, match="something stands before its first entry"):
+        body = b"x" * 100 + whole[: -len(COMMENT) - 64]
+        seal = module.hashlib.sha256(body + COMMENT).hexdigest().encode()
+        Snapshot.from_bytes(body + COMMENT + seal, "s.pt")
+    target = io.BytesIO()
+    source = zipfile.ZipFile(io.BytesIO(some_snapshot().to_bytes()))
+    with zipfile.ZipFile(target, "w") as out:
+        for name in source.namelist():
+            out.writestr(name, source.read(name))
+        out.writestr("archive/DATA.PKL", b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x05\x85R.")
+    with pytest.raises(SnapshotError, match="two of its entries have the same name"):
+        Snapshot.from_bytes(sealed(target.getvalue()), "s.pt")
+
+
 def test_garbage_with_a_right_digest_is_refused_whatever_it_is():
     chance = random.Random(0)
     content = archive()

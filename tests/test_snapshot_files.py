@@ -296,6 +296,28 @@ def test_what_is_written_is_the_state_at_the_moment_of_the_call(path):
     assert torch.equal(load(path).model_state["b"], some_snapshot(1).model_state["b"])
 
 
+def test_a_process_that_gives_way_already_saves_all_the_same(tmp_path):
+    script = (
+        "import os, sys\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import snapshot_files\n"
+        "from conftest import some_snapshot\n"
+        "os.nice(19); os.setuid(65534) if os.getuid() == 0 else None\n"
+        "writer = snapshot_files.BackgroundWriter(snapshot_files.SnapshotFiles(sys.argv[1]))\n"
+        "writer.write(some_snapshot(1), latest=True, best=False)\n"
+        "writer.wait()\n"
+        "sys.exit(writer.error)\n"
+    )
+    folder = tmp_path / "anyone"
+    folder.mkdir()
+    for parent in (folder, *folder.parents[:3]):
+        parent.chmod(0o777)
+    command = [sys.executable, "-c", script, str(folder / "s.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert load(str(folder / "s.pt")).step == 1
+
+
 def test_failures_in_a_row_are_counted_and_a_success_forgives_them(path, caplog):
     files = SnapshotFiles(path)
     writer = BackgroundWriter(files)

@@ -665,3 +665,19 @@ def test_a_snapshot_that_does_not_fit_gets_one_line(parts, tmp_path, change):
         return
     with pytest.raises(UserError, match=r"gpt_snapshot\.pt: cannot be restored into this model: "):
         make(parts, tmp_path, **settings)
+
+
+def test_a_stopped_trainer_can_be_asked_to_train_on(parts, tmp_path):
+    whole = make(parts, tmp_path / "a", micro_batch_size=4)
+    whole.train()
+    make(parts, tmp_path / "b").train()  # to be set aside
+    trainer = make(parts, tmp_path / "b", micro_batch_size=4, resume="never")
+    during(trainer, "micro-batch", 2, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Stopped):
+        trainer.train()
+    trainer.evaluate()
+    trainer.train()
+    assert torch.equal(weights(whole), weights(trainer))
+    assert (tmp_path / "b" / "gpt_snapshot.old1.pt").exists()
+    assert not (tmp_path / "b" / "gpt_snapshot.old2.pt").exists()
+    assert load(str(tmp_path / "b" / "gpt_snapshot.pt")).step == 6
