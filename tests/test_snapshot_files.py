@@ -306,7 +306,7 @@ def test_a_process_that_gives_way_already_saves_all_the_same(tmp_path):
         "writer = snapshot_files.BackgroundWriter(snapshot_files.SnapshotFiles(sys.argv[1]))\n"
         "writer.write(some_snapshot(1), latest=True, best=False)\n"
         "writer.wait()\n"
-        "sys.exit(writer.error)\n"
+        "sys.exit(writer.error or 0)\n"
     )
     folder = tmp_path / "anyone"
     folder.mkdir()
