@@ -13,10 +13,10 @@ import dataclasses
 import hashlib
 import logging
 import math
+import multiprocessing.connection
 import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,11 +28,12 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset
 
 import distributed
+import signals
 from char_dataset import IGNORE, window_order
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError, one_line
 from metrics import METRICS, Metrics
-from signals import SIGNALS, Request, Requests, Stopped
+from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences
 from snapshot_files import BackgroundWriter, SnapshotFiles, is_local
 
@@ -188,9 +189,7 @@ class _StopRequested(Exception):
 
 
 def _start_worker(_: int) -> None:
-    # A signal to the whole process group is for the trainer; its loaders go when it does.
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()  # one to the whole process group is for the trainer; its loaders go with it
     torch.set_num_threads(1)
 
 
@@ -498,8 +497,8 @@ class Trainer:
                     except _StopRequested as stop:
                         self._stop(stop.request)
                 self._finish_saving()
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self._loader_has_died():
                     raise
                 raise UserError(
                     f"step {self.step + 1}: a process that prepares batches has died, of too "
@@ -533,7 +532,8 @@ class Trainer:
     def _train(self) -> None:
         self.agreement.finish()  # of a call to `train` before, which was stopped
         self.optimizer.zero_grad()
-        self.batches = iter(self._loader())
+        with signals.held_back():  # until the loader's processes, if any, ignore them
+            self.batches = iter(self._loader())
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
         self.stopwatch = Stopwatch(self.step)
@@ -657,6 +657,16 @@ class Trainer:
     def _learning_rate(self, step: int) -> float:
         """That of the first parameter group at `step`."""
         return self.optimizer.param_groups[0]["initial_lr"] * self.schedule(step, self.total_steps)
+
+    def _loader_has_died(self) -> bool:
+        """Whether an error came from the death of a process that prepares batches: as an error of
+        torch's, which a signal raises at any moment, or as a broken connection before that.
+        """
+        ends = [worker.sentinel for worker in getattr(self.batches, "_workers", ())]
+        try:
+            return bool(multiprocessing.connection.wait(ends, timeout=1 if ends else 0))
+        except RuntimeError:  # the signal
+            return True
 
     def _seed(self, seed: int) -> None:
         # torch.manual_seed would do, but takes a stack trace each time where there is no GPU.
