@@ -1,5 +1,6 @@
 """What several test files share: small texts, a tiny configuration, real starts of the program."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -113,6 +114,20 @@ def equal(a: Snapshot, b: Snapshot) -> bool:
         return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     return plain(dataclasses.asdict(a)) == plain(dataclasses.asdict(b))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str | int):
+    """A file system of `size` bytes below `folder`; skips the test where it cannot be mounted."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import chaos
 import pytest
-from conftest import ROOT, TINY, command, equal, metrics, start
+from conftest import ROOT, TINY, command, equal, metrics, small_disk, start
 
 from snapshot_files import load
 
@@ -183,12 +183,7 @@ def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
     settings = [*LONG, "trainer.max_steps=1500", "trainer.save_every_steps=100"]
     whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
+    with small_disk(tmp_path, "8m") as disk:
         run = disk / "run"
         process = begin(*settings, f"run_dir={run}", "trainer.max_save_failures=1000")
         wait_until(lambda: lines(run) > 20, process)
@@ -211,8 +206,6 @@ def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
         for snapshot in (a, b):
             snapshot.config = {}
         assert equal(a, b)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
@@ -284,12 +277,7 @@ def test_a_peer_that_is_silent_before_training_is_named(tmp_path):
 
 
 def test_a_full_disk_that_stays_full_ends_the_run_with_one_line(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
+    with small_disk(tmp_path, "4m") as disk:
         process = begin(*LONG, f"run_dir={disk / 'run'}", "trainer.save_every_steps=50")
         wait_until(lambda: lines(disk / "run") > 20, process)
         with open(disk / "blocker", "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -300,8 +288,6 @@ def test_a_full_disk_that_stays_full_ends_the_run_with_one_line(tmp_path):
         assert "error: step" in out and "3 snapshots in a row could not be written" in out
         assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
         assert load(str(disk / "run" / "gpt_snapshot.pt")).step > 0
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_never_does_not_throw_the_run_away_when_torchrun_starts_it_again(tmp_path):

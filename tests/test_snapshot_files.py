@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT, equal, some_snapshot
+from conftest import ROOT, equal, small_disk, some_snapshot
 
 from errors import UserError
 from snapshot import Snapshot, SnapshotError
@@ -160,13 +160,8 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, path, monkeypatch, ca
 
 
 def test_a_full_disk_spares_what_was_there(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
     size = len(some_snapshot(1).to_bytes())
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
+    with small_disk(tmp_path, 2 * size) as disk:
         files = SnapshotFiles(str(disk / "s.pt"))
         write(files, 1)
         blocker = disk / "blocker"
@@ -179,8 +174,6 @@ def test_a_full_disk_spares_what_was_there(tmp_path):
         blocker.unlink()
         write(files, 3)
         assert load(files.path).step == 3
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_disk_that_loses_what_is_written_is_noticed(path, monkeypatch):
