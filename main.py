@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -217,11 +218,11 @@ def main(composed: DictConfig) -> float | None:
         fail(error)
 
 
-def fail(error: Exception | str) -> NoReturn:
+def fail(error: Exception | str, status: int = 1) -> NoReturn:
     """Ends the process with one line."""
     rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
     sys.stderr.write(f"error{rank}: {error}\n")  # in one piece: the ranks share a terminal
-    distributed.leave(1)
+    distributed.leave(status)
 
 
 def log_to_console() -> None:
@@ -283,5 +284,5 @@ if __name__ == "__main__":
             f"{error.filename}: {error.strerror}"
         )  # Hydra could not make the directory it was given
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from the last snapshot")
+        fail("interrupted; the same command goes on from the last snapshot", 128 + signal.SIGINT)
     distributed.leave(0)
