@@ -12,6 +12,7 @@ from conftest import equal
 from char_dataset import CharDataset, DataConfig
 from distributed import World
 from errors import UserError
+from metrics import Metrics
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from signals import Stopped
 from snapshot_files import load
@@ -222,13 +223,23 @@ def test_float16_skips_a_step_that_overflows_and_goes_on(parts, tmp_path):
 
 
 def test_the_metrics_are_json_whatever_the_numbers(parts, tmp_path):
-    from metrics import Metrics
-
     metrics = Metrics(str(tmp_path), 0)
     metrics.log(1, 0.1, "train", float("nan"), grad_norm=float("inf"))
     metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["loss"] is None and line["grad_norm"] is None
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resumed_from, steps in ((0, range(1, 7)), (4, range(5, 9))):  # killed past its snapshot
+        metrics = Metrics(str(tmp_path), resumed_from)
+        for step in steps:
+            metrics.log(step, 0.1, "train", step + resumed_from / 10)
+        metrics.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    seen = [(event.step, round(event.value, 3)) for event in events.Scalars("train/loss")]
+    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5.4), (6, 6.4), (7, 7.4), (8, 8.4)]
 
 
 # --- evaluation ---
