@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from char_dataset import DataConfig
 from distributed import launched_size
 from errors import UserError
-from model import GPTConfig, OptimizerConfig
+from model import GPTConfig
+from optimizer import OptimizerConfig
 from snapshot import flatten
 from trainer import TrainerConfig
 

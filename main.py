@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import distributed
+import kernels
 from char_dataset import CharDataset, fetch, read_text
 from config import Config, explain, plain, register, validate
 from distributed import (
@@ -46,7 +47,8 @@ from distributed import (
 )
 from errors import UserError, one_line
 from metrics import LOCK, METRICS, owned, run_directory
-from model import GPT, create_optimizer
+from model import GPT
+from optimizer import create_optimizer
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
@@ -107,6 +109,8 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             run_config=plain(config),
             snapshot=snapshot,
         )
+        if world.device.type == "cpu" and trainer.choices["amp_dtype"] == "bfloat16":
+            log.info("kernels     %s", kernels.describe())
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
             run_on_first(lambda: save_config(config), world)
         loss = trainer.train()

@@ -1,9 +1,7 @@
-"""GPT, a decoder-only transformer over characters, in two architectures, and the optimizer that
-trains it.
+"""GPT, a decoder-only transformer over characters, in two architectures.
 
     model = GPT(GPTConfig(model_type="gpt-mini", vocab_size=65, block_size=128))
     logits, loss = model(idx, targets)
-    optimizer = create_optimizer(model, OptimizerConfig())
 
 `arch="gpt2"` is the model of Radford et al., "Language Models are Unsupervised Multitask Learners"
 (2019), with exact GELU. `arch="modern"` is the one of karpathy/nanochat as Transformers ships it:
@@ -20,7 +18,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import kernels
 from errors import UserError
+from optimizer import OptimizerConfig, create_optimizer, parameter_groups
+
+__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer", "parameter_groups"]
 
 # n_layer, n_head, n_embd of the named sizes; names and values as in karpathy/minGPT
 SIZES = {
@@ -143,46 +145,16 @@ class KVCache:
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
 
-class _RMSNorm(torch.autograd.Function):
-    """y = x r over the last dimension, with r = 1 / sqrt(mean(x^2) + eps).
-
-    Its gradient needs only y and r: r (g - y mean(g y)). Autograd would keep every intermediate and
-    pass over memory twice as often, which is what costs on a CPU that does not compile.
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        r = torch.rsqrt(length.square() / x.size(-1) + NORM_EPS).to(x.dtype)
-        y = x * r
-        ctx.save_for_backward(y, r)
-        return y
-
-    @staticmethod
-    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
-        y, r = ctx.saved_tensors
-        mean = (g * y).sum(dim=-1, keepdim=True) / y.size(-1)
-        return torch.addcmul(g, y, mean, value=-1) * r
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """x over the root mean square of its last dimension, whose width stays the same."""
+    if kernels.fit(x):
+        return kernels.rms_norm(x)
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
 
 
-class _SquaredReLU(torch.autograd.Function):
-    """relu(x)^2; its gradient 2 relu(x) g needs only relu(x), in two passes over memory instead of
-    six.
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        positive = F.relu(x)
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
-        (positive,) = ctx.saved_tensors
-        return (g * positive).mul_(2)
-
-
-rms_norm, squared_relu = _RMSNorm.apply, _SquaredReLU.apply
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2."""
+    return kernels.squared_relu(x) if kernels.fit(x) else F.relu(x).square()
 
 
 class RMSNorm(nn.Module):
@@ -199,24 +171,21 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 def rotary(
-    start: int, length: int, width: int, like: torch.Tensor
+    start: int, length: int, width: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, (T, D / 2) each, for positions `start` to `start + length` (Su et al.,
-    2021).
+    """Cosines and sines, float32 (T, D / 2) each, for positions `start` to `start + length` (Su et
+    al., 2021).
     """
-    frequency = ROPE_BASE ** -(
-        torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
-    )
-    angle = (
-        torch.arange(start, start + length, device=like.device, dtype=torch.float32)[:, None]
-        * frequency
-    )
-    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+    half = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    position = torch.arange(start, start + length, device=device, dtype=torch.float32)
+    angle = position[:, None] * ROPE_BASE ** -(half / width)
+    return angle.cos(), angle.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turns the pairs (x[i], x[i + D / 2]) of x (B, H, T, D) by their position's angles."""
     first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
@@ -240,7 +209,12 @@ class CausalSelfAttention(nn.Module):
         self, x: torch.Tensor, turn, mask: torch.Tensor, cache: KVCache | None
     ) -> torch.Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.c_attn(x)
+        plain = self.attention != "auto" or cache is not None or (self.training and self.attn_pdrop)
+        if not plain and kernels.fit(qkv, C // self.n_head // 2):
+            y = kernels.attention(qkv, self.n_head, turn)
+            return self.resid_dropout(self.c_proj(y))
+        qkv = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         if self.modern:
             q, k = rms_norm(rotate(qkv[:2], *turn))  # (B, H, T, D) each
             v = qkv[2]
@@ -380,7 +354,7 @@ class GPT(nn.Module):
         turn = None
         if self.pos_emb is None:
             x = self.ln_f(x)  # has no weights: one norm for after the embedding and before the head
-            turn = rotary(past, T, self.config.n_embd // self.config.n_head, like=x)
+            turn = rotary(past, T, self.config.n_embd // self.config.n_head, x.device)
         mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype)
         mask = mask.triu(1 + past)
         for block in self.blocks:
@@ -499,132 +473,3 @@ def pick(
 
 # --------------------------------------------------------------------------------------------------
 # The optimizer
-
-
-@dataclass
-class OptimizerConfig:
-    """How the weights are learned; the fields are explained in `conf/optimizer/`."""
-
-    name: str = "adamw"
-    learning_rate: float = 3e-4
-    weight_decay: float = 0.1
-    decay_embeddings: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.95
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
-    cooldown_ratio: float = 0.4
-
-    def __post_init__(self):
-        from schedule import SCHEDULES
-
-        if self.name not in ("adamw", "muon"):
-            raise UserError(f"optimizer.name={self.name}: must be adamw or muon")
-        if self.schedule not in SCHEDULES:
-            raise UserError(
-                f"optimizer.schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}"
-            )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise UserError(f"optimizer.learning_rate={self.learning_rate}: must be above 0")
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(
-                    f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1"
-                )
-        for name in ("min_lr_ratio", "cooldown_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"optimizer.{name}={getattr(self, name)}: must lie between 0 and 1")
-        for name in ("weight_decay", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
-
-
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
-    """Every trainable parameter once, in one of `hidden`, `decay` and `no_decay`.
-
-    `hidden`: the matrices inside the blocks, which Muon takes over where it is asked for. `decay`:
-    the head (tied to the embedding or not), and the embeddings where `decay_embeddings` says so
-    (nanoGPT does, minGPT does not). `no_decay`: biases, norms, and else the embeddings. `model` may
-    be wrapped, in DDP say: only the names of its parameters count.
-    """
-    groups = {"hidden": [], "decay": [], "no_decay": []}
-    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.dim() < 2:
-            groups["no_decay"].append(parameter)
-        elif ".blocks." in f".{name}":
-            groups["hidden"].append(parameter)
-        elif id(parameter) in linear or config.decay_embeddings:
-            groups["decay"].append(parameter)
-        else:
-            groups["no_decay"].append(parameter)
-    return groups
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon for one list of matrices and torch's AdamW for other parameter groups, as one
-    optimizer.
-
-    One optimizer means one `step` for a `GradScaler` to skip and one state to save. Muon's updates
-    are scaled to the size of AdamW's (`match_rms_adamw`: Liu et al., "Muon is Scalable for LLM
-    Training", 2025), so that both share a learning rate.
-    """
-
-    def __init__(self, matrices: list[nn.Parameter], groups: list[dict], muon: dict, adamw: dict):
-        self.parts = (
-            torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **muon),
-            torch.optim.AdamW(groups, **adamw),
-        )
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        self.parts[0].param_groups, self.parts[1].param_groups = (
-            self.param_groups[:1],
-            self.param_groups[1:],
-        )
-        for part in self.parts:
-            part.state = self.state
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        self._share()  # loading replaced the groups and the state
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = closure() if closure is not None else None
-        for part in self.parts:
-            part.step()
-        return loss
-
-
-def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019), or Muon (Jordan et al., 2024) for the hidden matrices
-    and AdamW for the rest.
-
-    Weight decay is decoupled and applies to `hidden` and `decay` of `parameter_groups`. Each
-    group's peak learning rate is its `initial_lr`; the trainer multiplies it by the schedule.
-    """
-    groups = parameter_groups(model, config)
-    adamw = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
-    rest = [
-        {"params": groups["decay"], "weight_decay": config.weight_decay},
-        {"params": groups["no_decay"], "weight_decay": 0.0},
-    ]
-    if config.name == "muon":
-        muon = {
-            "lr": config.learning_rate,
-            "momentum": config.momentum,
-            "weight_decay": config.weight_decay,
-        }
-        optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
-    else:
-        rest[0]["params"] = groups["hidden"] + rest[0]["params"]
-        optimizer = torch.optim.AdamW([g for g in rest if g["params"]], **adamw)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = config.learning_rate
-    return optimizer

@@ -9,8 +9,8 @@ def learning_rate_factor(step: int, total_steps: int, config) -> float:
     """What the peak learning rate is multiplied by at `step` (0-based) of `total_steps`.
 
     `config` has `schedule`, `warmup_steps`, `min_lr_ratio` and `cooldown_ratio` (see
-    `model.OptimizerConfig`). The factor rises linearly over `warmup_steps` (clamped to the run),
-    then, over the steps that remain:
+    `optimizer.OptimizerConfig`). The factor rises linearly over `warmup_steps` (clamped to the
+    run), then, over the steps that remain:
 
     - `constant`: stays at 1;
     - `linear`: falls in a straight line to `min_lr_ratio`;

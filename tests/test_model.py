@@ -1,11 +1,10 @@
-import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from model import GPT, GPTConfig, OptimizerConfig, create_optimizer, parameter_groups
+from model import GPT, GPTConfig
 
 ARCHS = ("gpt2", "modern")
 PATHS = ("matmul", "sdpa")
@@ -162,22 +161,6 @@ def test_modern_has_the_logits_of_transformers_nanochat():
     assert torch.allclose(ours(idx)[0], theirs(idx).logits, atol=1e-4)
 
 
-def test_hand_written_gradients_are_those_of_autograd():
-    from model import NORM_EPS, rms_norm, squared_relu
-
-    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(squared_relu, x)
-    for function, plain in (
-        (rms_norm, lambda x: F.rms_norm(x, (7,), eps=NORM_EPS)),
-        (squared_relu, lambda x: F.relu(x).square()),
-    ):
-        x = torch.randn(5, 7, requires_grad=True)
-        g = torch.randn(5, 7)
-        assert torch.allclose(function(x), plain(x), atol=1e-6)
-        ours, theirs = (torch.autograd.grad(f(x), x, g)[0] for f in (function, plain))
-        assert torch.allclose(ours, theirs, atol=1e-6)
-
-
 def test_ignored_targets_do_not_count():
     model = tiny()
     idx = torch.randint(11, (2, 12))
@@ -324,79 +307,3 @@ def test_an_impossible_model_is_refused_by_name(settings, message):
 def test_a_context_longer_than_the_block_is_refused():
     with pytest.raises(ValueError, match="13 characters of context, but block_size is 12"):
         tiny()(torch.zeros(1, 13, dtype=torch.long))
-
-
-# --- optimizer ---
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_is_in_exactly_one_group(name, tied):
-    model = tiny("gpt2", tie_weights=tied)
-    optimizer = create_optimizer(model, OptimizerConfig(name=name))
-    members = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(members) == sorted(id(p) for p in model.parameters())
-    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
-    for key, parameter in model.named_parameters():
-        expected = parameter.dim() == 2 and ("emb" not in key or (tied and key == "tok_emb.weight"))
-        assert (id(parameter) in decayed) == expected, key
-
-
-def test_embeddings_decay_where_asked():
-    groups = parameter_groups(
-        tiny("gpt2", tie_weights=False), OptimizerConfig(decay_embeddings=True)
-    )
-    assert [p.dim() for p in groups["decay"]] == [2, 2, 2] and {
-        p.dim() for p in groups["no_decay"]
-    } == {1}
-
-
-def test_muon_has_the_hidden_matrices_and_adamw_the_rest():
-    model = tiny("modern")
-    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
-    model(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long))[1].backward()
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        assert ("momentum_buffer" in optimizer.state[parameter]) == name.startswith("blocks."), name
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_restored_optimizer_takes_the_same_step(name):
-    idx = torch.randint(11, (4, 12))
-    a = tiny("modern")
-    optimizer = create_optimizer(a, OptimizerConfig(name=name, learning_rate=0.01))
-    states = []
-    for _ in range(4):
-        states.append((copy.deepcopy(a.state_dict()), copy.deepcopy(optimizer.state_dict())))
-        optimizer.zero_grad()
-        a(idx, idx)[1].backward()
-        optimizer.step()
-    b = tiny("modern", seed=5)
-    other = create_optimizer(b, OptimizerConfig(name=name, learning_rate=0.01))
-    b.load_state_dict(states[2][0])
-    other.load_state_dict(states[2][1])
-    for _ in range(2):
-        other.zero_grad()
-        b(idx, idx)[1].backward()
-        other.step()
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"name": "sgd"},
-        {"schedule": "step"},
-        {"learning_rate": 0.0},
-        {"beta2": 1.0},
-        {"weight_decay": -0.1},
-        {"warmup_steps": -1},
-        {"min_lr_ratio": 2.0},
-        {"learning_rate": float("nan")},
-    ],
-)
-def test_an_impossible_optimizer_is_refused_by_name(settings):
-    (name, value), *_ = settings.items()
-    with pytest.raises(UserError, match=f"optimizer.{name}={value}"):
-        OptimizerConfig(**settings)

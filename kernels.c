@@ -1,0 +1,380 @@
+// What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
+// causal attention with rotary positions and normalised queries and keys, RMSNorm, squared ReLU.
+//
+// For CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of bfloat16 and adds both
+// products to 16 float32 sums. Built and called by kernels.py; tests/test_kernels.py compares
+// everything with PyTorch. Sizes: B sequences, T characters, H heads of D = 32 n; arrays are dense.
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef uint32_t pair;  // two bfloat16, what one lane multiplies
+typedef __m512 vector;  // 16 float32
+
+enum { LANES = 16, ROWS = 16 };  // ROWS of scores are worked on at once: they stay in the cache
+
+static const float LOG2_E = 1.44269504f, LOG_2 = 0.69314718f, NORM_EPS = 1e-6f;
+
+static inline vector load(const bf16 *p) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline void store(bf16 *p, vector x) {
+    _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+static inline vector all(float x) { return _mm512_set1_ps(x); }
+
+// 2^x to float32's precision / 40; 0 from -150 down.
+static inline vector exp2_of(vector x) {
+    x = _mm512_max_ps(x, all(-200));
+    vector whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vector rest = _mm512_sub_ps(x, whole);  // Taylor's series of 2^rest, |rest| <= 1/2
+    vector sum = all(1.3333558e-3f);
+    sum = _mm512_fmadd_ps(sum, rest, all(9.6181291e-3f));
+    sum = _mm512_fmadd_ps(sum, rest, all(5.5504109e-2f));
+    sum = _mm512_fmadd_ps(sum, rest, all(2.4022651e-1f));
+    sum = _mm512_fmadd_ps(sum, rest, all(6.9314718e-1f));
+    sum = _mm512_fmadd_ps(sum, rest, all(1));
+    return _mm512_scalef_ps(sum, whole);
+}
+
+// c (8, 16 V) = a b, or c += a b if `more`, over `pairs` pairs of the inner dimension. Pair p of
+// row i of a is a[i * row + p * step]; pair p of column j of b is b[p * ldb + j].
+#define TILE(V)                                                                                    \
+    static inline __attribute__((always_inline)) void tile_##V(                                    \
+        long pairs, const pair *a, long row, long step, const pair *b, long ldb, float *c,         \
+        long ldc, int more) {                                                                      \
+        vector sum[8][V];                                                                          \
+        for (int i = 0; i < 8; i++)                                                                \
+            for (int v = 0; v < V; v++)                                                            \
+                sum[i][v] = more ? _mm512_loadu_ps(c + i * ldc + v * LANES) : all(0);              \
+        for (long p = 0; p < pairs; p++) {                                                         \
+            __m512bh columns[V];                                                                   \
+            for (int v = 0; v < V; v++)                                                            \
+                columns[v] = (__m512bh)_mm512_loadu_si512(b + p * ldb + v * LANES);                \
+            for (int i = 0; i < 8; i++) {                                                          \
+                __m512bh one = (__m512bh)_mm512_set1_epi32(a[i * row + p * step]);                 \
+                for (int v = 0; v < V; v++)                                                        \
+                    sum[i][v] = _mm512_dpbf16_ps(sum[i][v], one, columns[v]);                      \
+            }                                                                                      \
+        }                                                                                          \
+        for (int i = 0; i < 8; i++)                                                                \
+            for (int v = 0; v < V; v++) _mm512_storeu_ps(c + i * ldc + v * LANES, sum[i][v]);      \
+    }
+TILE(1)
+TILE(2)
+
+// The same for c (rows, columns), rows a multiple of 8 and columns of 16.
+static void product(long rows, long columns, long pairs, const pair *a, long row, long step,
+                    const pair *b, long ldb, float *c, long ldc, int more) {
+    for (long i = 0; i < rows; i += 8) {
+        const pair *ai = a + i * row;
+        float *ci = c + i * ldc;
+        long j = 0;
+        for (; j + 32 <= columns; j += 32)
+            tile_2(pairs, ai, row, step, b + j, ldb, ci + j, ldc, more);
+        for (; j < columns; j += 16) tile_1(pairs, ai, row, step, b + j, ldb, ci + j, ldc, more);
+    }
+}
+
+// y (rows / 2, width): rows 2p and 2p + 1 of x (rows, width) as pairs.
+static void pair_rows(long rows, long width, const bf16 *x, pair *y) {
+    for (long i = 0; i < rows; i += 2)
+        for (long d = 0; d < width; d++)
+            y[i / 2 * width + d] = x[i * width + d] | (pair)x[(i + 1) * width + d] << 16;
+}
+
+// y (width / 2, rows): the pairs along each row of x (rows, width), transposed.
+static void pair_columns(long rows, long width, const bf16 *x, pair *y) {
+    const pair *pairs = (const pair *)x;
+    for (long d = 0; d < width / 2; d++)
+        for (long i = 0; i < rows; i++) y[d * rows + i] = pairs[i * width / 2 + d];
+}
+
+// y (padded, D) = scale x: one head's rows of x (T, stride), with zeros after them. Where there are
+// cosines and sines (T, D / 2), each row is turned by its position's and divided by its root mean
+// square first; r (T) is what it was multiplied by.
+static void read_head(long T, long padded, long D, long stride, const bf16 *x, const float *cosine,
+                      const float *sine, float scale, bf16 *y, float *r) {
+    long half = D / 2;
+    for (long t = 0; t < T; t++) {
+        const bf16 *from = x + t * stride;
+        bf16 *to = y + t * D;
+        if (!cosine) {
+            for (long d = 0; d < D; d += LANES)
+                store(to + d, _mm512_mul_ps(load(from + d), all(scale)));
+            continue;
+        }
+        vector squares = all(0);
+        for (long d = 0; d < D; d += LANES)
+            squares = _mm512_fmadd_ps(load(from + d), load(from + d), squares);
+        r[t] = 1 / sqrtf(_mm512_reduce_add_ps(squares) / D + NORM_EPS);
+        vector factor = all(r[t] * scale);
+        for (long d = 0; d < half; d += LANES) {
+            vector a = load(from + d), b = load(from + d + half);
+            vector c = _mm512_mul_ps(_mm512_loadu_ps(cosine + t * half + d), factor);
+            vector s = _mm512_mul_ps(_mm512_loadu_ps(sine + t * half + d), factor);
+            store(to + d, _mm512_fmadd_ps(a, c, _mm512_mul_ps(b, s)));
+            store(to + d + half, _mm512_fmsub_ps(b, c, _mm512_mul_ps(a, s)));
+        }
+    }
+    memset(y + T * D, 0, (padded - T) * D * sizeof(bf16));
+}
+
+// The way back through read_head: from factor g (T, D), the gradient of y / scale, that of x into
+// dx (T, stride). y and r are what read_head gave, with that scale.
+static void write_gradient(long T, long D, long stride, const float *g, float factor, const bf16 *y,
+                           const float *r, const float *cosine, const float *sine, float scale,
+                           bf16 *dx) {
+    long half = D / 2;
+    for (long t = 0; t < T; t++) {
+        const float *from = g + t * D;
+        const bf16 *made = y + t * D;
+        bf16 *to = dx + t * stride;
+        if (!cosine) {
+            for (long d = 0; d < D; d += LANES)
+                store(to + d, _mm512_mul_ps(_mm512_loadu_ps(from + d), all(factor)));
+            continue;
+        }
+        vector dots = all(0);
+        for (long d = 0; d < D; d += LANES)
+            dots = _mm512_fmadd_ps(_mm512_loadu_ps(from + d), load(made + d), dots);
+        vector mean = all(-_mm512_reduce_add_ps(dots) / (D * scale * scale));
+        vector whole = all(r[t] * factor);
+        for (long d = 0; d < half; d += LANES) {
+            vector a = _mm512_loadu_ps(from + d), b = _mm512_loadu_ps(from + d + half);
+            a = _mm512_fmadd_ps(load(made + d), mean, a);
+            b = _mm512_fmadd_ps(load(made + d + half), mean, b);
+            vector c = _mm512_mul_ps(_mm512_loadu_ps(cosine + t * half + d), whole);
+            vector s = _mm512_mul_ps(_mm512_loadu_ps(sine + t * half + d), whole);
+            store(to + d, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+            store(to + d + half, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+        }
+    }
+}
+
+// Scores (ROWS, up to key `first` + ROWS) of the queries from `first` on, in powers of 2: a query
+// does not see the keys after it.
+static void score(long first, long D, long padded, const bf16 *q, const pair *k, float *scores) {
+    product(ROWS, first + ROWS, D / 2, (const pair *)(q + first * D), D / 2, 1, k, padded, scores,
+            padded, 0);
+    for (long i = 0; i < ROWS; i++)
+        for (long j = i + 1; j < ROWS; j++) scores[i * padded + first + j] = -1e30f;
+}
+
+#define ARRAY(type, name, count)        \
+    type *name = (type *)(memory + used); \
+    used += ((count) * sizeof(type) + 63) / 64 * 64
+
+// out (B, T, H, D) = softmax(q k' / sqrt(D)) v for qkv (B, T, 3, H, D); lse (B, H, T), the binary
+// logarithm of each softmax's sum, is kept for the way back. Returns 0, as all functions do here,
+// or 1 if memory ran out.
+int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosine,
+              const float *sine, bf16 *out, float *lse) {
+    long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D;
+    float scale = LOG2_E / sqrtf(D);
+    int failed = 0;
+#pragma omp parallel reduction(| : failed)
+    {
+        long used = 0;
+        char *memory = aligned_alloc(64, (padded * (9 * D + 128) + 64 * D + 1023) / 64 * 64);
+        ARRAY(bf16, q, padded * D);
+        ARRAY(bf16, kv, padded * D);
+        ARRAY(pair, k, padded * D / 2);
+        ARRAY(pair, v, padded * D / 2);
+        ARRAY(float, r, padded);
+        ARRAY(float, scores, ROWS * padded);
+        ARRAY(bf16, p, ROWS * padded);
+        ARRAY(float, sums, ROWS * D);
+        failed = memory == NULL;
+#pragma omp for
+        for (long head = 0; head < B * H; head++) {
+            if (failed) continue;
+            const bf16 *x = qkv + head / H * T * 3 * C + head % H * D;
+            bf16 *y = out + head / H * T * C + head % H * D;
+            read_head(T, padded, D, 3 * C, x, cosine, sine, scale, q, r);
+            read_head(T, padded, D, 3 * C, x + C, cosine, sine, 1, kv, r);
+            pair_columns(padded, D, kv, k);
+            read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, 1, kv, NULL);
+            pair_rows(padded, D, kv, v);
+            for (long first = 0; first < T; first += ROWS) {
+                long seen = first + ROWS, rows = T - first < ROWS ? T - first : ROWS;
+                float total[ROWS];
+                score(first, D, padded, q, k, scores);
+                for (long i = 0; i < ROWS; i++) {
+                    const float *row = scores + i * padded;
+                    vector most = _mm512_loadu_ps(row);
+                    for (long j = LANES; j < seen; j += LANES)
+                        most = _mm512_max_ps(most, _mm512_loadu_ps(row + j));
+                    float highest = _mm512_reduce_max_ps(most);
+                    vector sum = all(0);
+                    for (long j = 0; j < seen; j += LANES) {
+                        vector e = exp2_of(_mm512_sub_ps(_mm512_loadu_ps(row + j), all(highest)));
+                        sum = _mm512_add_ps(sum, e);
+                        store(p + i * padded + j, e);
+                    }
+                    total[i] = _mm512_reduce_add_ps(sum);
+                    if (i < rows) lse[head * T + first + i] = highest + log2f(total[i]);
+                }
+                product(ROWS, D, seen / 2, (pair *)p, padded / 2, 1, v, D, sums, D, 0);
+                for (long i = 0; i < rows; i++)
+                    for (long d = 0; d < D; d += LANES)
+                        store(y + (first + i) * C + d,
+                              _mm512_div_ps(_mm512_loadu_ps(sums + i * D + d), all(total[i])));
+            }
+        }
+        free(memory);
+    }
+    return failed;
+}
+
+// dqkv, the gradient of `attention`'s qkv, from dout, that of its out. The weights are computed
+// again rather than kept (Dao et al., "FlashAttention", 2022).
+int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const float *cosine,
+                       const float *sine, const bf16 *out, const float *lse, const bf16 *dout,
+                       bf16 *dqkv) {
+    long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D;
+    float root = 1 / sqrtf(D), scale = LOG2_E * root;
+    int failed = 0;
+#pragma omp parallel reduction(| : failed)
+    {
+        long used = 0;
+        char *memory = aligned_alloc(64, (padded * (26 * D + 264) + 64 * D + 1535) / 64 * 64);
+        ARRAY(bf16, q, padded * D);
+        ARRAY(bf16, k, padded * D);
+        ARRAY(bf16, v, padded * D);
+        ARRAY(bf16, g, padded * D);
+        ARRAY(pair, q_rows, padded * D / 2);
+        ARRAY(pair, k_rows, padded * D / 2);
+        ARRAY(pair, g_rows, padded * D / 2);
+        ARRAY(pair, k_columns, padded * D / 2);
+        ARRAY(pair, v_columns, padded * D / 2);
+        ARRAY(float, q_r, padded);
+        ARRAY(float, k_r, padded);
+        ARRAY(float, scores, ROWS * padded);
+        ARRAY(float, dp, ROWS * padded);
+        ARRAY(bf16, p, ROWS * padded);
+        ARRAY(bf16, ds, ROWS * padded);
+        ARRAY(pair, p_rows, ROWS / 2 * padded);
+        ARRAY(pair, ds_rows, ROWS / 2 * padded);
+        ARRAY(float, dq, ROWS * D);
+        ARRAY(float, dk, padded * D);
+        ARRAY(float, dv, padded * D);
+        failed = memory == NULL;
+#pragma omp for
+        for (long head = 0; head < B * H; head++) {
+            if (failed) continue;
+            const bf16 *x = qkv + head / H * T * 3 * C + head % H * D;
+            const bf16 *y = out + head / H * T * C + head % H * D;
+            const bf16 *dy = dout + head / H * T * C + head % H * D;
+            bf16 *dx = dqkv + head / H * T * 3 * C + head % H * D;
+            read_head(T, padded, D, 3 * C, x, cosine, sine, scale, q, q_r);
+            read_head(T, padded, D, 3 * C, x + C, cosine, sine, 1, k, k_r);
+            read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, 1, v, NULL);
+            read_head(T, padded, D, C, dy, NULL, NULL, 1, g, NULL);
+            pair_rows(padded, D, q, q_rows);
+            pair_rows(padded, D, k, k_rows);
+            pair_rows(padded, D, g, g_rows);
+            pair_columns(padded, D, k, k_columns);
+            pair_columns(padded, D, v, v_columns);
+            memset(dk, 0, padded * D * sizeof(float));
+            memset(dv, 0, padded * D * sizeof(float));
+            for (long first = 0; first < T; first += ROWS) {
+                long seen = first + ROWS, rows = T - first < ROWS ? T - first : ROWS;
+                score(first, D, padded, q, k_columns, scores);
+                product(ROWS, seen, D / 2, (pair *)(g + first * D), D / 2, 1, v_columns, padded, dp,
+                        padded, 0);
+                for (long i = 0; i < ROWS; i++) {
+                    long at = i * padded;
+                    if (i >= rows) {
+                        memset(p + at, 0, seen * sizeof(bf16));
+                        memset(ds + at, 0, seen * sizeof(bf16));
+                        continue;
+                    }
+                    vector dots = all(0);  // of out and its gradient: the softmax's own part
+                    for (long d = 0; d < D; d += LANES)
+                        dots = _mm512_fmadd_ps(load(g + (first + i) * D + d),
+                                               load(y + (first + i) * C + d), dots);
+                    vector mean = all(_mm512_reduce_add_ps(dots));
+                    vector sum = all(lse[head * T + first + i]);
+                    for (long j = at; j < at + seen; j += LANES) {
+                        vector weight = exp2_of(_mm512_sub_ps(_mm512_loadu_ps(scores + j), sum));
+                        vector change = _mm512_sub_ps(_mm512_loadu_ps(dp + j), mean);
+                        store(p + j, weight);
+                        store(ds + j, _mm512_mul_ps(weight, change));
+                    }
+                }
+                pair_rows(ROWS, padded, p, p_rows);
+                pair_rows(ROWS, padded, ds, ds_rows);
+                product(seen, D, ROWS / 2, p_rows, 1, padded, g_rows + first / 2 * D, D, dv, D, 1);
+                product(seen, D, ROWS / 2, ds_rows, 1, padded, q_rows + first / 2 * D, D, dk, D, 1);
+                product(ROWS, D, seen / 2, (pair *)ds, padded / 2, 1, k_rows, D, dq, D, 0);
+                const float *c = cosine ? cosine + first * D / 2 : NULL;
+                const float *s = cosine ? sine + first * D / 2 : NULL;
+                write_gradient(rows, D, 3 * C, dq, root, q + first * D, q_r + first, c, s, scale,
+                               dx + first * 3 * C);
+            }
+            // q had log2(e) in its scale, of which the gradient of k knows nothing.
+            write_gradient(T, D, 3 * C, dk, LOG_2, k, k_r, cosine, sine, 1, dx + C);
+            write_gradient(T, D, 3 * C, dv, 1, v, NULL, NULL, NULL, 1, dx + 2 * C);
+        }
+        free(memory);
+    }
+    return failed;
+}
+
+// y (rows, C) = r x, r (rows) = 1 / sqrt(mean(x^2) + eps); C a multiple of 16.
+int rms_norm(long rows, long C, const bf16 *x, bf16 *y, float *r) {
+#pragma omp parallel for
+    for (long i = 0; i < rows; i++) {
+        vector squares = all(0);
+        for (long c = i * C; c < (i + 1) * C; c += LANES)
+            squares = _mm512_fmadd_ps(load(x + c), load(x + c), squares);
+        r[i] = 1 / sqrtf(_mm512_reduce_add_ps(squares) / C + NORM_EPS);
+        for (long c = i * C; c < (i + 1) * C; c += LANES)
+            store(y + c, _mm512_mul_ps(load(x + c), all(r[i])));
+    }
+    return 0;
+}
+
+// dx = r (dy - y mean(y dy)).
+int rms_norm_backward(long rows, long C, const bf16 *dy, const bf16 *y, const float *r, bf16 *dx) {
+#pragma omp parallel for
+    for (long i = 0; i < rows; i++) {
+        vector dots = all(0);
+        for (long c = i * C; c < (i + 1) * C; c += LANES)
+            dots = _mm512_fmadd_ps(load(dy + c), load(y + c), dots);
+        vector mean = all(-_mm512_reduce_add_ps(dots) / C);
+        for (long c = i * C; c < (i + 1) * C; c += LANES) {
+            vector z = _mm512_fmadd_ps(load(y + c), mean, load(dy + c));
+            store(dx + c, _mm512_mul_ps(z, all(r[i])));
+        }
+    }
+    return 0;
+}
+
+// y (n) = max(x, 0)^2; n a multiple of 16.
+int squared_relu(long n, const bf16 *x, bf16 *y) {
+#pragma omp parallel for
+    for (long i = 0; i < n; i += LANES) {
+        vector positive = _mm512_max_ps(load(x + i), all(0));
+        store(y + i, _mm512_mul_ps(positive, positive));
+    }
+    return 0;
+}
+
+// dx = 2 max(x, 0) dy.
+int squared_relu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
+#pragma omp parallel for
+    for (long i = 0; i < n; i += LANES) {
+        vector positive = _mm512_max_ps(load(x + i), all(0));
+        store(dx + i, _mm512_mul_ps(_mm512_add_ps(positive, positive), load(dy + i)));
+    }
+    return 0;
+}

@@ -1,0 +1,165 @@
+"""Builds `kernels.c` for this machine, once, and calls it from autograd.
+
+    if kernels.fit(qkv):
+        y = kernels.attention(qkv, n_head, turn)
+
+Nothing here is needed: where there is no C compiler, or another CPU, or another precision, the
+model computes the same in plain PyTorch (`model.py`), to rounding.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from errors import one_line
+
+SOURCE = Path(__file__).with_name("kernels.c")
+# What `library` asks of the CPU is what best_amp_dtype asks for bfloat16, so it is there.
+FLAGS = (
+    "-O3 -mavx512f -mavx512bw -mavx512vl -mavx512bf16 -mfma -fno-math-errno -fopenmp -shared -fPIC"
+)
+LANES = 16  # of kernels.c
+
+
+@functools.cache
+def _build() -> tuple[ctypes.CDLL | None, str]:
+    """The built kernels, or None, and what there is to say of them."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None, "they are for Linux on x86-64"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None, "they need a CPU with AVX-512 BF16"
+    if compiler is None:
+        return None, "there is no C compiler (cc, or what CC names)"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    key = hashlib.sha256(f"{compiler} {FLAGS}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    built = Path(home, "character-level-gpt", f"kernels-{key}.so")
+    try:
+        if not built.exists():
+            built.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+                fresh = Path(folder, "kernels.so")
+                command = [compiler, *FLAGS.split(), str(SOURCE), "-o", str(fresh), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=120)
+                os.replace(fresh, built)  # whole or not at all: other processes build it, too
+        return ctypes.CDLL(str(built)), str(built)
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, one_line(error)
+
+
+def library() -> ctypes.CDLL | None:
+    """The built kernels; None where they cannot be had."""
+    return _build()[0]
+
+
+def describe() -> str:
+    """Whether there are kernels, for a log."""
+    found, why = _build()
+    return f"C, in {why}" if found else f"none, plain PyTorch instead: {why}"
+
+
+def fit(x: torch.Tensor, width: int = LANES) -> bool:
+    """Whether the kernels can be used on x (..., C), whose last dimension is worked on in parts of
+    `width`.
+    """
+    return (
+        x.dtype is torch.bfloat16
+        and x.device.type == "cpu"
+        and width % LANES == 0
+        and x.size(-1) % width == 0
+        and not torch.compiler.is_compiling()
+        and library() is not None
+    )
+
+
+def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
+    """Calls a kernel with addresses for tensors, which must be dense."""
+    converted = [
+        ctypes.c_long(a)
+        if isinstance(a, int)
+        else ctypes.c_void_p(None if a is None else a.data_ptr())
+        for a in arguments
+    ]
+    if getattr(library(), name)(*converted):
+        raise MemoryError(f"{name}: no memory for its workspace")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, n_head, cosine, sine):
+        B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
+        qkv, out = qkv.contiguous(), qkv.new_empty(B, T, C)
+        lse = torch.empty(B, n_head, T)
+        _call("attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, lse)
+        ctx.save_for_backward(qkv, cosine, sine, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        qkv, cosine, sine, out, lse = ctx.saved_tensors
+        B, n_head, T = lse.shape
+        D, grad = out.size(2) // n_head, torch.empty_like(qkv)
+        _call(
+            "attention_backward",
+            *(B, T, n_head, D, qkv, cosine, sine, out, lse, g.contiguous(), grad),
+        )
+        return grad, None, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x, rows = x.contiguous(), x.numel() // x.size(-1)
+        y, r = torch.empty_like(x), torch.empty(rows)
+        _call("rms_norm", rows, x.size(-1), x, y, r)
+        ctx.save_for_backward(y, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        y, r = ctx.saved_tensors
+        grad = torch.empty_like(y)
+        _call("rms_norm_backward", r.numel(), y.size(-1), g.contiguous(), y, r, grad)
+        return grad
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        _call("squared_relu", x.numel(), x, y)
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        grad = torch.empty_like(x)
+        _call("squared_relu_backward", x.numel(), x, g.contiguous(), grad)
+        return grad
+
+
+def attention(
+    qkv: torch.Tensor, n_head: int, turn: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """Causal attention: (B, T, C) from queries, keys and values (B, T, 3 C).
+
+    With `turn`, float32 cosines and sines (T, D / 2), queries and keys are rotated and normalised
+    first. The weights are never in memory as a whole, forward or backward, as in FlashAttention
+    (Dao et al., 2022).
+    """
+    cosine, sine = turn if turn is not None else (None, None)
+    return _Attention.apply(qkv, n_head, cosine, sine)
+
+
+rms_norm, squared_relu = _RMSNorm.apply, _SquaredReLU.apply

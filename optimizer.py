@@ -1,0 +1,206 @@
+"""The optimizer: which parameters decay, which go to Muon, and Muon itself.
+
+optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from errors import UserError
+from schedule import SCHEDULES
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial: steepest at zero
+ITERATIONS = 5
+
+
+@dataclass
+class OptimizerConfig:
+    """How the weights are learned; the fields are explained in `conf/optimizer/`."""
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    cooldown_ratio: float = 0.4
+
+    def __post_init__(self):
+        if self.name not in ("adamw", "muon"):
+            raise UserError(f"optimizer.name={self.name}: must be adamw or muon")
+        if self.schedule not in SCHEDULES:
+            raise UserError(
+                f"optimizer.schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}"
+            )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise UserError(f"optimizer.learning_rate={self.learning_rate}: must be above 0")
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1"
+                )
+        for name in ("min_lr_ratio", "cooldown_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)}: must lie between 0 and 1")
+        for name in ("weight_decay", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
+    """Every trainable parameter once, in one of `hidden`, `decay` and `no_decay`.
+
+    `hidden`: the matrices inside the blocks, which Muon takes over where it is asked for. `decay`:
+    the head (tied to the embedding or not), and the embeddings where `decay_embeddings` says so
+    (nanoGPT does, minGPT does not). `no_decay`: biases, norms, and else the embeddings. `model` may
+    be wrapped, in DDP say: only the names of its parameters count.
+    """
+    groups = {"hidden": [], "decay": [], "no_decay": []}
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() < 2:
+            groups["no_decay"].append(parameter)
+        elif ".blocks." in f".{name}":
+            groups["hidden"].append(parameter)
+        elif id(parameter) in linear or config.decay_embeddings:
+            groups["decay"].append(parameter)
+        else:
+            groups["no_decay"].append(parameter)
+    return groups
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """For each of (N, R, C) matrices, R <= C, one near U V' of its singular value decomposition,
+    in bfloat16: a Newton-Schulz iteration, whose singular values end between about 0.7 and 1.2.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum (Nesterov's) made orthogonal, and decoupled weight decay.
+
+    Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training",
+    2025), so that both can share a learning rate. Raises ValueError for what is not a matrix.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() != 2:
+                    raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step; returns what `closure()` does, if it is given."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            gradients = [p.grad for p in parameters]
+            for p in parameters:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+
+            same_shape = defaultdict(list)  # tall matrices lie down: one shape fewer
+            for p, update in zip(parameters, updates, strict=True):
+                tall = p.size(0) > p.size(1)
+                p, update = (p.mT, update.mT) if tall else (p, update)
+                same_shape[p.shape].append((p, update))
+            for shape, pairs in same_shape.items():
+                result = orthogonalize(torch.stack([update for _, update in pairs]))
+                size = 0.2 * max(shape) ** 0.5
+                for (p, _), update in zip(pairs, result, strict=True):
+                    p.add_(update, alpha=-group["lr"] * size)
+        return loss
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for one list of matrices and torch's AdamW for other parameter groups, as one optimizer.
+
+    One optimizer means one `step` for a `GradScaler` to skip and one state to save.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], groups: list[dict], muon: dict, adamw: dict):
+        self.parts = (
+            Muon(matrices, **muon),
+            torch.optim.AdamW(groups, **adamw),
+        )
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        self.parts[0].param_groups, self.parts[1].param_groups = (
+            self.param_groups[:1],
+            self.param_groups[1:],
+        )
+        for part in self.parts:
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._share()  # loading replaced the groups and the state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019), or Muon (Jordan et al., 2024) for the hidden matrices
+    and AdamW for the rest.
+
+    Weight decay is decoupled and applies to `hidden` and `decay` of `parameter_groups`. Each
+    group's peak learning rate is its `initial_lr`; the trainer multiplies it by the schedule.
+    """
+    groups = parameter_groups(model, config)
+    adamw = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
+    rest = [
+        {"params": groups["decay"], "weight_decay": config.weight_decay},
+        {"params": groups["no_decay"], "weight_decay": 0.0},
+    ]
+    if config.name == "muon":
+        muon = {
+            "lr": config.learning_rate,
+            "momentum": config.momentum,
+            "weight_decay": config.weight_decay,
+        }
+        optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
+    else:
+        rest[0]["params"] = groups["hidden"] + rest[0]["params"]
+        optimizer = torch.optim.AdamW([g for g in rest if g["params"]], **adamw)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate
+    return optimizer

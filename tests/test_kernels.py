@@ -1,0 +1,157 @@
+"""The C kernels compute what plain PyTorch does, to bfloat16's rounding, and are never needed."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, start
+
+import kernels
+from model import GPT, NORM_EPS, GPTConfig, rotary, rotate
+
+needs_kernels = pytest.mark.skipif(
+    kernels.library() is None, reason="needs a C compiler and a CPU with AVX-512 BF16"
+)
+
+
+def plain_attention(qkv: torch.Tensor, n_head: int, turn) -> torch.Tensor:
+    B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
+    q, k, v = qkv.view(B, T, 3, n_head, -1).permute(2, 0, 3, 1, 4)
+    if turn is not None:
+        q, k = (F.rms_norm(rotate(z, *turn), z.shape[-1:], eps=NORM_EPS) for z in (q, k))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return y.transpose(1, 2).reshape(B, T, C)
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def result_and_gradient(function, x: torch.Tensor, g: torch.Tensor):
+    x = x.detach().clone().requires_grad_()
+    y = function(x)
+    y.backward(g.to(y.dtype))
+    return y.detach(), x.grad
+
+
+@needs_kernels
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize(
+    "B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 96)]
+)
+def test_attention_and_its_gradient_are_those_of_float64(B, T, H, D, turned):
+    torch.manual_seed(0)
+    x, g = torch.randn(B, T, 3 * H * D).bfloat16(), torch.randn(B, T, H * D).bfloat16()
+    turn = rotary(0, T, D, x.device) if turned else None
+    results = result_and_gradient(lambda z: kernels.attention(z, H, turn), x, g)
+    exact = result_and_gradient(lambda z: plain_attention(z, H, turn), x.double(), g)
+    for ours, right in zip(results, exact, strict=True):
+        # Gradients of queries, keys and values differ in size: each is compared for itself.
+        for part in range(1 if ours.size(-1) == H * D else 3):
+            cut = slice(part * H * D, (part + 1) * H * D)
+            if right[..., cut].norm() > 1e-6:
+                assert relative_error(ours[..., cut], right[..., cut]) < 0.01
+            else:  # one character has nothing to choose from
+                assert ours[..., cut].float().norm() < 1e-2
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kernel, plain",
+    [
+        (kernels.rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)),
+        (kernels.squared_relu, lambda x: F.relu(x).square()),
+    ],
+)
+def test_norm_and_squared_relu_and_their_gradients_are_those_of_float64(kernel, plain):
+    torch.manual_seed(0)
+    x, g = torch.randn(3, 5, 48).bfloat16(), torch.randn(3, 5, 48).bfloat16()
+    ours, right = result_and_gradient(kernel, x, g), result_and_gradient(plain, x.double(), g)
+    for a, b in zip(ours, right, strict=True):
+        assert relative_error(a, b) < 0.006
+
+
+def build(arch: str, **settings) -> GPT:
+    torch.manual_seed(0)
+    settings = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0} | settings
+    config = GPTConfig(
+        arch=arch,
+        model_type=None,
+        n_layer=2,
+        n_head=2,
+        n_embd=64,
+        vocab_size=19,
+        block_size=40,
+        **settings,
+    )
+    model = GPT(config)
+    for parameter in model.parameters():  # a head that starts at zero would hide the rest
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def loss_and_gradient(model: GPT, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, loss = model(idx[:, :-1], idx[:, 1:])
+    loss.backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@needs_kernels
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_a_model_is_the_same_with_and_without_kernels(arch, monkeypatch):
+    model, idx = build(arch), torch.randint(0, 19, (3, 34))
+    calls = []
+    attention = kernels.attention
+    monkeypatch.setattr(kernels, "attention", lambda *a: calls.append(1) or attention(*a))
+    ours = loss_and_gradient(model, idx)
+    assert len(calls) == 2  # one a layer
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    plain = loss_and_gradient(model, idx)
+    assert len(calls) == 2
+    for a, b in zip(ours, plain, strict=True):
+        assert relative_error(a, b) < 0.03
+
+
+@needs_kernels
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_no_logit_depends_on_a_later_character(arch):
+    model, idx = build(arch), torch.randint(0, 19, (1, 37))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before, _ = model(idx)
+        for t in range(1, 37):
+            changed = idx.clone()
+            changed[:, t] = (changed[:, t] + 1) % 19
+            after, _ = model(changed)
+            assert torch.equal(after[:, :t], before[:, :t])
+            assert not torch.equal(after[:, t], before[:, t])
+            assert not torch.equal(after[:, -1], before[:, -1])
+
+
+@needs_kernels
+def test_results_are_equal_bit_for_bit_whatever_the_threads():
+    model, idx = build("modern"), torch.randint(0, 19, (3, 34))
+    results = []
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        results.append(loss_and_gradient(model, idx))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_kernels
+def test_dropout_on_the_attention_weights_is_left_to_torch(monkeypatch):
+    model, idx = build("modern", attn_pdrop=0.5), torch.randint(0, 19, (1, 34))
+    monkeypatch.setattr(kernels, "attention", lambda *_: pytest.fail("dropped nothing"))
+    loss_and_gradient(model, idx)
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
+def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path, compiler):
+    environment = {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = start(*TINY, f"run_dir={tmp_path / 'run'}", env=environment)
+    assert run.returncode == 0, run.stderr
+    assert "plain PyTorch" in run.stdout
+    assert not [name for _, _, names in os.walk(tmp_path / "cache") for name in names]

@@ -1,0 +1,112 @@
+"""The optimizer: who decays, who goes to Muon, and that Muon is Muon."""
+
+import copy
+
+import pytest
+import torch
+
+from errors import UserError
+from model import GPT, GPTConfig
+from optimizer import Muon, OptimizerConfig, create_optimizer, parameter_groups
+
+
+def tiny(arch: str, seed: int = 0, **settings) -> GPT:
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 12}
+    return GPT(GPTConfig(arch=arch, model_type=None, **sizes, **settings)).eval()
+
+
+def test_muon_takes_the_steps_of_torchs_muon():
+    torch.manual_seed(0)
+    shapes = [(24, 8), (8, 24), (8, 8), (24, 8), (1, 8)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    a = Muon(ours, **settings)
+    b = torch.optim.Muon(theirs, **settings, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=2e-4)
+        assert (p - 1).abs().max() > 0.01
+
+
+def test_muon_refuses_what_is_not_a_matrix():
+    with pytest.raises(ValueError, match=r"not for a shape of \(3,\)"):
+        Muon([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_exactly_one_group(name, tied):
+    model = tiny("gpt2", tie_weights=tied)
+    optimizer = create_optimizer(model, OptimizerConfig(name=name))
+    members = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(members) == sorted(id(p) for p in model.parameters())
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    for key, parameter in model.named_parameters():
+        expected = parameter.dim() == 2 and ("emb" not in key or (tied and key == "tok_emb.weight"))
+        assert (id(parameter) in decayed) == expected, key
+
+
+def test_embeddings_decay_where_asked():
+    groups = parameter_groups(
+        tiny("gpt2", tie_weights=False), OptimizerConfig(decay_embeddings=True)
+    )
+    assert [p.dim() for p in groups["decay"]] == [2, 2, 2] and {
+        p.dim() for p in groups["no_decay"]
+    } == {1}
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest():
+    model = tiny("modern")
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
+    model(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long))[1].backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert ("momentum_buffer" in optimizer.state[parameter]) == name.startswith("blocks."), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_restored_optimizer_takes_the_same_step(name):
+    idx = torch.randint(11, (4, 12))
+    a = tiny("modern")
+    optimizer = create_optimizer(a, OptimizerConfig(name=name, learning_rate=0.01))
+    states = []
+    for _ in range(4):
+        states.append((copy.deepcopy(a.state_dict()), copy.deepcopy(optimizer.state_dict())))
+        optimizer.zero_grad()
+        a(idx, idx)[1].backward()
+        optimizer.step()
+    b = tiny("modern", seed=5)
+    other = create_optimizer(b, OptimizerConfig(name=name, learning_rate=0.01))
+    b.load_state_dict(states[2][0])
+    other.load_state_dict(states[2][1])
+    for _ in range(2):
+        other.zero_grad()
+        b(idx, idx)[1].backward()
+        other.step()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "sgd"},
+        {"schedule": "step"},
+        {"learning_rate": 0.0},
+        {"beta2": 1.0},
+        {"weight_decay": -0.1},
+        {"warmup_steps": -1},
+        {"min_lr_ratio": 2.0},
+        {"learning_rate": float("nan")},
+    ],
+)
+def test_an_impossible_optimizer_is_refused_by_name(settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(UserError, match=f"optimizer.{name}={value}"):
+        OptimizerConfig(**settings)
