@@ -15,7 +15,7 @@ typedef uint16_t bf16;
 typedef uint32_t pair;  // two bfloat16, what one lane multiplies
 typedef __m512 vector;  // 16 float32
 
-enum { LANES = 16, ROWS = 16 };  // ROWS of scores are worked on at once: they stay in the cache
+enum { LANES = 16, ROWS = 32 };  // ROWS of scores are worked on at once: they stay in the cache
 
 static const float LOG2_E = 1.44269504f, LOG_2 = 0.69314718f, NORM_EPS = 1e-6f;
 
@@ -183,7 +183,7 @@ int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosi
 #pragma omp parallel reduction(| : failed)
     {
         long used = 0;
-        char *memory = aligned_alloc(64, (padded * (9 * D + 128) + 64 * D + 1023) / 64 * 64);
+        char *memory = aligned_alloc(64, (padded * (8 * D + 6 * ROWS + 4) + 4 * ROWS * D) / 64 * 64 + 1024);
         ARRAY(bf16, q, padded * D);
         ARRAY(bf16, kv, padded * D);
         ARRAY(pair, k, padded * D / 2);
@@ -245,7 +245,7 @@ int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const fl
 #pragma omp parallel reduction(| : failed)
     {
         long used = 0;
-        char *memory = aligned_alloc(64, (padded * (26 * D + 264) + 64 * D + 1535) / 64 * 64);
+        char *memory = aligned_alloc(64, (padded * (26 * D + 16 * ROWS + 8) + 4 * ROWS * D) / 64 * 64 + 1536);
         ARRAY(bf16, q, padded * D);
         ARRAY(bf16, k, padded * D);
         ARRAY(bf16, v, padded * D);
