@@ -1,0 +1,653 @@
+"""Measures this trainer beside others, on this machine: the same model, batch and text, in turn.
+
+    python bench.py                              everything; writes docs/benchmarks.md and .json
+    python bench.py sections=step,start rounds=5
+    python bench.py nanogpt=DIRECTORY            a checkout of nanoGPT beside `loss`
+    python bench.py report                       docs/benchmarks.md again, from the .json alone
+
+Every measurement is a process of its own, and a round takes each of a section once, so that a
+machine that slows down slows all of them. Other trainers come from their packages
+(requirements-bench.txt); one that is not installed is left out, and that is said.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import distributed
+import kernels
+from char_dataset import CharDataset, DataConfig
+from model import GPT, GPTConfig
+from optimizer import OptimizerConfig, create_optimizer
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "docs" / "benchmarks.json"
+LEARNING_RATE = 1e-3
+NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+
+# layers, heads, width, characters of context, windows a step, measured steps
+SIZES = {
+    "4L/4H/128, 64 x 64": (4, 4, 128, 64, 64, 60),
+    "8L/8H/512, 16 x 128": (8, 8, 512, 128, 16, 12),
+    "8L/8H/512, 32 x 128": (8, 8, 512, 128, 32, 8),
+}
+TRAINERS = {
+    "this": (),  # the packages it needs
+    "Transformers Trainer, bfloat16": ("transformers", "accelerate"),
+    "Transformers Trainer, float32": ("transformers", "accelerate"),
+    "Accelerate, bfloat16": ("transformers", "accelerate"),
+    "Lightning, bfloat16": ("transformers", "lightning"),
+}
+SEEDS = (1, 2, 3)
+
+
+class Clock:
+    """Takes the time at the end of each step."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def tick(self, *_) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Median of a step, without the first third."""
+        steps = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return statistics.median(steps[len(steps) // 3 :])
+
+
+# --------------------------------------------------------------------------------------------------
+# What is measured: each function runs in a process of its own and returns figures
+
+
+def step(size: str, trainer: str) -> dict:
+    """Seconds of one training step: GPT-2 with AdamW and clipping, no dropout, the same text."""
+    n_layer, n_head, n_embd, block_size, batch_size, steps = SIZES[size]
+    distributed.start()  # threads and memory as here, for all of them
+    data = CharDataset(DataConfig(path="pydoc:topics", block_size=block_size)).split()[0]
+    clock = Clock()
+    if trainer == "this":
+        model = _gpt(n_layer, n_head, n_embd, data.vocab_size, block_size)
+        _train(model, data, batch_size, steps, clock)
+    else:
+        model = _transformers_gpt2(n_layer, n_head, n_embd, data.vocab_size, block_size)
+        peer = {"T": _with_transformers, "A": _with_accelerate, "L": _with_lightning}[trainer[0]]
+        peer(model, _Windows(data), batch_size, steps, clock, trainer.endswith("bfloat16"))
+    rate = batch_size * block_size / clock.seconds()
+    model = _gpt(n_layer, n_head, n_embd, data.vocab_size, block_size)
+    return {
+        "characters_per_s": rate,
+        "share_of_matmul": rate * model.flops_per_token() / _matmul_flops(),
+    }
+
+
+def loss(recipe: str, seed: int) -> dict:
+    """Seconds of a whole process, nothing compiled before, and the held-out loss at its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        run = _command(
+            *(ROOT / "main.py", f"experiment={recipe}", f"trainer.seed={seed}"),
+            f"run_dir={folder}/run",
+            XDG_CACHE_HOME=folder,
+        )
+        seconds = time.perf_counter() - began
+        lines = [json.loads(x) for x in open(f"{folder}/run/metrics.jsonl")]
+    val = [line for line in lines if line["split"] == "val"][-1]
+    return {
+        "seconds": seconds,
+        "loss": val["loss"],
+        "steps": val["step"],
+        "characters_scored": val["tokens"],
+        "plan": next(x for x in run.splitlines() if x.startswith("plan")).split(maxsplit=1)[1],
+    }
+
+
+def nanogpt(directory: str, seed: int) -> dict:
+    """nanoGPT's CPU recipe, as its README has it; the loss is its own estimate."""
+    arguments = (
+        "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
+        "--log_interval=100 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
+        "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        out = _command("train.py", *arguments.split(), f"--out_dir={folder}", directory=directory)
+        seconds = time.perf_counter() - began
+    estimates = [x for x in out.splitlines() if "val loss" in x]
+    return {"seconds": seconds, "loss": float(estimates[-1].split()[-1]), "seed": seed}
+
+
+def generate(model: str) -> dict:
+    """Characters per second of `generate`, at 256 characters of context and beyond."""
+    distributed.start()
+    n_layer, n_head, n_embd = {"4L/2H/128": (4, 2, 128), "6L/6H/384": (6, 6, 384)}[model]
+    gpt = _gpt(n_layer, n_head, n_embd, 65, 512, arch="modern").eval()
+    rates = {}
+    for name, batch, count, use_cache in (
+        ("uncached", 1, 16, False),
+        ("cached", 1, 200, True),
+        ("cached_64", 64, 100, True),
+    ):
+        idx = torch.randint(0, 65, (batch, 256))
+        gpt.generate(idx, 4, use_cache=use_cache)
+        began = time.perf_counter()
+        gpt.generate(idx, 1, use_cache=use_cache)
+        first = time.perf_counter() - began  # takes in the context
+        began = time.perf_counter()
+        gpt.generate(idx, 1 + count, use_cache=use_cache)
+        rates[name] = batch * count / (time.perf_counter() - began - (first if use_cache else 0))
+    return rates
+
+
+def start(caches: str) -> dict:
+    """Seconds from the command to the end of the first training step, and for `import main`."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, **({"XDG_CACHE_HOME": folder} if caches == "cold" else {})}
+        command = [sys.executable, "main.py", f"run_dir={folder}/run", "trainer.log_every_steps=1"]
+        metrics = Path(folder, "run", "metrics.jsonl")
+        began = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        try:
+            while not (metrics.exists() and metrics.stat().st_size):
+                if process.poll() is not None:
+                    raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+                time.sleep(0.01)
+            first_step = time.perf_counter() - began
+        finally:
+            process.kill()
+            process.wait()
+        began = time.perf_counter()
+        _command("-c", "import main", **environment)
+    return {"first_step_s": first_step, "import_s": time.perf_counter() - began}
+
+
+def growth(what: str, value: str) -> dict:
+    """Characters per second and peak memory of a step, as one thing grows from a common middle."""
+    sizes = {"width": 128, "layers": 4, "context": 128, "vocabulary": 65} | {what: int(value)}
+    distributed.start()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "text.txt")  # random characters: what they are costs nothing
+        draw = torch.randint(sizes["vocabulary"], (200_000,)).tolist()
+        path.write_text("".join(chr(0x4E00 + i) for i in [*range(sizes["vocabulary"]), *draw]))
+        data, _ = CharDataset(DataConfig(path=str(path), block_size=sizes["context"])).split()
+    shape = (sizes["layers"], sizes["width"] // 32, sizes["width"], data.vocab_size)
+    model = _gpt(*shape, sizes["context"], arch="modern")
+    clock = Clock()
+    _train(model, data, max(1, 4096 // sizes["context"]), 12, clock, optimizer="muon")
+    return {
+        "characters_per_s": 4096 / clock.seconds(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def processes(count: str) -> dict:
+    """Characters per second of `count` processes of one thread each, the same work per process."""
+    n = int(count)
+    launch = () if n == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc={n}")
+    with tempfile.TemporaryDirectory() as folder:
+        _command(
+            *(*launch, "main.py", "experiment=shakespeare_cpu", f"run_dir={folder}/run"),
+            *("trainer.threads=1", f"trainer.batch_size={16 * n}", "trainer.max_steps=60"),
+            *("trainer.log_every_steps=20", "trainer.eval_every_steps=null"),
+        )
+        lines = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    rates = [line["tokens_per_s"] for line in lines if line["split"] == "train"]
+    return {"characters_per_s": statistics.median(rates[1:])}
+
+
+# --------------------------------------------------------------------------------------------------
+# The trainers
+
+
+def _gpt(n_layer, n_head, n_embd, vocab_size, block_size, arch="gpt2") -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        GPTConfig(
+            arch=arch,
+            n_layer=n_layer,
+            n_head=n_head,
+            n_embd=n_embd,
+            vocab_size=vocab_size,
+            block_size=block_size,
+            **NO_DROPOUT,
+        )
+    )
+
+
+def _train(model, data, batch_size, steps, clock, optimizer="adamw") -> None:
+    from trainer import Trainer, TrainerConfig
+
+    config = TrainerConfig(
+        max_epochs=None,
+        max_steps=steps,
+        batch_size=batch_size,
+        save_every=None,
+        log_every_steps=steps,
+    )
+    settings = OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, model, create_optimizer(model, settings), data, run_dir=folder)
+        plain = trainer._train_step
+
+        def timed():
+            result = plain()
+            clock.tick()
+            return result
+
+        trainer._train_step = timed
+        trainer.train()
+
+
+class _Windows(torch.utils.data.Dataset):
+    """A window as input and as labels, which Transformers' models shift by themselves."""
+
+    def __init__(self, data: CharDataset):
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> dict:
+        x, _ = self.data[i]
+        return {"input_ids": x, "labels": x}
+
+
+def _transformers_gpt2(n_layer, n_head, n_embd, vocab_size, block_size):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=block_size,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _with_transformers(model, windows, batch_size, steps, clock, bfloat16) -> None:
+    import transformers
+
+    class Ticks(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            clock.tick()
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=batch_size,
+            learning_rate=LEARNING_RATE,
+            bf16=bfloat16,
+            use_cpu=not torch.cuda.is_available(),
+            save_strategy="no",
+            logging_steps=steps,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        transformers.Trainer(
+            model=model, args=arguments, train_dataset=windows, callbacks=[Ticks()]
+        ).train()
+
+
+def _with_accelerate(model, windows, batch_size, steps, clock, bfloat16) -> None:
+    from accelerate import Accelerator
+
+    precision = "bf16" if bfloat16 else "no"
+    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.cuda.is_available())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    loader = torch.utils.data.DataLoader(windows, batch_size=batch_size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _, batch in zip(range(steps), loader, strict=False):
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.tick()
+
+
+def _with_lightning(model, windows, batch_size, steps, clock, bfloat16) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, _):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+
+        def on_train_batch_end(self, *_):
+            clock.tick()
+
+    lightning.Trainer(
+        max_steps=steps,
+        precision="bf16-mixed" if bfloat16 else "32-true",
+        gradient_clip_val=1.0,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), torch.utils.data.DataLoader(windows, batch_size=batch_size, shuffle=True))
+
+
+def _matmul_flops() -> float:
+    """What this machine computes in bfloat16 matrix products, FLOP/s: the best of ten."""
+    on_gpu = torch.cuda.is_available()
+    n = 8192 if on_gpu else 2048
+    a = torch.randn(n, n, device="cuda" if on_gpu else "cpu").bfloat16()
+    best = math.inf
+    for _ in range(10):
+        began = time.perf_counter()
+        torch.mm(a, a)
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * n**3 / best
+
+
+def _command(*arguments, directory: str | Path = ROOT, **environment: str) -> str:
+    """Runs Python with these arguments; returns what it printed."""
+    command = [sys.executable, *map(str, arguments)]
+    run = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {run.stderr.strip()[-2000:]}")
+    return run.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Rounds, and the report
+
+SECTIONS = {
+    "step": [(step, size, trainer) for size in SIZES for trainer in TRAINERS],
+    "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "shakespeare_cpu")],
+    "generate": [(generate, model) for model in ("4L/2H/128", "6L/6H/384")],
+    "start": [(start, caches) for caches in ("warm", "cold")],
+    "growth": [
+        (growth, what, str(value))
+        for what, values in {
+            "width": (64, 128, 256, 512, 1024),
+            "layers": (2, 4, 8, 16),
+            "context": (32, 64, 128, 256, 512, 1024),
+            "vocabulary": (65, 1000, 5000, 20000),
+        }.items()
+        for value in values
+    ],
+    "processes": [(processes, "1"), (processes, "2")],
+}
+
+
+def run_sections(sections: list[str], rounds: int, nanogpt_directory: str | None) -> dict:
+    """All measurements of the sections: {section: {arguments: [figures of each round]}}."""
+    results: dict = {}
+    for section in sections:
+        tasks = SECTIONS[section]
+        if section == "loss" and nanogpt_directory:
+            tasks = [*tasks, (nanogpt, nanogpt_directory)]
+        for number in range(rounds):
+            for function, *arguments in tasks:
+                if function is step and (missing := _missing(TRAINERS[arguments[1]])):
+                    print(f"{arguments[1]}: left out, {missing} is not installed", flush=True)
+                    continue
+                if function in (loss, nanogpt):
+                    arguments = [*arguments, str(SEEDS[number % len(SEEDS)])]
+                out = _command("bench.py", "measure", function.__name__, *arguments)
+                figures = json.loads(out.splitlines()[-1])
+                key = function.__name__ if function is nanogpt else ", ".join(arguments[:2])
+                if function is loss:
+                    key = arguments[0]
+                results.setdefault(section, {}).setdefault(key, []).append(figures)
+                print(section, key, json.dumps(figures), flush=True)
+    return results
+
+
+def _missing(packages: tuple[str, ...]) -> str | None:
+    for name in packages:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return name
+    return None
+
+
+def machine() -> dict:
+    """What the figures were measured on and with."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":")[1].strip()
+    packages = ("torch", "transformers", "accelerate", "lightning")
+    return {
+        "cpu": f"{name}, {len(os.sched_getaffinity(0))} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernels": kernels.library() is not None,
+        "versions": {p: importlib.metadata.version(p) for p in packages if not _missing((p,))},
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def spread(rows: list[dict], name: str, form: str = "{:,.0f}") -> str:
+    """Median and range over rounds."""
+    values = [row[name] for row in rows]
+    middle = form.format(statistics.median(values))
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def report(results: dict) -> str:
+    """docs/benchmarks.md."""
+    m, out = results["machine"], []
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+    out += [
+        "# Benchmarks",
+        "",
+        f"Written by `python bench.py` on {m['date']}: {m['cpu']}; "
+        f"{m['gpu'] or 'no GPU: what needs one is not measured'}; {versions}; Python "
+        f"{m['python']}. Medians, and ranges over the rounds; every figure is a process of its "
+        "own, and the rounds take all rows of a table in turn. The figures as data: "
+        "[benchmarks.json](benchmarks.json).",
+    ]
+
+    def table(title: str, text: str, head: list[str], rows: list[list[str]]) -> None:
+        out.extend(["", f"## {title}", "", text, ""])
+        out.append(f"| {' | '.join(head)} |")
+        out.append(f"|{'---|' * len(head)}")
+        out.extend(f"| {' | '.join(row)} |" for row in rows)
+
+    if "step" in results:
+        rows = []
+        for size in SIZES:
+            for trainer in TRAINERS:
+                values = results["step"].get(f"{size}, {trainer}")
+                if values is None:
+                    rows.append([size, trainer, "not measured", "", ""])
+                    continue
+                ours = results["step"][f"{size}, this"]
+                ratios = [
+                    {"ratio": a["characters_per_s"] / b["characters_per_s"]}
+                    for a, b in zip(ours, values, strict=False)
+                ]
+                rows.append(
+                    [
+                        size,
+                        trainer,
+                        spread(values, "characters_per_s"),
+                        spread(ratios, "ratio", "{:.2f}"),
+                        spread(values, "share_of_matmul", "{:.0%}"),
+                    ]
+                )
+        table(
+            "A training step",
+            "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
+            "end to the next's. The last column is what the model's own operations make of the "
+            "rate of a bare bfloat16 `torch.mm` in the same process.",
+            ["size", "trainer", "characters a second", "this is faster by", "of the matmul rate"],
+            rows,
+        )
+    if "loss" in results:
+        rows = [
+            [
+                f"`{key}`" if key != "nanogpt" else "nanoGPT's CPU recipe, its own estimate",
+                spread(values, "loss", "{:.4f}"),
+                spread(values, "seconds", "{:.1f}"),
+                str(len(values)),
+                values[0].get("plan", "2000 steps of 12 x 64"),
+            ]
+            for key, values in results["loss"].items()
+        ]
+        table(
+            "Time to a loss",
+            "Whole processes, from the command to its end, with nothing compiled before, one seed "
+            "a round. The loss is of every held-out character but the first, in nats.",
+            ["recipe", "held-out loss", "seconds", "seeds", "trained on"],
+            rows,
+        )
+    if "generate" in results:
+        rows = []
+        for key, values in results["generate"].items():
+            for row in values:
+                row["gain"] = row["cached"] / row["uncached"]
+                row["batch"] = row["cached_64"] / row["cached"]
+            names = ("uncached", "cached", "gain", "cached_64", "batch")
+            forms = ("{:,.0f}", "{:,.0f}", "{:.1f}", "{:,.0f}", "{:.1f}")
+            rows.append([key, *(spread(values, n, f) for n, f in zip(names, forms, strict=True))])
+        table(
+            "Generating",
+            "`modern`, float32, characters a second from 256 characters of context on.",
+            ["model", "without cache", "with", "gain", "64 at once", "gain over one"],
+            rows,
+        )
+    if "start" in results:
+        rows = [
+            [key, spread(v, "import_s", "{:.1f}"), spread(v, "first_step_s", "{:.1f}")]
+            for key, v in results["start"].items()
+        ]
+        table(
+            "Starting",
+            "Seconds of `python -c 'import main'`, and from `python main.py` to the end of its "
+            "first step; cold: the kernels are built first.",
+            ["caches", "import", "first step"],
+            rows,
+        )
+    if "growth" in results:
+        rows = [
+            [
+                *key.split(", "),
+                f"{values[0]['parameters']:,}",
+                spread(values, "characters_per_s"),
+                f"{max(v['peak_bytes'] for v in values) / 2**20:,.0f}",
+            ]
+            for key, values in results["growth"].items()
+        ]
+        table(
+            "How cost grows",
+            "`modern`, Muon, 4,096 characters a step; 4 layers 128 wide, heads of 32, 128 "
+            "characters of context and 65 distinct ones, but for what the row says. "
+            "![plot](growth.png)",
+            ["what", "value", "parameters", "characters a second", "peak resident MiB"],
+            rows,
+        )
+        plot(results["growth"])
+    if "processes" in results:
+        base = results["processes"]["1"]
+        rows = []
+        for key, values in results["processes"].items():
+            for row, one in zip(values, base, strict=True):
+                row["gain"] = row["characters_per_s"] / one["characters_per_s"]
+            rows.append([key, spread(values, "characters_per_s"), spread(values, "gain", "{:.2f}")])
+        table(
+            "Processes",
+            "`shakespeare_cpu`, one thread and 16 windows a step for each process.",
+            ["processes", "characters a second", "gain"],
+            rows,
+        )
+    return "\n".join(out) + "\n"
+
+
+def plot(results: dict) -> None:
+    """docs/growth.png, where matplotlib is installed."""
+    if _missing(("matplotlib",)):
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(key.split(", ")[0] for key in results))
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3), sharey=True)
+    for axis, what in zip(axes, names, strict=True):
+        points = [
+            (int(key.split(", ")[1]), statistics.median(v["characters_per_s"] for v in values))
+            for key, values in results.items()
+            if key.startswith(what)
+        ]
+        axis.loglog(*zip(*points, strict=True), marker="o")
+        axis.set_xlabel(what)
+        axis.grid(True, which="both", alpha=0.3)
+    axes[0].set_ylabel("characters a second")
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "growth.png", dpi=110)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"]:
+        name, *arguments = sys.argv[2:]
+        print(json.dumps(globals()[name](*arguments)))
+        return
+    settings = {"sections": ",".join(SECTIONS), "rounds": "3", "nanogpt": ""}
+    only_report = sys.argv[1:] == ["report"]
+    for argument in [] if only_report else sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        if key not in settings or not value:
+            sys.exit(f"error: {argument}: must be report, or one of {', '.join(settings)}=VALUE")
+        settings[key] = value
+    sections = settings["sections"].split(",")
+    for section in sections:
+        if section not in SECTIONS:
+            sys.exit(f"error: sections={section}: must be among {', '.join(SECTIONS)}")
+    if not settings["rounds"].isdecimal() or int(settings["rounds"]) < 1:
+        sys.exit(f"error: rounds={settings['rounds']}: must be a number above 0")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if not only_report:
+        fresh = run_sections(sections, int(settings["rounds"]), settings["nanogpt"] or None)
+        results = {**results, "machine": machine(), **fresh}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(report(results))
+    print(f"written: {RESULTS.with_suffix('.md')} and {RESULTS.name}")
+
+
+if __name__ == "__main__":
+    main()
