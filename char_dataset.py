@@ -322,38 +322,57 @@ def encode(text: str, stoi: dict[str, int]) -> torch.Tensor:
 # The order of training windows
 
 
-def window_order(positions: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
+def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int = 1) -> np.ndarray:
     """Which window stands at each of `positions` (int64) of the endless training stream.
 
-    Position p lies in epoch `p // num_windows`; every epoch is another permutation of all windows.
-    The order is a pure function of (seed, epoch, position): nothing is stored, any position can be
-    asked for, and neither the number of processes nor a restart can change it. It takes constant
-    memory for any number of windows.
+    Position p lies in epoch `p // num_windows`, and every epoch takes all windows once. It is made
+    of `stride` passes over the text, in random order, of windows that start `stride` characters
+    apart, in random order: with the block size as the stride, no character is seen again before
+    all have been seen, which windows drawn freely do not give (a third of the text would be missing
+    from the first pass); docs/experiments.md has what that is worth.
 
-    The permutation is a Feistel network over a domain a x b barely larger than `num_windows`,
-    walked until it falls inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002:
-    methods "generalised Feistel" and "cycle walking"), with the mixer of SplitMix64 (Steele, Lea
-    and Flood, 2014) as its round function.
+    The order is a pure function of (seed, epoch, position): nothing is stored, any position can be
+    asked for, and neither the number of processes nor a restart can change it. The memory it takes
+    does not depend on the number of windows.
     """
-    positions = np.asarray(positions, dtype=np.uint64)
-    size = np.uint64(num_windows)
-    epoch, value = positions // size, positions % size
-    a = (
-        math.isqrt(num_windows - 1) + 1
-    )  # a * b is the domain: b is as small as a x b >= num_windows allows
-    a, b = np.uint64(a), np.uint64(-(-num_windows // a))
-    key = _mix(_mix(np.full_like(epoch, seed % 2**64)) ^ epoch)
-    value = _permute(value, a, b, key)
-    while (outside := value >= size).any():
-        value[outside] = _permute(value[outside], a, b, key[outside])
+    positions = np.asarray(positions, dtype=np.int64)
+    stride = min(stride, num_windows)
+    epochs, value = np.divmod(positions, num_windows)
+    order = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        key = _mix(_mix(np.uint64([seed])) ^ np.uint64(epoch))
+        keys = _mix(key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one a pass
+        first = np.argsort(keys)  # window of each pass
+        sizes = (num_windows - first + stride - 1) // stride
+        ends = np.cumsum(sizes)
+        number = np.searchsorted(ends, value[here], side="right")
+        within = value[here] - (ends - sizes)[number]
+        order[here] = first[number] + stride * _shuffled(within, sizes[number], keys[number])
+    return order
+
+
+def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Where each value goes in the permutation of the numbers below its size that its key names.
+
+    A Feistel network over a domain a x b barely larger than the sizes, walked until it falls inside
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: methods "generalised Feistel"
+    and "cycle walking"), with the mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round
+    function.
+    """
+    largest = int(sizes.max())
+    a = math.isqrt(largest - 1) + 1
+    a, b = np.uint64(a), np.uint64(-(-largest // a))
+    value, sizes = value.astype(np.uint64), sizes.astype(np.uint64)
+    value = _permute(value, a, b, keys)
+    while (outside := value >= sizes).any():
+        value[outside] = _permute(value[outside], a, b, keys[outside])
     return value.astype(np.int64)
 
 
 def _permute(value: np.ndarray, a: np.uint64, b: np.uint64, key: np.ndarray) -> np.ndarray:
-    left, right = (
-        value // b,
-        value % b,
-    )  # each round adds a hash of one half to the other: a bijection
+    left, right = value // b, value % b
+    # Each round adds a hash of one half to the other: a bijection.
     for round_number in range(0, 6, 2):
         left = (left + _mix(right ^ _mix(key + np.uint64(round_number))) % a) % a
         right = (right + _mix(left ^ _mix(key + np.uint64(round_number + 1))) % b) % b

@@ -23,7 +23,7 @@ import torch
 
 from errors import UserError, one_line
 
-FORMAT = 2
+FORMAT = 3  # 3: another order of the windows
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64

@@ -175,7 +175,10 @@ class MicroBatches(Dataset):
             positions = (
                 np.arange(ORDER_STEPS * self.batch_size) + block * ORDER_STEPS * self.batch_size
             )
-            self.block, self.order = block, window_order(positions, len(self.dataset), self.seed)
+            self.block = block
+            self.order = window_order(
+                positions, len(self.dataset), self.seed, stride=self.dataset.block_size
+            )
         size = self.share // self.accumulation
         first = step * self.batch_size + self.offset + i * size
         return self.dataset.batch(self.order[first : first + size])

@@ -97,22 +97,42 @@ def test_tiles_score_every_held_out_character_but_the_first_once(text_file, bloc
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 50))
-def test_every_epoch_is_a_permutation_of_all_windows(num_windows, seed, epoch):
+@given(
+    st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 50), st.sampled_from([1, 7, 64])
+)
+def test_every_epoch_is_a_permutation_of_all_windows(num_windows, seed, epoch, stride):
     positions = np.arange(epoch * num_windows, (epoch + 1) * num_windows)
-    assert sorted(window_order(positions, num_windows, seed)) == list(range(num_windows))
+    order = window_order(positions, num_windows, seed, stride)
+    assert sorted(order) == list(range(num_windows))
+
+
+def test_every_pass_of_an_epoch_takes_each_character_once():
+    n, stride = 1777, 32
+    order = window_order(np.arange(3 * n), n, seed=3, stride=stride).reshape(3, n)
+    firsts = []
+    for epoch in order:
+        while len(epoch):
+            first = epoch[0] % stride
+            firsts.append(first)
+            size = len(range(first, n, stride))
+            assert sorted(epoch[:size]) == list(range(first, n, stride))
+            epoch = epoch[size:]
+    assert [sorted(firsts[i : i + stride]) for i in (0, 32, 64)] == [list(range(stride))] * 3
+    assert firsts[:32] != firsts[32:64] and firsts[:32] != sorted(firsts[:32])
 
 
 def test_the_order_is_a_function_of_the_position_alone():
-    whole = window_order(np.arange(5000), 1777, seed=3)
+    whole = window_order(np.arange(5000), 1777, seed=3, stride=32)
     some = np.random.default_rng(0).integers(0, 5000, 300)
-    assert np.array_equal(window_order(some, 1777, seed=3), whole[some])
+    assert np.array_equal(window_order(some, 1777, seed=3, stride=32), whole[some])
 
 
-def test_epochs_and_seeds_are_ordered_differently_and_well_mixed():
+@pytest.mark.parametrize("stride", [1, 64])
+def test_epochs_and_seeds_are_ordered_differently_and_well_mixed(stride):
     n = 100_000
     orders = [
-        window_order(np.arange(n) + start, n, seed) for start, seed in ((0, 1), (n, 1), (0, 2))
+        window_order(np.arange(n) + start, n, seed, stride)
+        for start, seed in ((0, 1), (n, 1), (0, 2))
     ]
     natural = np.arange(n)
     for i, a in enumerate(orders):
@@ -125,7 +145,7 @@ def test_epochs_and_seeds_are_ordered_differently_and_well_mixed():
 
 
 def test_the_order_of_a_billion_windows_costs_only_what_is_asked_for():
-    order = window_order(np.arange(10**9 - 500, 10**9 + 500), 10**9, seed=1)
+    order = window_order(np.arange(10**9 - 500, 10**9 + 500), 10**9, seed=1, stride=1024)
     assert order.min() >= 0 and order.max() < 10**9 and len(set(order[:500])) == 500
 
 

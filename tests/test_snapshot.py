@@ -127,7 +127,7 @@ def grow(data: bytes) -> bytes:
         (lambda: saved(extra=1), "its fields are"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
         (lambda: with_pickle(b""), "pickle exhausted"),
-        (lambda: saved(format=1), "snapshot format 1, this application reads 2"),
+        (lambda: saved(format=1), "snapshot format 1, this application reads 3"),
         (lambda: saved(config=bomb()), "declare more bytes"),
         (lambda: saved(config={"data": 5}), "config.data is 5"),
         (lambda: saved(step=-3), "its step is -3"),

@@ -76,7 +76,7 @@ def test_the_tutorial_call_trains_and_leaves_its_files(parts, tmp_path, monkeypa
 
 @pytest.mark.parametrize("arch, optimizer", [("gpt2", "adamw"), ("modern", "muon")])
 def test_training_lowers_the_loss(parts, tmp_path, arch, optimizer):
-    trainer = make(parts, tmp_path, arch, optimizer=optimizer, max_steps=60)
+    trainer = make(parts, tmp_path, arch, optimizer=optimizer, max_steps=90)
     before, *_ = trainer.evaluate()
     assert trainer.train() < before - 0.5
 
@@ -91,6 +91,8 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
 ):
     class Audit:
         """Hands out the indices it was asked for."""
+
+        block_size = parts[0].block_size
 
         def __len__(self):
             return len(parts[0])
@@ -114,7 +116,7 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     assert seen[:n] != seen[n : 2 * n]
     from char_dataset import window_order
 
-    assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7))
+    assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, Audit.block_size))
 
 
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
