@@ -197,7 +197,9 @@ def growth(what: str, value: str) -> dict:
 def processes(count: str) -> dict:
     """Characters per second of `count` processes of one thread each, the same work per process."""
     n = int(count)
-    launch = () if n == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc={n}")
+    launch = (
+        () if n == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
+    )
     with tempfile.TemporaryDirectory() as folder:
         _command(
             *(*launch, "main.py", "experiment=shakespeare_cpu", f"run_dir={folder}/run"),
@@ -390,7 +392,7 @@ def _command(*arguments, directory: str | Path = ROOT, **environment: str) -> st
 
 SECTIONS = {
     "step": [(step, size, trainer) for size in SIZES for trainer in TRAINERS],
-    "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "shakespeare_cpu")],
+    "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "shakespeare_cpu", "nanogpt_cpu")],
     "generate": [(generate, model) for model in ("4L/2H/128", "6L/6H/384")],
     "start": [(start, caches) for caches in ("warm", "cold")],
     "growth": [

@@ -183,7 +183,8 @@ int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosi
 #pragma omp parallel reduction(| : failed)
     {
         long used = 0;
-        char *memory = aligned_alloc(64, (padded * (8 * D + 6 * ROWS + 4) + 4 * ROWS * D) / 64 * 64 + 1024);
+        long bytes = padded * (8 * D + 6 * ROWS + 4) + 4 * ROWS * D + 1024;
+        char *memory = aligned_alloc(64, bytes / 64 * 64);
         ARRAY(bf16, q, padded * D);
         ARRAY(bf16, kv, padded * D);
         ARRAY(pair, k, padded * D / 2);
@@ -245,7 +246,8 @@ int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const fl
 #pragma omp parallel reduction(| : failed)
     {
         long used = 0;
-        char *memory = aligned_alloc(64, (padded * (26 * D + 16 * ROWS + 8) + 4 * ROWS * D) / 64 * 64 + 1536);
+        long bytes = padded * (26 * D + 16 * ROWS + 8) + 4 * ROWS * D + 1536;
+        char *memory = aligned_alloc(64, bytes / 64 * 64);
         ARRAY(bf16, q, padded * D);
         ARRAY(bf16, k, padded * D);
         ARRAY(bf16, v, padded * D);
@@ -375,6 +377,43 @@ int squared_relu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
     for (long i = 0; i < n; i += LANES) {
         vector positive = _mm512_max_ps(load(x + i), all(0));
         store(dx + i, _mm512_mul_ps(_mm512_add_ps(positive, positive), load(dy + i)));
+    }
+    return 0;
+}
+
+// The normal distribution's cumulative share up to x; its bell curve exp(-x^2 / 2) into *bell.
+// Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26: within 1.5e-7.
+static inline vector normal(vector x, vector *bell) {
+    vector t = _mm512_fmadd_ps(_mm512_abs_ps(x), all(0.3275911f * 0.70710678f), all(1));
+    t = _mm512_div_ps(all(1), t);
+    vector sum = all(1.061405429f);
+    sum = _mm512_fmadd_ps(sum, t, all(-1.453152027f));
+    sum = _mm512_fmadd_ps(sum, t, all(1.421413741f));
+    sum = _mm512_fmadd_ps(sum, t, all(-0.284496736f));
+    sum = _mm512_fmadd_ps(sum, t, all(0.254829592f));
+    *bell = exp2_of(_mm512_mul_ps(_mm512_mul_ps(x, x), all(-0.5f * LOG2_E)));
+    vector tail = _mm512_mul_ps(_mm512_mul_ps(_mm512_mul_ps(sum, t), *bell), all(0.5f));
+    __mmask16 positive = _mm512_cmp_ps_mask(x, all(0), _CMP_GT_OQ);
+    return _mm512_mask_sub_ps(tail, positive, all(1), tail);
+}
+
+// y (n) = x times the normal distribution's share up to x; n a multiple of 16.
+int gelu(long n, const bf16 *x, bf16 *y) {
+#pragma omp parallel for
+    for (long i = 0; i < n; i += LANES) {
+        vector z = load(x + i), bell;
+        store(y + i, _mm512_mul_ps(z, normal(z, &bell)));
+    }
+    return 0;
+}
+
+// dx = (share + x density) dy.
+int gelu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
+#pragma omp parallel for
+    for (long i = 0; i < n; i += LANES) {
+        vector z = load(x + i), bell, share = normal(z, &bell);
+        vector slope = _mm512_fmadd_ps(_mm512_mul_ps(z, bell), all(0.39894228f), share);
+        store(dx + i, _mm512_mul_ps(slope, load(dy + i)));
     }
     return 0;
 }

@@ -132,21 +132,24 @@ class _RMSNorm(torch.autograd.Function):
         return grad
 
 
-class _SquaredReLU(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
+    """A kernel whose gradient needs what it was given."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, name):
         x = x.contiguous()
         y = torch.empty_like(x)
-        _call("squared_relu", x.numel(), x, y)
+        _call(name, x.numel(), x, y)
         ctx.save_for_backward(x)
+        ctx.name = name
         return y
 
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         grad = torch.empty_like(x)
-        _call("squared_relu_backward", x.numel(), x, g.contiguous(), grad)
-        return grad
+        _call(f"{ctx.name}_backward", x.numel(), x, g.contiguous(), grad)
+        return grad, None
 
 
 def attention(
@@ -162,4 +165,16 @@ def attention(
     return _Attention.apply(qkv, n_head, cosine, sine)
 
 
-rms_norm, squared_relu = _RMSNorm.apply, _SquaredReLU.apply
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """x over the root mean square of its last dimension."""
+    return _RMSNorm.apply(x)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2."""
+    return _Elementwise.apply(x, "squared_relu")
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x times the share of the normal distribution up to x (Hendrycks and Gimpel, 2016)."""
+    return _Elementwise.apply(x, "gelu")

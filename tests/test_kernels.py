@@ -62,14 +62,23 @@ def test_attention_and_its_gradient_are_those_of_float64(B, T, H, D, turned):
     [
         (kernels.rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)),
         (kernels.squared_relu, lambda x: F.relu(x).square()),
+        (kernels.gelu, F.gelu),
     ],
 )
-def test_norm_and_squared_relu_and_their_gradients_are_those_of_float64(kernel, plain):
+def test_norm_and_activations_and_their_gradients_are_those_of_float64(kernel, plain):
     torch.manual_seed(0)
-    x, g = torch.randn(3, 5, 48).bfloat16(), torch.randn(3, 5, 48).bfloat16()
+    x, g = 3 * torch.randn(3, 5, 48).bfloat16(), torch.randn(3, 5, 48).bfloat16()
     ours, right = result_and_gradient(kernel, x, g), result_and_gradient(plain, x.double(), g)
     for a, b in zip(ours, right, strict=True):
         assert relative_error(a, b) < 0.006
+
+
+@needs_kernels
+def test_gelu_is_exact_far_out():
+    x = torch.tensor([-300.0, -13.0, -5.0, -3.0, -0.01, 0.0, 0.01, 3.0, 5.0, 300.0]).bfloat16()
+    x = F.pad(x, (0, 6))
+    y = kernels.gelu(x)
+    assert torch.allclose(y.double(), F.gelu(x.double()), rtol=2**-8, atol=1e-30)
 
 
 def build(arch: str, **settings) -> GPT:
