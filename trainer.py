@@ -42,8 +42,9 @@ log = logging.getLogger("gpt")
 SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has been followed
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
-# planned floating-point operations on a CPU: minutes of training against 20 s of compiling
-COMPILE_PAYS_FROM = 1e14
+# Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
+# and costs 20 s. In bfloat16 it is slower than not compiling (docs/experiments.md).
+COMPILE_PAYS_FROM = 3e13
 # Bad steps in a row that mean that a run has diverged, and will not find back.
 MOST_SKIPPED = 25
 SMALLEST_SCALE = 2.0**-20  # of a GradScaler, which halves it at each
@@ -303,7 +304,8 @@ class Trainer:
         if config.compile == "true" and not can_compile:
             log.warning("trainer.compile=true: there is no C++ compiler (g++): not compiling")
         automatic = {
-            "compile": device.type == "cuda" or planned > COMPILE_PAYS_FROM,
+            "compile": device.type == "cuda"
+            or (choices["amp_dtype"] == "float32" and planned > COMPILE_PAYS_FROM),
             "deterministic": device.type == "cpu",
         }
         for name, choice in automatic.items():

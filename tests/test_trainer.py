@@ -119,6 +119,17 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, Audit.block_size))
 
 
+@pytest.mark.parametrize("use_amp", [True, False])
+def test_compiling_is_chosen_on_a_cpu_for_long_float32_runs_alone(
+    parts, tmp_path, use_amp, monkeypatch
+):
+    monkeypatch.setattr("trainer.best_amp_dtype", lambda _: "bfloat16")
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/g++")
+    for steps, pays in ((10, False), (10**9, True)):
+        run = make(parts, tmp_path, max_steps=steps, use_amp=use_amp)
+        assert run.choices["compile"] == (pays and not use_amp)
+
+
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
     batches = {}
     for workers in (0, 2):
