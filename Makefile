@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sample test test-all chaos lint clean
+.PHONY: help train ddp sample test test-all chaos bench lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,14 +30,18 @@ test-all: $(VENV)/.installed-dev  ## run all tests
 chaos: $(VENV)/.installed-dev  ## break 200 runs, an hour long; ARGS='kills=20 seed=1 processes=2'
 	$(RUN) tests/chaos.py $(ARGS)
 
+bench: $(VENV)/.installed-bench  ## measure beside other trainers, an hour long; ARGS='sections=step rounds=1'
+	$(RUN) bench.py $(ARGS)
+
 lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 
 clean:  ## remove the environment and every cache; runs/ and data/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__ \
+		"$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
 
-# The stamp is written last, so an interrupted install is done again.
+# Each stamp is written last, so an interrupted install is done again.
 $(VENV)/.installed: requirements.txt
 	@echo "Setting up $(VENV) with $(PYTHON): the first time takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
@@ -47,4 +51,9 @@ $(VENV)/.installed: requirements.txt
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@echo "Adding what the tests need."
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.installed-bench: requirements-bench.txt $(VENV)/.installed-dev
+	@echo "Adding what is measured beside."
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	@touch $@
