@@ -32,7 +32,7 @@ static inline vector all(float x) { return _mm512_set1_ps(x); }
 
 // 2^x to float32's precision / 40; 0 from -150 down.
 static inline vector exp2_of(vector x) {
-    x = _mm512_max_ps(x, all(-200));
+    x = _mm512_max_ps(all(-200), x);  // in this order a nan stays one
     vector whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     vector rest = _mm512_sub_ps(x, whole);  // Taylor's series of 2^rest, |rest| <= 1/2
     vector sum = all(1.3333558e-3f);
@@ -365,7 +365,7 @@ int rms_norm_backward(long rows, long C, const bf16 *dy, const bf16 *y, const fl
 int squared_relu(long n, const bf16 *x, bf16 *y) {
 #pragma omp parallel for
     for (long i = 0; i < n; i += LANES) {
-        vector positive = _mm512_max_ps(load(x + i), all(0));
+        vector positive = _mm512_max_ps(all(0), load(x + i));
         store(y + i, _mm512_mul_ps(positive, positive));
     }
     return 0;
@@ -375,7 +375,7 @@ int squared_relu(long n, const bf16 *x, bf16 *y) {
 int squared_relu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
 #pragma omp parallel for
     for (long i = 0; i < n; i += LANES) {
-        vector positive = _mm512_max_ps(load(x + i), all(0));
+        vector positive = _mm512_max_ps(all(0), load(x + i));
         store(dx + i, _mm512_mul_ps(_mm512_add_ps(positive, positive), load(dy + i)));
     }
     return 0;

@@ -81,6 +81,25 @@ def test_gelu_is_exact_far_out():
     assert torch.allclose(y.double(), F.gelu(x.double()), rtol=2**-8, atol=1e-30)
 
 
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_is_not_finite_stays_so(value):
+    x = torch.ones(2, 40, 192).bfloat16()
+    x[1, 7, 70] = value
+    turn = rotary(0, 40, 32, x.device)
+    functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, turn)]
+    functions += [kernels.squared_relu, kernels.gelu, lambda z: kernels.attention(z, 2, None)]
+    plain = [
+        lambda z: F.rms_norm(z, z.shape[-1:], eps=NORM_EPS),
+        lambda z: plain_attention(z, 2, turn),
+        *(lambda z: F.relu(z).square(), F.gelu, lambda z: plain_attention(z, 2, None)),
+    ]
+    for ours, theirs in zip(functions, plain, strict=True):
+        y = ours(x)
+        assert torch.equal(y.isfinite(), theirs(x.float()).bfloat16().isfinite())
+        assert y[0].isfinite().all()
+
+
 def build(arch: str, **settings) -> GPT:
     torch.manual_seed(0)
     settings = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0} | settings
