@@ -254,6 +254,8 @@ def newest_good_step(run_dir: Path) -> int | None:
     """The step that the next start has to go on from."""
     steps = []
     for path in (run_dir / "gpt_snapshot.pt", *run_dir.glob("gpt_snapshot.*.pt")):
+        if ".tmp." in path.name:  # not a snapshot yet, even if it is whole already
+            continue
         with contextlib.suppress(SnapshotError):
             steps.append(load(str(path)).step)
             if path.name == "gpt_snapshot.pt":
