@@ -327,9 +327,9 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
 
     Position p lies in epoch `p // num_windows`, and every epoch takes all windows once. It is made
     of `stride` passes over the text, in random order, of windows that start `stride` characters
-    apart, in random order: with the block size as the stride, no character is seen again before
-    all have been seen, which windows drawn freely do not give (a third of the text would be missing
-    from the first pass); docs/experiments.md has what that is worth.
+    apart, in random order: with the block size as the stride, a pass sees every character once,
+    but for less than a window at either end, where windows drawn freely would miss a third of the
+    text. docs/experiments.md has what that is worth.
 
     The order is a pure function of (seed, epoch, position): nothing is stored, any position can be
     asked for, and neither the number of processes nor a restart can change it. The memory it takes
@@ -348,19 +348,20 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
         ends = np.cumsum(sizes)
         number = np.searchsorted(ends, value[here], side="right")
         within = value[here] - (ends - sizes)[number]
-        order[here] = first[number] + stride * _shuffled(within, sizes[number], keys[number])
+        order[here] = first[number] + stride * _shuffled(
+            within, sizes[number], keys[number], largest=-(-num_windows // stride)
+        )
     return order
 
 
-def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray, largest: int) -> np.ndarray:
     """Where each value goes in the permutation of the numbers below its size that its key names.
 
-    A Feistel network over a domain a x b barely larger than the sizes, walked until it falls inside
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: methods "generalised Feistel"
-    and "cycle walking"), with the mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round
-    function.
+    A Feistel network over a domain a x b barely larger than the `largest` size there is, which must
+    not depend on what is asked for, walked until it falls inside (Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002: methods "generalised Feistel" and "cycle walking"), with the
+    mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function.
     """
-    largest = int(sizes.max())
     a = math.isqrt(largest - 1) + 1
     a, b = np.uint64(a), np.uint64(-(-largest // a))
     value, sizes = value.astype(np.uint64), sizes.astype(np.uint64)

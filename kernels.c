@@ -1,9 +1,11 @@
 // What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
-// causal attention with rotary positions and normalised queries and keys, RMSNorm, squared ReLU.
+// causal attention with rotary positions and normalised queries and keys, RMSNorm, squared ReLU,
+// GELU.
 //
 // For CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of bfloat16 and adds both
 // products to 16 float32 sums. Built and called by kernels.py; tests/test_kernels.py compares
 // everything with PyTorch. Sizes: B sequences, T characters, H heads of D = 32 n; arrays are dense.
+// `threads` is how many to use.
 
 #include <immintrin.h>
 #include <math.h>
@@ -17,7 +19,7 @@ typedef __m512 vector;  // 16 float32
 
 enum { LANES = 16, ROWS = 32 };  // ROWS of scores are worked on at once: they stay in the cache
 
-static const float LOG2_E = 1.44269504f, LOG_2 = 0.69314718f, NORM_EPS = 1e-6f;
+static const float LOG2_E = 1.44269504f, NORM_EPS = 1e-6f;
 
 static inline vector load(const bf16 *p) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
@@ -30,7 +32,7 @@ static inline void store(bf16 *p, vector x) {
 
 static inline vector all(float x) { return _mm512_set1_ps(x); }
 
-// 2^x to float32's precision / 40; 0 from -150 down.
+// 2^x, within 4e-6 of it; 0 from -150 down.
 static inline vector exp2_of(vector x) {
     x = _mm512_max_ps(all(-200), x);  // in this order a nan stays one
     vector whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -97,25 +99,24 @@ static void pair_columns(long rows, long width, const bf16 *x, pair *y) {
         for (long i = 0; i < rows; i++) y[d * rows + i] = pairs[i * width / 2 + d];
 }
 
-// y (padded, D) = scale x: one head's rows of x (T, stride), with zeros after them. Where there are
-// cosines and sines (T, D / 2), each row is turned by its position's and divided by its root mean
-// square first; r (T) is what it was multiplied by.
+// y (padded, D): one head's rows of x (T, stride), with zeros after them. Where there are cosines
+// and sines (T, D / 2), each row is turned by its position's and divided by its root mean square;
+// r (T) is what it was multiplied by.
 static void read_head(long T, long padded, long D, long stride, const bf16 *x, const float *cosine,
-                      const float *sine, float scale, bf16 *y, float *r) {
+                      const float *sine, bf16 *y, float *r) {
     long half = D / 2;
     for (long t = 0; t < T; t++) {
         const bf16 *from = x + t * stride;
         bf16 *to = y + t * D;
         if (!cosine) {
-            for (long d = 0; d < D; d += LANES)
-                store(to + d, _mm512_mul_ps(load(from + d), all(scale)));
+            memcpy(to, from, D * sizeof(bf16));
             continue;
         }
         vector squares = all(0);
         for (long d = 0; d < D; d += LANES)
             squares = _mm512_fmadd_ps(load(from + d), load(from + d), squares);
         r[t] = 1 / sqrtf(_mm512_reduce_add_ps(squares) / D + NORM_EPS);
-        vector factor = all(r[t] * scale);
+        vector factor = all(r[t]);
         for (long d = 0; d < half; d += LANES) {
             vector a = load(from + d), b = load(from + d + half);
             vector c = _mm512_mul_ps(_mm512_loadu_ps(cosine + t * half + d), factor);
@@ -127,11 +128,10 @@ static void read_head(long T, long padded, long D, long stride, const bf16 *x, c
     memset(y + T * D, 0, (padded - T) * D * sizeof(bf16));
 }
 
-// The way back through read_head: from factor g (T, D), the gradient of y / scale, that of x into
-// dx (T, stride). y and r are what read_head gave, with that scale.
+// The way back through read_head: from factor g (T, D), the gradient of y, that of x into dx (T,
+// stride). y and r are what read_head gave.
 static void write_gradient(long T, long D, long stride, const float *g, float factor, const bf16 *y,
-                           const float *r, const float *cosine, const float *sine, float scale,
-                           bf16 *dx) {
+                           const float *r, const float *cosine, const float *sine, bf16 *dx) {
     long half = D / 2;
     for (long t = 0; t < T; t++) {
         const float *from = g + t * D;
@@ -145,7 +145,7 @@ static void write_gradient(long T, long D, long stride, const float *g, float fa
         vector dots = all(0);
         for (long d = 0; d < D; d += LANES)
             dots = _mm512_fmadd_ps(_mm512_loadu_ps(from + d), load(made + d), dots);
-        vector mean = all(-_mm512_reduce_add_ps(dots) / (D * scale * scale));
+        vector mean = all(-_mm512_reduce_add_ps(dots) / D);
         vector whole = all(r[t] * factor);
         for (long d = 0; d < half; d += LANES) {
             vector a = _mm512_loadu_ps(from + d), b = _mm512_loadu_ps(from + d + half);
@@ -159,13 +159,13 @@ static void write_gradient(long T, long D, long stride, const float *g, float fa
     }
 }
 
-// Scores (ROWS, up to key `first` + ROWS) of the queries from `first` on, in powers of 2: a query
-// does not see the keys after it.
+// Scores (ROWS, up to key `first` + ROWS) of the queries from `first` on, before they are scaled: a
+// query does not see the keys after it.
 static void score(long first, long D, long padded, const bf16 *q, const pair *k, float *scores) {
     product(ROWS, first + ROWS, D / 2, (const pair *)(q + first * D), D / 2, 1, k, padded, scores,
             padded, 0);
     for (long i = 0; i < ROWS; i++)
-        for (long j = i + 1; j < ROWS; j++) scores[i * padded + first + j] = -1e30f;
+        for (long j = i + 1; j < ROWS; j++) scores[i * padded + first + j] = -INFINITY;
 }
 
 #define ARRAY(type, name, count)        \
@@ -175,12 +175,12 @@ static void score(long first, long D, long padded, const bf16 *q, const pair *k,
 // out (B, T, H, D) = softmax(q k' / sqrt(D)) v for qkv (B, T, 3, H, D); lse (B, H, T), the binary
 // logarithm of each softmax's sum, is kept for the way back. Returns 0, as all functions do here,
 // or 1 if memory ran out.
-int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosine,
+int attention(long threads, long B, long T, long H, long D, const bf16 *qkv, const float *cosine,
               const float *sine, bf16 *out, float *lse) {
     long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D;
-    float scale = LOG2_E / sqrtf(D);
+    float scale = LOG2_E / sqrtf(D);  // scores are powers of 2
     int failed = 0;
-#pragma omp parallel reduction(| : failed)
+#pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         long used = 0;
         long bytes = padded * (8 * D + 6 * ROWS + 4) + 4 * ROWS * D + 1024;
@@ -199,10 +199,10 @@ int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosi
             if (failed) continue;
             const bf16 *x = qkv + head / H * T * 3 * C + head % H * D;
             bf16 *y = out + head / H * T * C + head % H * D;
-            read_head(T, padded, D, 3 * C, x, cosine, sine, scale, q, r);
-            read_head(T, padded, D, 3 * C, x + C, cosine, sine, 1, kv, r);
+            read_head(T, padded, D, 3 * C, x, cosine, sine, q, r);
+            read_head(T, padded, D, 3 * C, x + C, cosine, sine, kv, r);
             pair_columns(padded, D, kv, k);
-            read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, 1, kv, NULL);
+            read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, kv, NULL);
             pair_rows(padded, D, kv, v);
             for (long first = 0; first < T; first += ROWS) {
                 long seen = first + ROWS, rows = T - first < ROWS ? T - first : ROWS;
@@ -213,10 +213,11 @@ int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosi
                     vector most = _mm512_loadu_ps(row);
                     for (long j = LANES; j < seen; j += LANES)
                         most = _mm512_max_ps(most, _mm512_loadu_ps(row + j));
-                    float highest = _mm512_reduce_max_ps(most);
+                    float highest = scale * _mm512_reduce_max_ps(most);
                     vector sum = all(0);
                     for (long j = 0; j < seen; j += LANES) {
-                        vector e = exp2_of(_mm512_sub_ps(_mm512_loadu_ps(row + j), all(highest)));
+                        vector e = _mm512_mul_ps(_mm512_loadu_ps(row + j), all(scale));
+                        e = exp2_of(_mm512_sub_ps(e, all(highest)));
                         sum = _mm512_add_ps(sum, e);
                         store(p + i * padded + j, e);
                     }
@@ -237,13 +238,13 @@ int attention(long B, long T, long H, long D, const bf16 *qkv, const float *cosi
 
 // dqkv, the gradient of `attention`'s qkv, from dout, that of its out. The weights are computed
 // again rather than kept (Dao et al., "FlashAttention", 2022).
-int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const float *cosine,
-                       const float *sine, const bf16 *out, const float *lse, const bf16 *dout,
-                       bf16 *dqkv) {
+int attention_backward(long threads, long B, long T, long H, long D, const bf16 *qkv,
+                       const float *cosine, const float *sine, const bf16 *out,
+                       const float *lse, const bf16 *dout, bf16 *dqkv) {
     long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D;
-    float root = 1 / sqrtf(D), scale = LOG2_E * root;
+    float root = 1 / sqrtf(D), scale = LOG2_E * root;  // scores are powers of 2
     int failed = 0;
-#pragma omp parallel reduction(| : failed)
+#pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         long used = 0;
         long bytes = padded * (26 * D + 16 * ROWS + 8) + 4 * ROWS * D + 1536;
@@ -276,10 +277,10 @@ int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const fl
             const bf16 *y = out + head / H * T * C + head % H * D;
             const bf16 *dy = dout + head / H * T * C + head % H * D;
             bf16 *dx = dqkv + head / H * T * 3 * C + head % H * D;
-            read_head(T, padded, D, 3 * C, x, cosine, sine, scale, q, q_r);
-            read_head(T, padded, D, 3 * C, x + C, cosine, sine, 1, k, k_r);
-            read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, 1, v, NULL);
-            read_head(T, padded, D, C, dy, NULL, NULL, 1, g, NULL);
+            read_head(T, padded, D, 3 * C, x, cosine, sine, q, q_r);
+            read_head(T, padded, D, 3 * C, x + C, cosine, sine, k, k_r);
+            read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, v, NULL);
+            read_head(T, padded, D, C, dy, NULL, NULL, g, NULL);
             pair_rows(padded, D, q, q_rows);
             pair_rows(padded, D, k, k_rows);
             pair_rows(padded, D, g, g_rows);
@@ -306,7 +307,8 @@ int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const fl
                     vector mean = all(_mm512_reduce_add_ps(dots));
                     vector sum = all(lse[head * T + first + i]);
                     for (long j = at; j < at + seen; j += LANES) {
-                        vector weight = exp2_of(_mm512_sub_ps(_mm512_loadu_ps(scores + j), sum));
+                        vector weight = _mm512_mul_ps(_mm512_loadu_ps(scores + j), all(scale));
+                        weight = exp2_of(_mm512_sub_ps(weight, sum));
                         vector change = _mm512_sub_ps(_mm512_loadu_ps(dp + j), mean);
                         store(p + j, weight);
                         store(ds + j, _mm512_mul_ps(weight, change));
@@ -319,12 +321,11 @@ int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const fl
                 product(ROWS, D, seen / 2, (pair *)ds, padded / 2, 1, k_rows, D, dq, D, 0);
                 const float *c = cosine ? cosine + first * D / 2 : NULL;
                 const float *s = cosine ? sine + first * D / 2 : NULL;
-                write_gradient(rows, D, 3 * C, dq, root, q + first * D, q_r + first, c, s, scale,
+                write_gradient(rows, D, 3 * C, dq, root, q + first * D, q_r + first, c, s,
                                dx + first * 3 * C);
             }
-            // q had log2(e) in its scale, of which the gradient of k knows nothing.
-            write_gradient(T, D, 3 * C, dk, LOG_2, k, k_r, cosine, sine, 1, dx + C);
-            write_gradient(T, D, 3 * C, dv, 1, v, NULL, NULL, NULL, 1, dx + 2 * C);
+            write_gradient(T, D, 3 * C, dk, root, k, k_r, cosine, sine, dx + C);
+            write_gradient(T, D, 3 * C, dv, 1, v, NULL, NULL, NULL, dx + 2 * C);
         }
         free(memory);
     }
@@ -332,8 +333,8 @@ int attention_backward(long B, long T, long H, long D, const bf16 *qkv, const fl
 }
 
 // y (rows, C) = r x, r (rows) = 1 / sqrt(mean(x^2) + eps); C a multiple of 16.
-int rms_norm(long rows, long C, const bf16 *x, bf16 *y, float *r) {
-#pragma omp parallel for
+int rms_norm(long threads, long rows, long C, const bf16 *x, bf16 *y, float *r) {
+#pragma omp parallel for num_threads(threads)
     for (long i = 0; i < rows; i++) {
         vector squares = all(0);
         for (long c = i * C; c < (i + 1) * C; c += LANES)
@@ -346,8 +347,9 @@ int rms_norm(long rows, long C, const bf16 *x, bf16 *y, float *r) {
 }
 
 // dx = r (dy - y mean(y dy)).
-int rms_norm_backward(long rows, long C, const bf16 *dy, const bf16 *y, const float *r, bf16 *dx) {
-#pragma omp parallel for
+int rms_norm_backward(long threads, long rows, long C, const bf16 *dy, const bf16 *y,
+                      const float *r, bf16 *dx) {
+#pragma omp parallel for num_threads(threads)
     for (long i = 0; i < rows; i++) {
         vector dots = all(0);
         for (long c = i * C; c < (i + 1) * C; c += LANES)
@@ -362,8 +364,8 @@ int rms_norm_backward(long rows, long C, const bf16 *dy, const bf16 *y, const fl
 }
 
 // y (n) = max(x, 0)^2; n a multiple of 16.
-int squared_relu(long n, const bf16 *x, bf16 *y) {
-#pragma omp parallel for
+int squared_relu(long threads, long n, const bf16 *x, bf16 *y) {
+#pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i += LANES) {
         vector positive = _mm512_max_ps(all(0), load(x + i));
         store(y + i, _mm512_mul_ps(positive, positive));
@@ -372,8 +374,8 @@ int squared_relu(long n, const bf16 *x, bf16 *y) {
 }
 
 // dx = 2 max(x, 0) dy.
-int squared_relu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
-#pragma omp parallel for
+int squared_relu_backward(long threads, long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
+#pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i += LANES) {
         vector positive = _mm512_max_ps(all(0), load(x + i));
         store(dx + i, _mm512_mul_ps(_mm512_add_ps(positive, positive), load(dy + i)));
@@ -382,7 +384,7 @@ int squared_relu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
 }
 
 // The normal distribution's cumulative share up to x; its bell curve exp(-x^2 / 2) into *bell.
-// Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26: within 1.5e-7.
+// Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26: within 1e-6.
 static inline vector normal(vector x, vector *bell) {
     vector t = _mm512_fmadd_ps(_mm512_abs_ps(x), all(0.3275911f * 0.70710678f), all(1));
     t = _mm512_div_ps(all(1), t);
@@ -398,8 +400,8 @@ static inline vector normal(vector x, vector *bell) {
 }
 
 // y (n) = x times the normal distribution's share up to x; n a multiple of 16.
-int gelu(long n, const bf16 *x, bf16 *y) {
-#pragma omp parallel for
+int gelu(long threads, long n, const bf16 *x, bf16 *y) {
+#pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i += LANES) {
         vector z = load(x + i), bell;
         store(y + i, _mm512_mul_ps(z, normal(z, &bell)));
@@ -408,8 +410,8 @@ int gelu(long n, const bf16 *x, bf16 *y) {
 }
 
 // dx = (share + x density) dy.
-int gelu_backward(long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
-#pragma omp parallel for
+int gelu_backward(long threads, long n, const bf16 *x, const bf16 *dy, bf16 *dx) {
+#pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i += LANES) {
         vector z = load(x + i), bell, share = normal(z, &bell);
         vector slope = _mm512_fmadd_ps(_mm512_mul_ps(z, bell), all(0.39894228f), share);

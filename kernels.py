@@ -7,11 +7,13 @@ Nothing here is needed: where there is no C compiler, or another CPU, or another
 model computes the same in plain PyTorch (`model.py`), to rounding.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,13 +21,14 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from errors import one_line
 
 SOURCE = Path(__file__).with_name("kernels.c")
-# What `library` asks of the CPU is what best_amp_dtype asks for bfloat16, so it is there.
 FLAGS = (
-    "-O3 -mavx512f -mavx512bw -mavx512vl -mavx512bf16 -mfma -fno-math-errno -fopenmp -shared -fPIC"
+    "-O3 -mavx512f -mavx512bw -mavx512vl -mavx512bf16 -mfma -fno-math-errno -fno-strict-aliasing "
+    "-ffp-contract=off -fopenmp -shared -fPIC"
 )
 LANES = 16  # of kernels.c
 
@@ -33,26 +36,34 @@ LANES = 16  # of kernels.c
 @functools.cache
 def _build() -> tuple[ctypes.CDLL | None, str]:
     """The built kernels, or None, and what there is to say of them."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC", "cc"))
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None, "they are for Linux on x86-64"
     if not torch.cpu._is_avx512_bf16_supported():
         return None, "they need a CPU with AVX-512 BF16"
-    if compiler is None:
+    if not compiler or shutil.which(compiler[0]) is None:
         return None, "there is no C compiler (cc, or what CC names)"
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    key = hashlib.sha256(f"{compiler} {FLAGS}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    built = Path(home, "character-level-gpt", f"kernels-{key}.so")
     try:
-        if not built.exists():
-            built.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-                fresh = Path(folder, "kernels.so")
-                command = [compiler, *FLAGS.split(), str(SOURCE), "-o", str(fresh), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, timeout=120)
-                os.replace(fresh, built)  # whole or not at all: other processes build it, too
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        key = repr((compiler, FLAGS, SOURCE.read_bytes(), platform.libc_ver()))
+        key = hashlib.sha256(key.encode()).hexdigest()[:16]
+        built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
+        if built.exists():
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(str(built)), str(built)
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            fresh = Path(folder, "kernels.so")
+            command = [*compiler, *FLAGS.split(), str(SOURCE), "-o", str(fresh), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            with open(fresh, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(fresh, built)  # whole or not at all: other processes build it, too
         return ctypes.CDLL(str(built)), str(built)
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines()
+        return None, f"{' '.join(compiler)} failed: {lines[0] if lines else error.returncode}"
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, one_line(error)
 
 
@@ -72,11 +83,13 @@ def fit(x: torch.Tensor, width: int = LANES) -> bool:
     `width`.
     """
     return (
-        x.dtype is torch.bfloat16
+        type(x) in (torch.Tensor, torch.nn.Parameter)  # not one that only stands for another
+        and x.dtype is torch.bfloat16
         and x.device.type == "cpu"
         and width % LANES == 0
         and x.size(-1) % width == 0
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and library() is not None
     )
 
@@ -87,7 +100,7 @@ def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
         ctypes.c_long(a)
         if isinstance(a, int)
         else ctypes.c_void_p(None if a is None else a.data_ptr())
-        for a in arguments
+        for a in (torch.get_num_threads(), *arguments)
     ]
     if getattr(library(), name)(*converted):
         raise MemoryError(f"{name}: no memory for its workspace")
@@ -98,12 +111,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, qkv, n_head, cosine, sine):
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         qkv, out = qkv.contiguous(), qkv.new_empty(B, T, C)
-        lse = torch.empty(B, n_head, T)
+        lse = qkv.new_empty(B, n_head, T, dtype=torch.float32)
         _call("attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, lse)
         ctx.save_for_backward(qkv, cosine, sine, out, lse)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         qkv, cosine, sine, out, lse = ctx.saved_tensors
         B, n_head, T = lse.shape
@@ -119,12 +133,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         x, rows = x.contiguous(), x.numel() // x.size(-1)
-        y, r = torch.empty_like(x), torch.empty(rows)
+        y, r = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
         _call("rms_norm", rows, x.size(-1), x, y, r)
         ctx.save_for_backward(y, r)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         y, r = ctx.saved_tensors
         grad = torch.empty_like(y)
@@ -145,6 +160,7 @@ class _Elementwise(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         grad = torch.empty_like(x)

@@ -109,15 +109,18 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() != 2:
-                    raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dim() != 2:
+                raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
 
     @torch.no_grad()
     def step(self, closure=None):
         """One step; returns what `closure()` does, if it is given."""
-        loss = closure() if closure is not None else None
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -156,24 +159,20 @@ class MuonWithAdamW(torch.optim.Optimizer):
             torch.optim.AdamW(groups, **adamw),
         )
         super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self._share()
 
-    def _share(self) -> None:
-        self.parts[0].param_groups, self.parts[1].param_groups = (
-            self.param_groups[:1],
-            self.param_groups[1:],
-        )
-        for part in self.parts:
-            part.state = self.state
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        self._share()  # loading replaced the groups and the state
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "parts": self.parts}  # for copies
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = closure() if closure is not None else None
-        for part in self.parts:
+        """One step; returns what `closure()` does, if it is given."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        # Theirs is what is here: loading a state or adding a group replaces it.
+        for part, groups in zip(
+            self.parts, (self.param_groups[:1], self.param_groups[1:]), strict=True
+        ):
+            part.param_groups, part.state = groups, self.state
             part.step()
         return loss
 

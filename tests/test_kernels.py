@@ -1,18 +1,68 @@
 """The C kernels compute what plain PyTorch does, to bfloat16's rounding, and are never needed."""
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, start
+from conftest import ROOT, TINY, start
 
 import kernels
 from model import GPT, NORM_EPS, GPTConfig, rotary, rotate
 
 needs_kernels = pytest.mark.skipif(
-    kernels.library() is None, reason="needs a C compiler and a CPU with AVX-512 BF16"
+    shutil.which("cc") is None or not torch.cpu._is_avx512_bf16_supported(),
+    reason="needs a C compiler (cc) and a CPU with AVX-512 BF16",
 )
+
+
+@needs_kernels
+def test_the_kernels_can_be_built():
+    assert kernels.library() is not None, kernels.describe()
+
+
+@needs_kernels
+def test_a_broken_build_is_built_again_and_a_compiler_may_have_arguments(tmp_path):
+    environment = {"CC": "cc -m64", "XDG_CACHE_HOME": str(tmp_path)}
+    program = "import kernels; print(kernels.describe())"
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        (built,) = tmp_path.glob("*/*")
+        assert run.stdout == f"C, in {built}\n", run.stderr
+        built.write_bytes(b"not a library")
+
+
+@needs_kernels
+def test_what_only_stands_for_a_tensor_is_left_to_torch():
+    x = torch.ones(2, 32).bfloat16()
+    assert kernels.fit(x) and not kernels.fit(x.float()) and not kernels.fit(x.to("meta"))
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert not kernels.fit(mode.from_tensor(x))
+
+
+@needs_kernels
+def test_a_second_derivative_is_refused_and_another_default_type_is_no_matter():
+    x = torch.randn(2, 32).bfloat16().requires_grad_()
+    (g,) = torch.autograd.grad((kernels.rms_norm(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+    before = kernels.rms_norm(x), kernels.attention(torch.ones(1, 40, 96).bfloat16(), 1, None)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = kernels.rms_norm(x), kernels.attention(torch.ones(1, 40, 96).bfloat16(), 1, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def plain_attention(qkv: torch.Tensor, n_head: int, turn) -> torch.Tensor:
@@ -36,13 +86,13 @@ def result_and_gradient(function, x: torch.Tensor, g: torch.Tensor):
 
 
 @needs_kernels
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("turned, size", [(True, 1), (True, 8), (False, 1), (False, 4)])
 @pytest.mark.parametrize(
     "B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 96)]
 )
-def test_attention_and_its_gradient_are_those_of_float64(B, T, H, D, turned):
+def test_attention_and_its_gradient_are_those_of_float64(B, T, H, D, turned, size):
     torch.manual_seed(0)
-    x, g = torch.randn(B, T, 3 * H * D).bfloat16(), torch.randn(B, T, H * D).bfloat16()
+    x, g = size * torch.randn(B, T, 3 * H * D).bfloat16(), torch.randn(B, T, H * D).bfloat16()
     turn = rotary(0, T, D, x.device) if turned else None
     results = result_and_gradient(lambda z: kernels.attention(z, H, turn), x, g)
     exact = result_and_gradient(lambda z: plain_attention(z, H, turn), x.double(), g)

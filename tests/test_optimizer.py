@@ -37,6 +37,28 @@ def test_muon_takes_the_steps_of_torchs_muon():
 def test_muon_refuses_what_is_not_a_matrix():
     with pytest.raises(ValueError, match=r"not for a shape of \(3,\)"):
         Muon([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    muon = Muon([torch.nn.Parameter(torch.ones(3, 3))], lr=0.1)
+    with pytest.raises(ValueError, match=r"not for a shape of \(3,\)"):
+        muon.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def test_a_copy_of_the_optimizer_goes_on_alone_and_takes_closures():
+    idx = torch.randint(11, (4, 12))
+    model = tiny("modern")
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon", learning_rate=0.01))
+
+    def loss(of):
+        of.zero_grad()
+        value = of(idx, idx)[1]
+        value.backward()
+        return value.item()
+
+    first = optimizer.step(lambda: loss(model))
+    other, copied = copy.deepcopy((model, optimizer))
+    assert optimizer.step(lambda: loss(model)) < first
+    after = loss(model)
+    copied.step(lambda: loss(other))
+    assert loss(model) == after == loss(other)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
