@@ -101,7 +101,7 @@ def loss(recipe: str, seed: int) -> dict:
         run = _command(
             *(ROOT / "main.py", f"experiment={recipe}", f"trainer.seed={seed}"),
             f"run_dir={folder}/run",
-            XDG_CACHE_HOME=folder,
+            environment={"XDG_CACHE_HOME": folder},
         )
         seconds = time.perf_counter() - began
         lines = [json.loads(x) for x in open(f"{folder}/run/metrics.jsonl")]
@@ -115,8 +115,8 @@ def loss(recipe: str, seed: int) -> dict:
     }
 
 
-def nanogpt(directory: str, seed: int) -> dict:
-    """nanoGPT's CPU recipe, as its README has it; the loss is its own estimate."""
+def nanogpt(directory: str) -> dict:
+    """nanoGPT's CPU recipe, as its README has it; the loss is its own estimate, from one seed."""
     arguments = (
         "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
         "--log_interval=100 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
@@ -127,7 +127,7 @@ def nanogpt(directory: str, seed: int) -> dict:
         out = _command("train.py", *arguments.split(), f"--out_dir={folder}", directory=directory)
         seconds = time.perf_counter() - began
     estimates = [x for x in out.splitlines() if "val loss" in x]
-    return {"seconds": seconds, "loss": float(estimates[-1].split()[-1]), "seed": seed}
+    return {"seconds": seconds, "loss": float(estimates[-1].split()[-1])}
 
 
 def generate(model: str) -> dict:
@@ -170,7 +170,7 @@ def start(caches: str) -> dict:
             process.kill()
             process.wait()
         began = time.perf_counter()
-        _command("-c", "import main", **environment)
+        _command("-c", "import main", environment=environment)
     return {"first_step_s": first_step, "import_s": time.perf_counter() - began}
 
 
@@ -371,13 +371,13 @@ def _matmul_flops() -> float:
     return 2 * n**3 / best
 
 
-def _command(*arguments, directory: str | Path = ROOT, **environment: str) -> str:
+def _command(*arguments, directory: str | Path = ROOT, environment: dict | None = None) -> str:
     """Runs Python with these arguments; returns what it printed."""
     command = [sys.executable, *map(str, arguments)]
     run = subprocess.run(
         command,
         cwd=directory,
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=3600,
@@ -421,7 +421,7 @@ def run_sections(sections: list[str], rounds: int, nanogpt_directory: str | None
                 if function is step and (missing := _missing(TRAINERS[arguments[1]])):
                     print(f"{arguments[1]}: left out, {missing} is not installed", flush=True)
                     continue
-                if function in (loss, nanogpt):
+                if function is loss:
                     arguments = [*arguments, str(SEEDS[number % len(SEEDS)])]
                 out = _command("bench.py", "measure", function.__name__, *arguments)
                 figures = json.loads(out.splitlines()[-1])
@@ -471,20 +471,22 @@ def spread(rows: list[dict], name: str, form: str = "{:,.0f}") -> str:
 
 def report(results: dict) -> str:
     """docs/benchmarks.md."""
-    m, out = results["machine"], []
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-    out += [
+    out = [
         "# Benchmarks",
         "",
-        f"Written by `python bench.py` on {m['date']}: {m['cpu']}; "
-        f"{m['gpu'] or 'no GPU: what needs one is not measured'}; {versions}; Python "
-        f"{m['python']}. Medians, and ranges over the rounds; every figure is a process of its "
-        "own, and the rounds take all rows of a table in turn. The figures as data: "
-        "[benchmarks.json](benchmarks.json).",
+        "Written by `python bench.py`. Medians, and ranges over the rounds; every figure is a "
+        "process of its own, and the rounds take all rows of a table in turn. GPU: not measured "
+        "where a table names none. The figures as data: [benchmarks.json](benchmarks.json).",
     ]
 
-    def table(title: str, text: str, head: list[str], rows: list[list[str]]) -> None:
-        out.extend(["", f"## {title}", "", text, ""])
+    def table(section: str, title: str, text: str, head: list[str], rows: list[list[str]]) -> None:
+        m = results[section]["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+        where = f"{m['date']}, {m['gpu'] or m['cpu']}; {versions}; Python {m['python']}."
+        out.extend(
+            ["", f"## {title}", "", text, "", f"`python bench.py sections={section}`, {where}"]
+        )
+        out.append("")
         out.append(f"| {' | '.join(head)} |")
         out.append(f"|{'---|' * len(head)}")
         out.extend(f"| {' | '.join(row)} |" for row in rows)
@@ -493,11 +495,11 @@ def report(results: dict) -> str:
         rows = []
         for size in SIZES:
             for trainer in TRAINERS:
-                values = results["step"].get(f"{size}, {trainer}")
+                values = results["step"]["figures"].get(f"{size}, {trainer}")
                 if values is None:
                     rows.append([size, trainer, "not measured", "", ""])
                     continue
-                ours = results["step"][f"{size}, this"]
+                ours = results["step"]["figures"][f"{size}, this"]
                 ratios = [
                     {"ratio": a["characters_per_s"] / b["characters_per_s"]}
                     for a, b in zip(ours, values, strict=False)
@@ -512,6 +514,7 @@ def report(results: dict) -> str:
                     ]
                 )
         table(
+            "step",
             "A training step",
             "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
             "end to the next's. The last column is what the model's own operations make of the "
@@ -522,15 +525,18 @@ def report(results: dict) -> str:
     if "loss" in results:
         rows = [
             [
-                f"`{key}`" if key != "nanogpt" else "nanoGPT's CPU recipe, its own estimate",
+                f"`{key}`"
+                if key != "nanogpt"
+                else "nanoGPT's CPU recipe, its one seed and estimate",
                 spread(values, "loss", "{:.4f}"),
                 spread(values, "seconds", "{:.1f}"),
                 str(len(values)),
                 values[0].get("plan", "2000 steps of 12 x 64"),
             ]
-            for key, values in results["loss"].items()
+            for key, values in results["loss"]["figures"].items()
         ]
         table(
+            "loss",
             "Time to a loss",
             "Whole processes, from the command to its end, with nothing compiled before, one seed "
             "a round. The loss is of every held-out character but the first, in nats.",
@@ -539,7 +545,7 @@ def report(results: dict) -> str:
         )
     if "generate" in results:
         rows = []
-        for key, values in results["generate"].items():
+        for key, values in results["generate"]["figures"].items():
             for row in values:
                 row["gain"] = row["cached"] / row["uncached"]
                 row["batch"] = row["cached_64"] / row["cached"]
@@ -547,6 +553,7 @@ def report(results: dict) -> str:
             forms = ("{:,.0f}", "{:,.0f}", "{:.1f}", "{:,.0f}", "{:.1f}")
             rows.append([key, *(spread(values, n, f) for n, f in zip(names, forms, strict=True))])
         table(
+            "generate",
             "Generating",
             "`modern`, float32, characters a second from 256 characters of context on.",
             ["model", "without cache", "with", "gain", "64 at once", "gain over one"],
@@ -555,9 +562,10 @@ def report(results: dict) -> str:
     if "start" in results:
         rows = [
             [key, spread(v, "import_s", "{:.1f}"), spread(v, "first_step_s", "{:.1f}")]
-            for key, v in results["start"].items()
+            for key, v in results["start"]["figures"].items()
         ]
         table(
+            "start",
             "Starting",
             "Seconds of `python -c 'import main'`, and from `python main.py` to the end of its "
             "first step; cold: the kernels are built first.",
@@ -572,9 +580,10 @@ def report(results: dict) -> str:
                 spread(values, "characters_per_s"),
                 f"{max(v['peak_bytes'] for v in values) / 2**20:,.0f}",
             ]
-            for key, values in results["growth"].items()
+            for key, values in results["growth"]["figures"].items()
         ]
         table(
+            "growth",
             "How cost grows",
             "`modern`, Muon, 4,096 characters a step; 4 layers 128 wide, heads of 32, 128 "
             "characters of context and 65 distinct ones, but for what the row says. "
@@ -582,15 +591,16 @@ def report(results: dict) -> str:
             ["what", "value", "parameters", "characters a second", "peak resident MiB"],
             rows,
         )
-        plot(results["growth"])
+        plot(results["growth"]["figures"])
     if "processes" in results:
-        base = results["processes"]["1"]
+        base = results["processes"]["figures"]["1"]
         rows = []
-        for key, values in results["processes"].items():
+        for key, values in results["processes"]["figures"].items():
             for row, one in zip(values, base, strict=True):
                 row["gain"] = row["characters_per_s"] / one["characters_per_s"]
             rows.append([key, spread(values, "characters_per_s"), spread(values, "gain", "{:.2f}")])
         table(
+            "processes",
             "Processes",
             "`shakespeare_cpu`, one thread and 16 windows a step for each process.",
             ["processes", "characters a second", "gain"],
@@ -645,7 +655,9 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not only_report:
         fresh = run_sections(sections, int(settings["rounds"]), settings["nanogpt"] or None)
-        results = {**results, "machine": machine(), **fresh}
+        results.update(
+            {name: {"machine": machine(), "figures": rows} for name, rows in fresh.items()}
+        )
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(report(results))
     print(f"written: {RESULTS.with_suffix('.md')} and {RESULTS.name}")
