@@ -519,7 +519,7 @@ def report(results: dict) -> str:
             "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
             "end to the next's. The last column is what the model's own operations make of the "
             "rate of a bare bfloat16 `torch.mm` in the same process.",
-            ["size", "trainer", "characters a second", "this is faster by", "of the matmul rate"],
+            ["size", "trainer", "characters a second", "this is times as fast", "of the matmul rate"],
             rows,
         )
     if "loss" in results:

@@ -19,7 +19,7 @@ typedef __m512 vector;  // 16 float32
 
 enum { LANES = 16, ROWS = 32 };  // ROWS of scores are worked on at once: they stay in the cache
 
-static const float LOG2_E = 1.44269504f, NORM_EPS = 1e-6f;
+static const float LOG2_E = 1.44269504f, NORM_EPS = 1e-6f;  // the latter as in model.py
 
 static inline vector load(const bf16 *p) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));

@@ -43,7 +43,7 @@ SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
-# and costs 20 s. In bfloat16 it is slower than not compiling (docs/experiments.md).
+# and costs 20 s. In bfloat16 the C kernels are faster than compiling (docs/experiments.md).
 COMPILE_PAYS_FROM = 3e13
 # Bad steps in a row that mean that a run has diverged, and will not find back.
 MOST_SKIPPED = 25
