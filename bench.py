@@ -49,7 +49,6 @@ TRAINERS = {
     "Accelerate, bfloat16": ("transformers", "accelerate"),
     "Lightning, bfloat16": ("transformers", "lightning"),
 }
-SEEDS = (1, 2, 3)
 
 
 class Clock:
@@ -421,13 +420,11 @@ def run_sections(sections: list[str], rounds: int, nanogpt_directory: str | None
                 if function is step and (missing := _missing(TRAINERS[arguments[1]])):
                     print(f"{arguments[1]}: left out, {missing} is not installed", flush=True)
                     continue
+                key = "nanogpt" if function is nanogpt else ", ".join(arguments)
                 if function is loss:
-                    arguments = [*arguments, str(SEEDS[number % len(SEEDS)])]
+                    arguments = [*arguments, str(number + 1)]  # the seed
                 out = _command("bench.py", "measure", function.__name__, *arguments)
                 figures = json.loads(out.splitlines()[-1])
-                key = function.__name__ if function is nanogpt else ", ".join(arguments[:2])
-                if function is loss:
-                    key = arguments[0]
                 results.setdefault(section, {}).setdefault(key, []).append(figures)
                 print(section, key, json.dumps(figures), flush=True)
     return results
@@ -519,7 +516,13 @@ def report(results: dict) -> str:
             "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
             "end to the next's. The last column is what the model's own operations make of the "
             "rate of a bare bfloat16 `torch.mm` in the same process.",
-            ["size", "trainer", "characters a second", "this is times as fast", "of the matmul rate"],
+            [
+                "size",
+                "trainer",
+                "characters a second",
+                "this is times as fast",
+                "of the matmul rate",
+            ],
             rows,
         )
     if "loss" in results:
