@@ -109,7 +109,8 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             run_config=plain(config),
             snapshot=snapshot,
         )
-        if world.device.type == "cpu" and trainer.choices["amp_dtype"] == "bfloat16":
+        plain = trainer.choices["amp_dtype"] == "bfloat16" and not trainer.choices["compile"]
+        if world.device.type == "cpu" and plain:  # compiled blocks and float32 do without
             log.info("kernels     %s", kernels.describe())
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
             run_on_first(lambda: save_config(config), world)
