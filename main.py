@@ -109,8 +109,10 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             run_config=plain(config),
             snapshot=snapshot,
         )
-        plain = trainer.choices["amp_dtype"] == "bfloat16" and not trainer.choices["compile"]
-        if world.device.type == "cpu" and plain:  # compiled blocks and float32 do without
+        eager_bfloat16 = (
+            trainer.choices["amp_dtype"] == "bfloat16" and not trainer.choices["compile"]
+        )
+        if world.device.type == "cpu" and eager_bfloat16:  # nothing else uses them
             log.info("kernels     %s", kernels.describe())
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
             run_on_first(lambda: save_config(config), world)
