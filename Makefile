@@ -22,10 +22,10 @@ sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROME
 	$(RUN) sample.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	$(RUN) -m pytest -n 3 -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-dev  ## run all tests
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 3 $(ARGS)
 
 chaos: $(VENV)/.installed-dev  ## break 200 runs, an hour long; ARGS='kills=20 seed=1 processes=2'
 	$(RUN) tests/chaos.py $(ARGS)
@@ -37,8 +37,8 @@ lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 
-clean:  ## remove the environment and every cache; runs/ and data/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__ \
+clean:  ## remove the environment and every cache; runs/ and the texts in data/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__ data/cache \
 		"$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
 
 # Each stamp is written last, so an interrupted install is done again.

@@ -1,170 +1,24 @@
-"""Text for a character-level model: fetching, vocabulary, split, windows, and the order of training
-windows.
+"""Text for a character-level model: vocabulary, split, windows, and the order of training windows.
 
     CharDataset(DataConfig(path="data/input.txt", block_size=128))
 
 A text is read once, encoded once into the smallest unsigned integer type that holds its vocabulary,
 and cut into batches by one vectorised gather; nothing here loops over characters or windows in
-Python.
+Python. A text larger than memory stays on the disk, mapped into memory (`text_cache.py`).
 """
 
 import hashlib
 import math
-import os
-import tempfile
-from dataclasses import dataclass
 
-import fsspec
 import numpy as np
 import torch
-from omegaconf import MISSING
 from torch.utils.data import Dataset
 
 from errors import UserError
+from text_cache import EncodedText, open_text
+from text_files import DataConfig
 
-# the reference text inside every Python, used as a corpus that needs no download
-PYDOC = "pydoc:topics"
-SHAKESPEARE_URL = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-CONNECT_TIMEOUT_S = 10  # a machine without a network should notice within seconds
 IGNORE = -1  # a target with this value is not scored; minGPT's convention
-
-
-@dataclass
-class DataConfig:
-    """Which text, and how it is cut. The fields are explained in `conf/data/`."""
-
-    path: str = MISSING
-    url: str | None = None
-    sha256: str | None = None
-    fallback: str | None = None
-    block_size: int = 128
-    train_split: float = 0.9
-    truncate: float = 1.0
-
-    def __post_init__(self):
-        if self.block_size < 1:
-            raise UserError(f"data.block_size={self.block_size}: must be at least 1 character")
-        if not self.path:
-            raise UserError("data.path is empty: give the path or URL of a text")
-        if not 0 < self.train_split < 1:
-            raise UserError(
-                f"data.train_split={self.train_split}: must lie between 0 and 1, both excluded"
-            )
-        if not 0 < self.truncate <= 1:
-            raise UserError(
-                f"data.truncate={self.truncate}: must be above 0 and at most 1 (the whole text)"
-            )
-
-
-# --------------------------------------------------------------------------------------------------
-# Getting the text
-
-
-def fetch(config: DataConfig) -> str:
-    """Makes the text available and returns the path to read it from: `config.path`, or
-    `config.fallback`.
-
-    With a `url`, a text that is not yet at `path` is downloaded to a temporary file beside it,
-    checked against `sha256`, and moved into place whole. One process per host calls this; see
-    `distributed.run_on_each_host`.
-
-    Raises `UserError` where the text cannot be had, or is not the one that `sha256` promises.
-    """
-    if config.path == PYDOC or config.url is None or _exists(config.path):
-        return config.path
-    try:
-        content = _read_bytes(config.url)
-    except UserError:
-        if config.fallback is None:
-            raise
-        return config.fallback
-    _check_digest(content, config, f"data.url={config.url}")
-    folder = os.path.dirname(os.path.abspath(config.path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".download-", delete=False) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(file.name, 0o644)  # a temporary file is private; a text is not
-        os.replace(file.name, config.path)
-    except OSError as error:
-        raise UserError(
-            f"data.path={config.path}: cannot write the downloaded text: {error.strerror}"
-        ) from error
-    return config.path
-
-
-def read_text(config: DataConfig) -> str:
-    """The text at `config.path` (a local path, any fsspec URL, or `pydoc:topics`), decoded as
-    UTF-8.
-
-    Raises `UserError` if it is missing, unreachable, empty, not UTF-8 (naming the byte offset), or
-    if its SHA-256 is not `config.sha256`.
-    """
-    if config.path == PYDOC:
-        from pydoc_data import topics  # a quarter of a second, only for those who use it
-
-        return "\n\n".join(text for _, text in sorted(topics.topics.items()))
-    content = _read_bytes(config.path)
-    _check_digest(content, config, f"data.path={config.path}")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"data.path={config.path}: not UTF-8: byte 0x{content[error.start]:02x} at offset "
-            f"{error.start}"
-        ) from error
-
-
-def _exists(path: str) -> bool:
-    return "://" in path or os.path.exists(path)
-
-
-def _read_bytes(path: str) -> bytes:
-    options = {}
-    if path.startswith(("http://", "https://")):
-        import aiohttp  # comes with fsspec[http]; only needed for a download
-
-        timeout = aiohttp.ClientTimeout(
-            sock_connect=CONNECT_TIMEOUT_S, sock_read=6 * CONNECT_TIMEOUT_S
-        )
-        options = {"client_kwargs": {"timeout": timeout}}
-    try:
-        with fsspec.open(path, "rb", **options) as file:
-            return file.read()
-    except FileNotFoundError as error:
-        if (
-            "://" in path and error.__cause__ is not None
-        ):  # what fsspec makes of a refused connection
-            raise UserError(f"{path}: cannot be read: {error.__cause__}") from error
-        raise UserError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path}: is a directory, not a text") from error
-    except ImportError as error:  # s3fs, gcsfs, ...: fsspec names the package to install
-        raise UserError(f"{path}: {error}") from error
-    except (
-        Exception
-    ) as error:  # every remote file system has its own errors; all mean that the text cannot be had
-        reason = str(error) or type(error).__name__
-        raise UserError(f"{path}: cannot be read: {' '.join(reason.split())}") from error
-
-
-def _check_digest(content: bytes, config: DataConfig, name: str) -> None:
-    digest = hashlib.sha256(content).hexdigest()
-    if config.sha256 is not None and digest != config.sha256:
-        raise UserError(
-            f"{name}: SHA-256 is {digest}, but data.sha256={config.sha256}; remove a damaged file "
-            "to download it "
-            "again, or set data.sha256=null to accept this text"
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# The data set
 
 
 class CharDataset(Dataset):
@@ -178,7 +32,8 @@ class CharDataset(Dataset):
         vocabulary: the distinct characters of the whole (truncated) text, sorted; their positions
             are the ids.
         stoi, itos: character to id and back, as in minGPT.
-        data: the encoded characters, a 1-D tensor of uint8, uint16 or uint32.
+        data: the encoded characters, a 1-D tensor of uint8, uint16 or uint32. Of a large text it is
+            mapped from a file and read only; never to be copied whole.
         digest: SHA-256 of the truncated text, hexadecimal: which text this is.
 
     `text` is used in place of what is at `config.path`, where it has been read already.
@@ -187,26 +42,14 @@ class CharDataset(Dataset):
     """
 
     def __init__(self, config: DataConfig, text: str | None = None):
-        text = read_text(config) if text is None else text
-        text = text[: int(len(text) * config.truncate)]
-        if not text:
+        found = open_text(config) if text is None else text
+        if isinstance(found, str):
+            found = encode_text(found[: int(len(found) * config.truncate)])
+        if not len(found.data):
             raise UserError(
                 f"data.path={config.path}: the text is empty (data.truncate={config.truncate})"
             )
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        present = np.zeros(int(codes.max()) + 1, dtype=bool)
-        present[codes] = True
-        distinct = np.flatnonzero(present)
-        smallest = np.min_scalar_type(len(distinct) - 1)
-        id_of_code = np.zeros(len(present), dtype=smallest)
-        id_of_code[distinct] = np.arange(len(distinct), dtype=smallest)
-        self._init(
-            config,
-            "".join(map(chr, distinct)),
-            torch.from_numpy(id_of_code[codes]),
-            hashlib.sha256(text.encode("utf-8")).hexdigest(),
-            name="text",
-        )
+        self._init(config, *found, name="text")
 
     def _init(
         self, config: DataConfig, vocabulary: str, data: torch.Tensor, digest: str, name: str
@@ -302,6 +145,22 @@ class CharDataset(Dataset):
     def decode(self, ids) -> str:
         """The text of a sequence of ids."""
         return "".join(self.itos[int(i)] for i in ids)
+
+
+def encode_text(text: str) -> EncodedText:
+    """A text that is in memory, encoded."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
+    present[codes] = True
+    distinct = np.flatnonzero(present)
+    smallest = np.min_scalar_type(max(0, len(distinct) - 1))
+    id_of_code = np.zeros(len(present), dtype=smallest)
+    id_of_code[distinct] = np.arange(len(distinct), dtype=smallest)
+    return EncodedText(
+        "".join(map(chr, distinct)),
+        torch.from_numpy(id_of_code[codes]),
+        hashlib.sha256(text.encode("utf-8")).hexdigest(),
+    )
 
 
 def encode(text: str, stoi: dict[str, int]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from char_dataset import DataConfig
 from distributed import launched_size
 from errors import UserError
-from model import GPTConfig
+from launch import LaunchConfig
+from model import ARCHITECTURE, GPTConfig
 from optimizer import OptimizerConfig
 from snapshot import flatten
 from trainer import TrainerConfig
@@ -29,12 +31,19 @@ GROUPS = ("data", "model", "optimizer", "trainer", "experiment")
 
 @dataclass
 class Config:
-    """One run: what it learns from, what learns, how, for how long, and where its files go."""
+    """One run: what it learns from, what learns, how, for how long, by how many processes, and
+    where its files go.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: GPTConfig = field(default_factory=GPTConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    init_from: str | None = None
+    explicit: list[str] = field(default_factory=list)
+    samples: bool = True
+    report: bool = True
     run_name: str = "run"
     run_dir: str = "runs/${run_name}"
 
@@ -43,12 +52,8 @@ KNOWN = list(flatten(cast(dict, OmegaConf.to_container(OmegaConf.structured(Conf
 
 
 def register() -> None:
-    """Makes the schema, and the names of a sweep's directories, known to Hydra.
-
-    Call before composing.
-    """
+    """Makes the schema known to Hydra. Call before composing."""
     ConfigStore.instance().store(name="base_config", node=Config)
-    OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 
 
 def job_name(overrides: list[str]) -> str:
@@ -60,6 +65,10 @@ def job_name(overrides: list[str]) -> str:
     if len(name) <= 120:
         return name
     return f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+# Not in `register`: a job of submitit's names its directory before it calls anything of ours.
+OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 
 
 def validate(config: DictConfig) -> Config:
@@ -74,7 +83,7 @@ def validate(config: DictConfig) -> Config:
     try:
         OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error, sys.argv[1:])) from error
     missing = OmegaConf.missing_keys(config)
     if missing:
         raise UserError(
@@ -83,19 +92,49 @@ def validate(config: DictConfig) -> Config:
     try:
         result = cast(Config, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error, sys.argv[1:])) from error
     if result.model.block_size != result.data.block_size:
         raise UserError(
             f"model.block_size={result.model.block_size}: is data.block_size "
             f"({result.data.block_size}); set that one"
         )
-    result.trainer.check_world_size(launched_size())
+    result.launch.check()
+    result.trainer.check_world_size(launched_size() * result.launch.processes())
     return result
 
 
+def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:
+    """Changes in `composed` what its overrides, as they were typed, mean beyond what they say."""
+    named = {o.split("=")[0].lstrip("+~") for o in overrides}
+    sizes = ("n_layer", "n_head", "n_embd")
+    if "model.model_type" in named and not named & {f"model.{size}" for size in sizes}:
+        for size in sizes:  # the recipe's sizes are not those of the type that was asked for
+            composed.model[size] = None
+    if "data.path" in named and "data.url" not in named:
+        composed.data.url = None  # the configured url and digest are those of another text
+        if "data.sha256" not in named:
+            composed.data.sha256 = None
+    if named & {"data", "data.path", "data.url"}:
+        composed.data.fallback = None  # no other text stands in for one that was chosen
+    if composed.init_from is not None:
+        means = {"model": ["arch"], "model.model_type": sizes, "data.block_size": ["block_size"]}
+        if composed.model.model_type is None:
+            del means["model.model_type"]
+        asked = {name for key in named for name in means.get(key, ())}
+        asked |= {
+            n for n in ARCHITECTURE if f"model.{n}" in named and composed.model[n] is not None
+        }
+        composed.explicit = sorted(asked)
+
+
 def plain(config: Config) -> dict:
-    """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file."""
-    return cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file;
+    without `launch` and `explicit`, which say how a run is started, and may differ from start to
+    start.
+    """
+    result = cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    del result["launch"], result["explicit"]
+    return result
 
 
 def no_such_key(key: str) -> str:
@@ -108,9 +147,9 @@ def no_such_key(key: str) -> str:
     return f"{key}: there is no such key; {hint}"
 
 
-def explain(error: Exception) -> str:
-    """One line for an error of Hydra or OmegaConf, naming the key."""
-    for argument in sys.argv[1:]:
+def explain(error: Exception, arguments: Iterable[str]) -> str:
+    """One line for an error of Hydra or OmegaConf, naming the key; `arguments` were given to it."""
+    for argument in arguments:
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0].replace("/", ".")
         if "=" not in argument or key.startswith(("hydra", "-")):
             continue

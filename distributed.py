@@ -2,19 +2,23 @@
 without any launcher.
 
 The launcher's environment (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`: torchrun's
-names, which Accelerate sets too) decides whether there is a process group; nothing else in the
-application reads these variables.
+names, which Accelerate sets too, and `slurm.adopt` under srun) decides whether there is a process
+group; nothing else in the application reads these variables.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import socket
+import struct
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -24,6 +28,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+import slurm
 from errors import UserError
 
 
@@ -60,9 +65,11 @@ def launched_rank() -> int:
 
 
 def is_restart(world: World) -> bool:
-    """Whether torchrun has started these processes again (`--max-restarts`) after a failure."""
+    """Whether torchrun has started these processes again (`--max-restarts`) after a failure, or
+    SLURM has put their job back into the queue.
+    """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by this host's torchrun
-    return any(gather(restarts > 0, world))
+    return any(gather(restarts > 0 or slurm.is_restart(), world))
 
 
 def start(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
@@ -84,14 +91,15 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
             "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu "
             "or auto"
         )
-    if gpus and local_size > gpus:
+    own_gpu = gpus == 1 and slurm.shows_own_gpus()
+    if gpus and local_size > gpus and not own_gpu:
         raise UserError(
             f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start "
-            f"--nproc_per_node={gpus}, "
+            f"--nproc_per_node={gpus} (srun --ntasks-per-node={gpus}), "
             "or set trainer.device=cpu"
         )
     if gpus:
-        chosen = torch.device("cuda", local_rank)
+        chosen = torch.device("cuda", 0 if own_gpu else local_rank)
         torch.cuda.set_device(chosen)
     else:
         chosen = torch.device("cpu")
@@ -109,6 +117,8 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
             shared, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             store = dist.PrefixStore(meet(shared, rank, size, timeout_s), shared)
             store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            if size > local_size:
+                choose_interface(store, rank, size)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpus else "gloo",
                 store=store,
@@ -156,6 +166,46 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
     raise dist.DistStoreError(f"not all of {size} processes arrived")
 
 
+def choose_interface(store: dist.Store, rank: int, size: int) -> None:
+    """Has gloo listen where other hosts reach this one, unless GLOO_SOCKET_IFNAME says where.
+
+    By itself it takes the address that the host's own name has: on Debian 127.0.1.1, where no other
+    host finds it. Here it is the address from which this host reaches that of rank 0, or where rank
+    0 is here, another host. Where none is found, nothing is changed.
+    """
+    own = address_towards(os.environ["MASTER_ADDR"])
+    store.set(f"address/{rank}", own)
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if own.startswith("127."):
+        others = (store.get(f"address/{other}").decode() for other in range(size))
+        own = address_towards(next((a for a in others if not a.startswith("127.")), own))
+    for _, name in socket.if_nameindex():
+        if not own.startswith("127.") and own == address_of(name):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def address_towards(host: str) -> str:
+    """The IPv4 address from which this host would reach `host`; 127.0.0.1 if it would not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # asks the routing table; nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def address_of(interface: str) -> str | None:
+    """The first IPv4 address of a network interface (Linux; elsewhere None)."""
+    SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
 def keep_freed_memory() -> None:
     """Has glibc keep freed memory for the next allocation instead of returning it to the kernel.
 
@@ -163,11 +213,20 @@ def keep_freed_memory() -> None:
     time goes to page faults (docs/experiments.md). Elsewhere than on Linux with glibc nothing
     happens.
     """
+    _set_malloc(trim=2**31 - 1, mmap=2**25)  # the largest it takes
+
+
+def return_freed_memory() -> None:
+    """The opposite, where memory counts for more than time."""
+    _set_malloc(trim=2**17, mmap=2**16)
+
+
+def _set_malloc(trim: int, mmap: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest it takes
+        mallopt(M_TRIM_THRESHOLD, trim)
+        mallopt(M_MMAP_THRESHOLD, mmap)
 
 
 def leave(status: int) -> NoReturn:
@@ -224,14 +283,25 @@ def run_on_first(action: Callable[[], Any], world: World) -> Any:
 def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
     """Runs `action` on the first process of every host, then returns rank 0's result on every rank.
 
-    Errors are shared as in `run_on_first`; the lowest rank's is the one that all raise.
+    Errors are shared as in `run_on_first`; the lowest rank's is the one that all raise. It may take
+    longer than the processes wait for each other: it runs in a thread, and they meet meanwhile.
     """
+    if world.size == 1:
+        return run_on_first(action, world)
     result, error = None, None
+    outcome: Future[Any] = Future()
     if world.local_rank == 0:
-        try:
-            result = action()
-        except (UserError, OSError) as caught:
-            error = str(caught)
+        outcome = ThreadPoolExecutor(1, "first of host").submit(action)
+    else:
+        outcome.set_result(None)
+    done = False
+    while not done:
+        wait([outcome], timeout=1)
+        done = all(gather(outcome.done(), world))
+    try:
+        result = outcome.result()
+    except (UserError, OSError) as caught:
+        error = str(caught)
     outcomes = gather((result, error), world)
     for _, message in outcomes:
         if message is not None:
@@ -300,20 +370,34 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
         about_peers = re.search(r"gloo|nccl|connection|timed? ?out", message, re.IGNORECASE)
         if world.store is None or not about_peers:
             raise
-        silent = []
-        try:
-            world.store.set(f"noticed/{world.rank}", "")
-            deadline = time.monotonic() + 3
-            for rank in set(range(world.size)) - {world.rank}:
-                left = max(0.1, deadline - time.monotonic())
-                try:
-                    world.store.wait([f"noticed/{rank}"], timedelta(seconds=left))
-                except dist.DistError:
-                    silent.append(f"rank {rank} ({world.store.get(f'who/{rank}').decode()})")
-        except (dist.DistError, RuntimeError):
-            silent = ["the process that holds the store"]
+        silent = ["the process that holds the store"]
+
+        def ask() -> None:
+            with contextlib.suppress(dist.DistError, RuntimeError):  # no answer is the answer
+                silent[:] = silent_ranks(world)
+
+        # Not waited for: behind a link that is down, a call to the store outlives its own timeout.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(6 + 0.2 * world.size)
         if not silent:
             raise
         message = re.sub(r"^\[\S+\] ", "", message)  # the line of gloo's source
         verb = "does" if len(silent) == 1 else "do"
         raise UserError(f"{doing()}: {', '.join(silent)} {verb} not answer: {message}") from error
+
+
+def silent_ranks(world: World) -> list[str]:
+    """Leaves word in the store that this rank has noticed a failure; returns who has not done so
+    within 3 s. Raises what the store does.
+    """
+    silent = []
+    world.store.set(f"noticed/{world.rank}", "")
+    deadline = time.monotonic() + 3
+    for rank in set(range(world.size)) - {world.rank}:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            world.store.wait([f"noticed/{rank}"], timedelta(seconds=left))
+        except dist.DistError:
+            silent.append(f"rank {rank} ({world.store.get(f'who/{rank}').decode()})")
+    return silent

@@ -1,6 +1,6 @@
 // What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
-// causal attention with rotary positions and normalised queries and keys, RMSNorm, squared ReLU,
-// GELU.
+// causal attention with rotary positions and normalised queries and keys, RMSNorm, LayerNorm,
+// squared ReLU, GELU.
 //
 // For CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of bfloat16 and adds both
 // products to 16 float32 sums. Built and called by kernels.py; tests/test_kernels.py compares
@@ -19,7 +19,8 @@ typedef __m512 vector;  // 16 float32
 
 enum { LANES = 16, ROWS = 32 };  // ROWS of scores are worked on at once: they stay in the cache
 
-static const float LOG2_E = 1.44269504f, NORM_EPS = 1e-6f;  // the latter as in model.py
+static const float LOG2_E = 1.44269504f;
+static const float NORM_EPS = 1e-6f, LAYER_NORM_EPS = 1e-5f;  // as in model.py
 
 static inline vector load(const bf16 *p) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
@@ -360,6 +361,70 @@ int rms_norm_backward(long threads, long rows, long C, const bf16 *dy, const bf1
             store(dx + c, _mm512_mul_ps(z, all(r[i])));
         }
     }
+    return 0;
+}
+
+static inline vector standard(vector x, float mean, float r) {
+    return _mm512_mul_ps(_mm512_sub_ps(x, all(mean)), all(r));
+}
+
+// y (rows, C) = z w + b for z = r (x - mean), r (rows) = 1 / sqrt(variance + eps); C a multiple of
+// 16. There may be no b (NULL).
+int layer_norm(long threads, long rows, long C, const bf16 *x, const float *w, const float *b,
+               bf16 *y, float *mean, float *r) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < rows; i++) {
+        const bf16 *xi = x + i * C;
+        vector sum = all(0), squares = all(0);
+        for (long c = 0; c < C; c += LANES) sum = _mm512_add_ps(sum, load(xi + c));
+        mean[i] = _mm512_reduce_add_ps(sum) / C;
+        for (long c = 0; c < C; c += LANES) {
+            vector off = _mm512_sub_ps(load(xi + c), all(mean[i]));
+            squares = _mm512_fmadd_ps(off, off, squares);
+        }
+        r[i] = 1 / sqrtf(_mm512_reduce_add_ps(squares) / C + LAYER_NORM_EPS);
+        for (long c = 0; c < C; c += LANES) {
+            vector z = standard(load(xi + c), mean[i], r[i]);
+            vector base = b ? _mm512_loadu_ps(b + c) : all(0);
+            store(y + i * C + c, _mm512_fmadd_ps(z, _mm512_loadu_ps(w + c), base));
+        }
+    }
+    return 0;
+}
+
+// dx = r (g - mean(g) - z mean(z g)) for g = w dy; dw (C) and, behind it, db (C), which are sums
+// over rows, taken in parts (ceil(rows / 64), 2, C): threads do not change their order.
+int layer_norm_backward(long threads, long rows, long C, const bf16 *dy, const bf16 *x,
+                        const float *w, const float *mean, const float *r, bf16 *dx, float *parts,
+                        float *dw) {
+    long count = (rows + 63) / 64;
+#pragma omp parallel for num_threads(threads)
+    for (long part = 0; part < count; part++) {
+        float *dwp = parts + part * 2 * C, *dbp = dwp + C;
+        memset(dwp, 0, 2 * C * sizeof(float));
+        for (long i = part * 64; i < rows && i < part * 64 + 64; i++) {
+            vector sum = all(0), dots = all(0);
+            for (long c = 0; c < C; c += LANES) {
+                vector d = load(dy + i * C + c), g = _mm512_mul_ps(d, _mm512_loadu_ps(w + c));
+                vector z = standard(load(x + i * C + c), mean[i], r[i]);
+                sum = _mm512_add_ps(sum, g);
+                dots = _mm512_fmadd_ps(g, z, dots);
+                _mm512_storeu_ps(dwp + c, _mm512_fmadd_ps(d, z, _mm512_loadu_ps(dwp + c)));
+                _mm512_storeu_ps(dbp + c, _mm512_add_ps(d, _mm512_loadu_ps(dbp + c)));
+            }
+            vector mean_g = all(_mm512_reduce_add_ps(sum) / C);
+            vector mean_zg = all(_mm512_reduce_add_ps(dots) / C);
+            for (long c = 0; c < C; c += LANES) {
+                vector g = _mm512_mul_ps(load(dy + i * C + c), _mm512_loadu_ps(w + c));
+                vector z = standard(load(x + i * C + c), mean[i], r[i]);
+                vector rest = _mm512_sub_ps(_mm512_sub_ps(g, mean_g), _mm512_mul_ps(z, mean_zg));
+                store(dx + i * C + c, _mm512_mul_ps(rest, all(r[i])));
+            }
+        }
+    }
+    memset(dw, 0, 2 * C * sizeof(float));
+    for (long part = 0; part < count; part++)
+        for (long c = 0; c < 2 * C; c++) dw[c] += parts[part * 2 * C + c];
     return 0;
 }
 

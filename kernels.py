@@ -147,6 +147,27 @@ class _RMSNorm(torch.autograd.Function):
         return grad
 
 
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        x, rows = x.contiguous(), x.numel() // x.size(-1)
+        y, statistics = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
+        _call("layer_norm", rows, x.size(-1), x, weight, bias, y, *statistics)
+        ctx.save_for_backward(x, weight, statistics)
+        ctx.has_bias = bias is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, weight, statistics = ctx.saved_tensors
+        rows, C, grad = statistics.size(1), x.size(-1), torch.empty_like(x)
+        parts, sums = weight.new_empty(-(-rows // 64), 2, C), weight.new_empty(2, C)
+        g = g.contiguous()
+        _call("layer_norm_backward", rows, C, g, x, weight, *statistics, grad, parts, sums)
+        return grad, sums[0], sums[1] if ctx.has_bias else None
+
+
 class _Elementwise(torch.autograd.Function):
     """A kernel whose gradient needs what it was given."""
 
@@ -184,6 +205,11 @@ def attention(
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """x over the root mean square of its last dimension."""
     return _RMSNorm.apply(x)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x less its mean, over its deviation, times `weight` plus `bias`, float32 (C,) each."""
+    return _LayerNorm.apply(x, weight, bias)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

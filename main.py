@@ -1,8 +1,9 @@
 """Trains a character-level GPT.
 
     python main.py                                         one process; the recipe for this machine
-    torchrun --standalone --nproc_per_node=gpu main.py     a process for every GPU of this machine
+    python main.py launch.nproc_per_node=gpu               a process for every GPU of this machine
     torchrun --standalone --nproc_per_node=2 main.py       two processes, on GPUs or CPU cores
+    srun python main.py                                    a process for every task of a SLURM job
     python main.py experiment=mingpt_ddp                   a named recipe; see conf/experiment/
     python main.py model.n_layer=8 trainer.max_steps=500   anything is an override
     python main.py data=text data.path=book.txt            another text
@@ -15,6 +16,7 @@ import signals
 if __name__ == "__main__":
     signals.prepare()
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -25,6 +27,7 @@ from typing import NoReturn
 
 import hydra
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -33,9 +36,15 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import distributed
+import environment
+import init_from
 import kernels
-from char_dataset import CharDataset, fetch, read_text
-from config import Config, explain, plain, register, validate
+import launch
+import sharding
+import slurm
+import sweep
+from char_dataset import CharDataset
+from config import Config, explain, follow_overrides, plain, register, validate
 from distributed import (
     World,
     gather,
@@ -45,35 +54,66 @@ from distributed import (
     run_on_each_host,
     run_on_first,
 )
+from environment import ENVIRONMENT
 from errors import UserError, one_line
-from metrics import LOCK, METRICS, owned, run_directory
+from metrics import LOCK, METRICS, REPORT, owned, run_directory
 from model import GPT
 from optimizer import create_optimizer
+from sample import draw
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import exists, is_local
-from trainer import Trainer, find_snapshot, snapshot_path
+from text_cache import prepare
+from text_files import fetch
+from trainer import Trainer, choose_amp_dtype, find_snapshot, snapshot_path
 
 log = logging.getLogger("gpt")
 CONFIG = "config.yaml"  # of a run, in its directory
+CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
+trained_in: int | None = None  # the process that `train` has last been called in
 
 
-def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
-    """Builds everything from a composed configuration and trains; returns the last held-out loss,
-    nats per character.
+def configure(*overrides: str) -> DictConfig:
+    """The configuration that `python main.py OVERRIDES` composes, to be given to `train` by another
+    program or in a notebook, as often as one likes.
 
-    `text_is_named` says that the user chose the text, so that no other may stand in for it. Raises
-    `UserError`.
+    Without an `experiment=` it has the recipe that fits this machine. Raises `UserError`.
     """
+    register()
+    log_to_console()
+    try:
+        with initialize_config_dir(CONF, version_base="1.3"):
+            composed = compose("config", overrides=with_recipe(list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, overrides)) from error
+    follow_overrides(composed, overrides)
+    return composed
+
+
+def train(composed: DictConfig) -> float | None:
+    """Builds everything from a composed configuration and trains, in this process; returns the last
+    held-out loss, nats per character. Raises `UserError`.
+    """
+    global trained_in
+    log_to_console()
     config = validate(composed)
-    if config.trainer.snapshot_path in (CONFIG, METRICS, LOCK, "main.log"):
+    if config.launch.processes() > 1:
+        raise UserError(
+            f"launch.nproc_per_node={config.launch.nproc_per_node}: train() is one process; start "
+            "python main.py, or hand train to a launcher"
+        )
+    if trained_in not in (None, os.getpid()):  # a fork lacks the threads of OpenMP, and would hang
+        raise UserError(
+            "this process is a copy of one that has trained, and torch's threads are not in it: "
+            "restart the session, and start the processes before anything else trains in it"
+        )
+    trained_in = os.getpid()
+    if config.trainer.snapshot_path in (CONFIG, METRICS, ENVIRONMENT, LOCK, REPORT, "main.log"):
         raise UserError(
             f"trainer.snapshot_path={config.trainer.snapshot_path}: the run has another file of "
             "that name"
         )
-    if text_is_named:
-        config.data.fallback = None
     world = distributed.start(
         config.trainer.device, config.trainer.threads, config.trainer.timeout_s
     )
@@ -83,6 +123,7 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
         snapshot = find_snapshot(config.trainer, config.run_dir, world)
         if snapshot is None and config.trainer.resume != "never":
             run_on_first(lambda: check_nothing_is_left_behind(config), world)
+        learned = init_from.prepare(config, snapshot, world)
         dataset = load_text(config, snapshot, world)
         train_dataset, test_dataset = dataset.split()
 
@@ -93,8 +134,22 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             )
         config.model.vocab_size = dataset.vocab_size
         torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
-        model = distributed.wrap(GPT(config.model), world)
+        dtype = choose_amp_dtype(config.trainer, world.device, snapshot.choices if snapshot else {})
+        model = sharding.build(
+            lambda: GPT(config.model),
+            world,
+            config.trainer.strategy,
+            getattr(torch, dtype),
+            config.trainer.offload,
+        )
+        if learned is not None:
+            init_from.give(learned, model, dataset.vocabulary)
+            learned = None  # or every process would keep the whole of it
         optimizer = create_optimizer(model, config.optimizer)
+
+        def sample() -> list[str]:
+            return draw(trainer.bare, dataset.vocabulary, world.device)
+
         trainer = Trainer(
             config.trainer,
             model,
@@ -104,11 +159,13 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             schedule=lambda step, total_steps: learning_rate_factor(
                 step, total_steps, config.optimizer
             ),
+            sample=sample if config.samples else None,
             world=world,
             run_dir=config.run_dir,
             run_config=plain(config),
             snapshot=snapshot,
         )
+        snapshot = None
         eager_bfloat16 = (
             trainer.choices["amp_dtype"] == "bfloat16" and not trainer.choices["compile"]
         )
@@ -116,8 +173,15 @@ def train(composed: DictConfig, text_is_named: bool = True) -> float | None:
             log.info("kernels     %s", kernels.describe())
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
             run_on_first(lambda: save_config(config), world)
+            run_on_first(lambda: environment.record(config.run_dir, trainer), world)
         loss = trainer.train()
-        at = f"snapshot={trainer.files.path}"
+        if config.report and world.is_first:
+            write_report(config.run_dir)
+        best = trainer.files.path
+        if trainer.best is not None:
+            best = trainer.files.best
+            log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, best)
+        at = f"snapshot={best}"
         if os.path.basename(trainer.files.path) == "gpt_snapshot.pt":
             at = f"run_dir={os.path.dirname(trainer.files.path)}"
         log.info("sample      python sample.py %s", at)
@@ -163,8 +227,19 @@ def save_config(config: Config) -> None:
     os.replace(f"{path}.tmp", path)
 
 
+def write_report(run_dir: str) -> None:
+    """Writes the run's report; that it cannot be written is no reason to fail."""
+    try:
+        import report  # what only it needs
+
+        log.info("report      %s", report.write([run_dir], os.path.join(run_dir, REPORT)))
+    except Exception as error:
+        log.warning("%s was not written: %s", REPORT, one_line(error))
+
+
 def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
-    """The text to train on, read on every rank once the first process of each host has fetched it.
+    """The text to train on, read on every rank once the first process of each host has fetched it,
+    and has put it into the host's cache if it is large.
 
     A run that has begun on the fallback text keeps it. `config.data` says afterwards which text it
     is.
@@ -184,8 +259,9 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
-    remote = not is_local(path)  # is read once, by rank 0, and handed to the others
-    dataset = CharDataset(data, run_on_first(lambda: read_text(data), world) if remote else None)
+    texts: list[str | None] = []  # rank 0 hands its own to the others, if it has one
+    run_on_each_host(lambda: texts.append(prepare(data)), world)
+    dataset = CharDataset(data, run_on_first(lambda: texts[0], world))
     if len(set(gather(dataset.digest, world))) > 1:
         raise UserError(f"data.path={path}: the processes read different texts there")
     return dataset
@@ -195,7 +271,10 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
 @record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
+    by_submitit = not log.handlers  # in a process of its own, which has this function alone
     try:
+        if by_submitit:
+            begin_job()
         if hydra_config.runtime.output_dir != os.getcwd():  # a sweep's job, or hydra.run.dir=...
             composed.run_dir = hydra_config.runtime.output_dir
         path = composed.trainer.snapshot_path
@@ -206,23 +285,40 @@ def main(composed: DictConfig) -> float | None:
                 "relative, or put ${run_dir} into it"
             )
         overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as they were typed
-        named = {o.split("=")[0].lstrip("+~") for o in overrides}
-        sizes = ("n_layer", "n_head", "n_embd")
-        if "model.model_type" in named and not named & {f"model.{size}" for size in sizes}:
-            for size in sizes:  # the recipe's sizes are not those of the type that was asked for
-                composed.model[size] = None
-        if "data.path" in named and "data.url" not in named:
-            composed.data.url = None  # the configured url and digest are those of another text
-            if "data.sha256" not in named:
-                composed.data.sha256 = None
-        return train(composed, text_is_named=bool(named & {"data", "data.path", "data.url"}))
+        with contextlib.ExitStack() as stack:
+            if hydra_config.mode == RunMode.MULTIRUN and launched_rank() == 0:
+                stack.enter_context(sweep.recorded(composed.run_dir, overrides))
+            follow_overrides(composed, overrides)
+            config = validate(composed)
+            if config.launch.processes() > 1:
+                arguments = launch.arguments(hydra_config, overrides, config.run_dir)
+                launch.start(config.launch, arguments)
+                return sweep.last_loss(config.run_dir)
+            loss = train(composed)
+        if by_submitit and launched_size() > 1:  # it has yet to write down the result
+            atexit.register(distributed.leave, 0)
+        return loss
     except Stopped as stopped:  # of a sweep, the other jobs too
-        distributed.leave(stopped.status)
+        status = stopped.status
+        if by_submitit and stopped.name == "SIGUSR2":
+            try:  # its own handler puts the job back into the queue, on rank 0
+                signal.raise_signal(signal.SIGUSR2)
+            except SystemExit as leaving:
+                status = leaving.code
+        distributed.leave(status)
     except UserError as error:
         if hydra_config.mode == RunMode.MULTIRUN:
             log.error("error: %s", error)
             raise  # Hydra goes on with the other jobs and raises it again when they are done
         fail(error)
+
+
+def begin_job() -> None:
+    """Does in a process of submitit's what the end of this file does in others."""
+    signals.prepare()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit has it ignored
+    slurm.adopt()
+    log_to_console()
 
 
 def fail(error: Exception | str, status: int = 1) -> NoReturn:
@@ -233,57 +329,72 @@ def fail(error: Exception | str, status: int = 1) -> NoReturn:
 
 
 def log_to_console() -> None:
-    """Has rank 0, and no other, print its log."""
+    """Has rank 0, and no other, print its log, also where processes begin as copies of this one."""
+    if log.handlers:
+        return
     log.propagate = False
     log.setLevel(logging.INFO)
-    log.addHandler(
-        logging.StreamHandler(sys.stdout) if launched_rank() == 0 else logging.NullHandler()
-    )
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(lambda record: launched_rank() == 0)
+    log.addHandler(handler)
 
 
-def choose_recipe() -> None:
-    """Puts the recipe that fits this machine on the command line, unless it names one."""
-    given = sys.argv[1:]
-    if "experiment=null" in given:  # Hydra has no such override; null is what config.yaml has
-        sys.argv.remove("experiment=null")
-        return
-    names = {argument.split("=")[0].lstrip("+~") for argument in given}
+def with_recipe(arguments: list[str]) -> list[str]:
+    """`arguments` and the recipe that fits this machine, unless they name one."""
+    if "experiment=null" in arguments:  # Hydra has no such override; null is what config.yaml has
+        return [a for a in arguments if a != "experiment=null"]
+    names = {argument.split("=")[0].lstrip("+~") for argument in arguments}
     if names & {"experiment", "--hydra-help", "--version"}:
-        return
-    gpu = torch.cuda.is_available() and "trainer.device=cpu" not in given
+        return arguments
+    gpu = torch.cuda.is_available() and "trainer.device=cpu" not in arguments
     recipe = "shakespeare_gpu" if gpu else "shakespeare_cpu"
-    # A choice made inside conf/config.yaml would be an interpolated group, and those may not
-    # override other groups. Hydra wants all overrides in one place.
-    overrides = (i for i, a in enumerate(sys.argv) if i and "=" in a and not a.startswith("-"))
-    sys.argv.insert(next(overrides, 1), f"experiment={recipe}")
     if names.isdisjoint(
         {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
     ):
         log.info(
             "recipe      %s, which fits this machine; or experiment=NAME: %s", recipe, recipes()
         )
+    # A choice made inside conf/config.yaml would be an interpolated group, and those may not
+    # override other groups. Hydra wants all overrides in one place.
+    overrides = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
+    first = next(overrides, 0)
+    return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
 
 
 def recipes() -> str:
     """The names of all recipes."""
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf", "experiment")
-    return ", ".join(sorted(name.removesuffix(".yaml") for name in os.listdir(folder)))
+    names = os.listdir(os.path.join(CONF, "experiment"))
+    return ", ".join(sorted(name.removesuffix(".yaml") for name in names))
 
 
 if __name__ == "__main__":
     signals.interruptible()
     register()
+    try:
+        slurm.adopt()
+    except UserError as error:
+        fail(error)
     log_to_console()
-    if launched_size() > 1 and not {"-m", "--multirun"}.isdisjoint(sys.argv):
-        fail("-m runs its jobs in this process: start it with python, not torchrun")
-    choose_recipe()
+    if not {"-m", "--multirun"}.isdisjoint(sys.argv):
+        if launched_size() > 1:
+            fail(
+                "-m: the jobs of a sweep take turns, each with processes of its own: start it with "
+                f"python main.py -m launch.nproc_per_node={launched_size()} ..., without a launcher"
+            )
+        here, others = os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # for submitit
+    sys.argv[1:] = with_recipe(sys.argv[1:])
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, to be shown our way
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        fail(explain(error))
-    except UserError:
-        sys.exit(1)  # of a sweep's job, and said then
+        fail(explain(error, sys.argv[1:]))
+    except UserError as error:  # of a sweep's job; said then, but it may be long ago or elsewhere
+        fail(error)
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        fail(" ".join(str(error).splitlines()[:2]))  # before all that the job has printed
     except OSError as error:
         if error.filename is None or not any(a.startswith("hydra.") for a in sys.argv):
             raise

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import threading
+import time
 from typing import Any
 
 from errors import UserError, one_line
@@ -16,6 +17,7 @@ from errors import UserError, one_line
 log = logging.getLogger("gpt")
 LOCK = ".lock"
 METRICS = "metrics.jsonl"
+REPORT = "report.html"
 
 
 class LogFile(logging.FileHandler):
@@ -68,11 +70,34 @@ def run_directory(run_dir: str):
                 handler.close()
 
 
+def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
+    """The JSON objects, one a line, that a run has written to `path`; none if there is no file.
+
+    A last line without an end is left out: it is being written, or its writer was killed. Raises
+    `UserError` naming any other line that is not one, or lacks `step` or another of `keys`.
+    """
+    if not os.path.exists(path):
+        return []
+    with open(path, errors="replace") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            records.append({key: record[key] for key in ("step", *keys)} | record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}, line {number}: not a line of this file; mend it, or move the file away"
+            ) from error
+    return records
+
+
 class Metrics:
     """Appends to `metrics.jsonl`, and to TensorBoard where it is installed.
 
     One JSON object a line: `step`, `epoch`, `split` ("train" or "val"), `loss` in nats per
-    character, `bpc` in bits per character, and what else is known of that split. When a run goes on
+    character, `bpc` in bits per character, `seconds` since the run began, without the time that it
+    did not run, and what else is known of that split. When a run goes on
     from `step`, what was logged past it is dropped first, because it will be logged again; so is
     the evaluation of that step itself, unless it has been `evaluated`.
     """
@@ -80,6 +105,7 @@ class Metrics:
     def __init__(self, run_dir: str, step: int = 0, evaluated: bool = True, lines: int = 0):
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
+        self.began = time.perf_counter()
         self.lines = self._keep_until(step, evaluated)  # in the file, or on their way to it
         if self.lines < lines:
             log.warning(
@@ -122,6 +148,8 @@ class Metrics:
                         "file away"
                     )
                 kept.append(line)
+        if kept:
+            self.began -= json.loads(kept[-1]).get("seconds", 0)
         if kept != lines:
             with open(temporary, "w") as file:
                 file.writelines(kept)
@@ -138,6 +166,7 @@ class Metrics:
             "split": split,
             "loss": loss,
             "bpc": loss / math.log(2),
+            "seconds": round(time.perf_counter() - self.began, 3),
             **values,
         }
         for name, value in record.items():
@@ -153,7 +182,7 @@ class Metrics:
         if self.tensorboard is not None:
             try:
                 for name, value in record.items():
-                    if name not in ("step", "split") and isinstance(value, int | float):
+                    if name not in ("step", "split", "seconds") and isinstance(value, int | float):
                         self.tensorboard.add_scalar(f"{split}/{name}", value, step)
             except OSError as error:
                 log.warning("TensorBoard: %s; it gets no more", error.strerror)

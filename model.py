@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import kernels
+import sharding
 from errors import UserError
 from optimizer import OptimizerConfig, create_optimizer, parameter_groups
 
@@ -36,6 +38,8 @@ SIZES = {
     "gpt-micro": (4, 4, 128),
     "gpt-nano": (3, 3, 48),
 }
+# The fields of `GPTConfig`, beside the vocabulary, that say which weights fit.
+ARCHITECTURE = ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
 SOFTCAP = 15.0  # |logit| stays below this in the modern architecture (Gemma Team, "Gemma 2", 2024)
 ROPE_BASE = 10_000.0  # Su et al., "RoFormer", 2021
 NORM_EPS = 1e-6
@@ -63,6 +67,7 @@ class GPTConfig:
     bias: bool | None = None
     tie_weights: bool | None = None
     attention: str = "auto"
+    activation_checkpointing: bool = False
 
     def __post_init__(self):
         if self.arch not in ("gpt2", "modern"):
@@ -164,6 +169,30 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return kernels.gelu(x) if kernels.fit(x) else F.gelu(x)
 
 
+class Linear(nn.Linear):
+    """Without torch's own fresh weights, which `GPT.init_weights` would overwrite."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """Without torch's own fresh weights."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class LayerNorm(nn.LayerNorm):
+    """Ba et al., "Layer Normalization" (2016)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # FSDP2 gathers the weights in the type that is computed in; the kernel's are float32.
+        if kernels.fit(x) and self.weight.dtype is torch.float32:
+            return kernels.layer_norm(x, self.weight, self.bias)
+        return super().forward(x)
+
+
 class RMSNorm(nn.Module):
     """Divides by the root mean square of the last dimension (Zhang and Sennrich, 2019), without
     weights.
@@ -174,7 +203,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    return RMSNorm() if config.arch == "modern" else nn.LayerNorm(config.n_embd, bias=config.bias)
+    return RMSNorm() if config.arch == "modern" else LayerNorm(config.n_embd, bias=config.bias)
 
 
 def rotary(
@@ -208,8 +237,8 @@ class CausalSelfAttention(nn.Module):
         self.modern = config.arch == "modern"
         self.attention = config.attention
         self.attn_pdrop = config.attn_pdrop
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(
@@ -263,8 +292,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.modern = config.arch == "modern"
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -299,14 +328,14 @@ class GPT(nn.Module):
             if getattr(config, name) is None:
                 raise UserError(f"model.{name} is missing: take it from the data set")
         self.config = config
-        self.tok_emb = nn.Embedding(config.vocab_size, config.n_embd)
+        self.tok_emb = Embedding(config.vocab_size, config.n_embd)
         self.pos_emb = (
-            nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
+            Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         )
         self.drop = nn.Dropout(config.embd_pdrop)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.head.weight = self.tok_emb.weight
         self.init_weights()
@@ -322,19 +351,24 @@ class GPT(nn.Module):
         """
         modern, config = self.config.arch == "modern", self.config
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            # Drawn whole and on the CPU: the same weights on any device, however shared out.
+            fresh = torch.empty(parameter.shape, device="cpu")
             if parameter.dim() == 1:
                 # a norm's weight 1, every bias 0
-                nn.init.constant_(parameter, float(name.endswith("weight")))
+                nn.init.constant_(fresh, float(name.endswith("weight")))
             elif modern and (name.endswith("c_proj.weight") or name == "head.weight"):
-                nn.init.zeros_(parameter)
+                nn.init.zeros_(fresh)
             elif modern and "emb" not in name:
                 limit = math.sqrt(3 / config.n_embd)
-                nn.init.uniform_(parameter, -limit, limit)
+                nn.init.uniform_(fresh, -limit, limit)
             elif modern:
-                nn.init.normal_(parameter, std=1.0)
+                nn.init.normal_(fresh, std=1.0)
             else:
                 scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1.0
-                nn.init.normal_(parameter, std=0.02 / scale)
+                nn.init.normal_(fresh, std=0.02 / scale)
+            parameter.copy_(sharding.share(fresh, parameter))
 
     def forward(
         self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache: KVCache | None = None
@@ -364,8 +398,12 @@ class GPT(nn.Module):
             turn = rotary(past, T, self.config.n_embd // self.config.n_head, x.device)
         mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype)
         mask = mask.triu(1 + past)
+        recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x, turn, mask, cache)
+            if recompute:
+                x = checkpoint(block, x, turn, mask, use_reentrant=False)
+            else:
+                x = block(x, turn, mask, cache)
         if cache is not None:
             cache.length += T
         logits = self.head(self.ln_f(x)).float()  # (B, T, V)

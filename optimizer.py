@@ -3,6 +3,7 @@
 optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
 """
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+import sharding
 from errors import UserError
 from schedule import SCHEDULES
 
@@ -81,17 +83,18 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, lis
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """For each of (N, R, C) matrices, R <= C, one near U V' of its singular value decomposition,
-    in bfloat16: a Newton-Schulz iteration, whose singular values end between about 0.7 and 1.2.
+    """For each of (N, R, C) matrices one near U V' of its singular value decomposition, in
+    bfloat16: a Newton-Schulz iteration, whose singular values end between about 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16()
+    tall = matrices.size(1) > matrices.size(2)  # lie down: the smaller of the two products
+    x = (matrices.mT if tall else matrices).bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
-    return x
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
@@ -134,17 +137,34 @@ class Muon(torch.optim.Optimizer):
             updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
-            same_shape = defaultdict(list)  # tall matrices lie down: one shape fewer
+            same_shape = defaultdict(list)
             for p, update in zip(parameters, updates, strict=True):
-                tall = p.size(0) > p.size(1)
-                p, update = (p.mT, update.mT) if tall else (p, update)
                 same_shape[p.shape].append((p, update))
             for shape, pairs in same_shape.items():
-                result = orthogonalize(torch.stack([update for _, update in pairs]))
+                batch = torch.stack([update for _, update in pairs])
+                result = sharding.map_matrices(orthogonalize, batch)
                 size = 0.2 * max(shape) ** 0.5
                 for (p, _), update in zip(pairs, result, strict=True):
                     p.add_(update, alpha=-group["lr"] * size)
         return loss
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, without the import of torch._dynamo that comes with the first step: a second of
+    every start, for what is never compiled here.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step; returns what `closure()` does, if it is given."""
+        return inspect.unwrap(torch.optim.Adam.step)(self, closure)
+
+
+for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    # These import it to be left alone by it. torch keeps how to be so in this attribute
+    # (torch/_compile.py); where it should no longer look there, it imports as before.
+    _plain = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
+    setattr(_plain, "__dynamo_disable", _plain)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -156,7 +176,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, matrices: list[nn.Parameter], groups: list[dict], muon: dict, adamw: dict):
         self.parts = (
             Muon(matrices, **muon),
-            torch.optim.AdamW(groups, **adamw),
+            AdamW(groups, **adamw),
         )
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
@@ -199,7 +219,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
         optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
     else:
         rest[0]["params"] = groups["hidden"] + rest[0]["params"]
-        optimizer = torch.optim.AdamW([g for g in rest if g["params"]], **adamw)
+        optimizer = AdamW([g for g in rest if g["params"]], **adamw)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.learning_rate
     return optimizer

@@ -7,8 +7,6 @@ python sample.py run_dir=runs/shakespeare_cpu               another run
 python sample.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt
 """
 
-import glob
-import os
 import signal
 import sys
 from dataclasses import dataclass, fields
@@ -22,9 +20,10 @@ from char_dataset import encode
 from errors import UserError
 from model import GPT, GPTConfig
 from snapshot import Snapshot
-from snapshot_files import beside, exists, load
+from snapshot_files import choose_snapshot, load
 
 SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
+IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
 
 
 @dataclass
@@ -82,27 +81,13 @@ def parse(arguments: list[str]) -> SampleConfig:
     return config
 
 
-def choose_snapshot(config: SampleConfig) -> str:
-    """The path of the snapshot to sample from; `UserError` if there is none."""
-    if config.snapshot is not None:
-        return config.snapshot
-    run_dir = config.run_dir
-    if run_dir is None:
-        found = glob.glob("runs/**/gpt_snapshot.pt", recursive=True)
-        if not found:
-            raise UserError(
-                "no run under runs/ has a snapshot; train first, or give run_dir= or snapshot="
-            )
-        run_dir = os.path.dirname(max(found, key=os.path.getmtime))
-    latest = os.path.join(run_dir, "gpt_snapshot.pt")
-    for path in (beside(latest, "best"), latest):
-        if exists(path):
-            return path
-    raise UserError(f"run_dir={run_dir}: there is no snapshot in it")
-
-
 def load_model(snapshot: Snapshot, device: str) -> GPT:
     """The trained model of a snapshot, ready to generate."""
+    if snapshot.shards:
+        raise UserError(
+            "the snapshot is sharded; put it together with "
+            "python sharded_snapshot.py snapshot=FILE out=FILE and sample from that"
+        )
     model = GPT(GPTConfig(**snapshot.config["model"]))
     model.load_state_dict(snapshot.model_state)
     return model.to(device).eval()
@@ -121,9 +106,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> list[str]:
         raise UserError(f"device={config.device}: must be auto, cpu or cuda")
     device = "cuda" if available and config.device != "cpu" else "cpu"
     stoi = {character: i for i, character in enumerate(snapshot.vocabulary)}
-    prompt = config.prompt
-    if prompt is None:
-        prompt = "\n" if "\n" in stoi else snapshot.vocabulary[0]
+    prompt = opening(snapshot.vocabulary) if config.prompt is None else config.prompt
     try:
         ids = encode(prompt, stoi).to(device)
     except UserError as error:
@@ -143,6 +126,40 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> list[str]:
     return ["".join(snapshot.vocabulary[i] for i in row) for row in out.tolist()]
 
 
+def opening(vocabulary: str) -> str:
+    """The character that a text without a prompt goes on from."""
+    return "\n" if "\n" in vocabulary else vocabulary[0]
+
+
+def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
+    """A few short texts from a model that is being trained on `device`, always with the same seed.
+
+    The global random state, the threads and the model are left as they are. Every rank of a model
+    that is shared out must call it.
+    """
+    number, characters = IN_TRAINING
+    first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
+    was_training, threads = model.training, torch.get_num_threads()
+    if sum(p.numel() for p in model.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    model.eval()
+    try:
+        with torch.no_grad():
+            if not model(first)[0].isfinite().all():  # a GPU that draws from nan is of no more use
+                return ["(nothing: the model's output is not finite)"]
+        out = model.generate(
+            first.expand(number, -1),
+            characters,
+            temperature=SampleConfig.temperature,
+            do_sample=True,
+            seed=SampleConfig.seed,
+        )
+    finally:
+        model.train(was_training)
+        torch.set_num_threads(threads)
+    return ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
+
+
 def main() -> None:
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         print(__doc__.strip())
@@ -150,7 +167,7 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
     try:
         config = parse(sys.argv[1:])
-        path = choose_snapshot(config)
+        path = choose_snapshot(config.snapshot, config.run_dir)
         snapshot = load(path)
         loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
         print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)

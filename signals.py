@@ -1,5 +1,5 @@
-"""What the outside asks of a run: SIGTERM, SIGINT and SIGHUP to save and stop, SIGUSR1 to save and
-go on.
+"""What the outside asks of a run: SIGTERM, SIGINT, SIGHUP and SIGUSR2 to save and stop, SIGUSR1 to
+save and go on.
 
 A signal reaches one process, at any moment; the trainer asks at moments of its own, and agrees with
 the other processes on the highest request (`distributed.Agreement`).
@@ -20,14 +20,16 @@ class Request(IntEnum):
 
     NOTHING = 0
     SAVE = 1  # SIGUSR1
-    HANG_UP = 2  # SIGHUP, the terminal is gone: save and stop
-    TERMINATE = 3  # SIGTERM: save and stop
-    INTERRUPT = 4  # SIGINT: save and stop
-    GIVE_UP = 5  # not from outside: snapshots cannot be written
+    YIELD = 2  # SIGUSR2, the time of a job is nearly up: save and stop
+    HANG_UP = 3  # SIGHUP, the terminal is gone: save and stop
+    TERMINATE = 4  # SIGTERM: save and stop
+    INTERRUPT = 5  # SIGINT: save and stop
+    GIVE_UP = 6  # not from outside: snapshots cannot be written
 
 
 SIGNALS = {
     signal.SIGUSR1: Request.SAVE,
+    signal.SIGUSR2: Request.YIELD,
     signal.SIGHUP: Request.HANG_UP,
     signal.SIGTERM: Request.TERMINATE,
     signal.SIGINT: Request.INTERRUPT,

@@ -23,7 +23,7 @@ import torch
 
 from errors import UserError, one_line
 
-FORMAT = 3  # 3: another order of the windows
+FORMAT = 4  # 3: another order of the windows; 4: shards
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
@@ -59,6 +59,8 @@ class Snapshot:
         text_digest: SHA-256 of the (truncated) text.
         choices: what every `auto` setting came to mean in this run.
         config: the whole resolved configuration, plain types.
+        shards: of a sharded snapshot, which leaves the first two fields empty, where the tensors
+            are: see `sharded_snapshot.py`.
         format: the version of this layout.
     """
 
@@ -79,6 +81,7 @@ class Snapshot:
     text_digest: str = ""
     choices: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    shards: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_bytes(self) -> memoryview:
@@ -194,10 +197,15 @@ def check_fields(cls: type, fields: dict[str, Any], size: int) -> None:
         if not isinstance(fields["config"].get(group, {}), dict):
             raise ValueError(f"config.{group} is {fields['config'][group]!r}")
     left = size  # a value takes a byte of the file at least, and a tensor all of its own
+    counted: set[tuple] = set()  # one of two names, as a tied head is, is in the file once
 
     def count(value: Any) -> None:
         nonlocal left
-        left -= value.nbytes + 1 if isinstance(value, torch.Tensor) else 1
+        left -= 1
+        if isinstance(value, torch.Tensor):
+            same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            left -= value.nbytes if same not in counted else 0
+            counted.add(same)
         if left < 0:
             raise ValueError("its values declare more bytes than the file has")
         inner = [*value, *value.values()] if isinstance(value, dict) else value

@@ -8,6 +8,7 @@ written the same way: whole under another name, read back and compared, and only
 """
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -39,6 +40,29 @@ def beside(path: str, kind: str) -> str:
     """
     root, extension = os.path.splitext(path)
     return f"{root}.{kind}{extension}"
+
+
+def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
+    """The path of the snapshot to read a model from: `snapshot` where it is given, or else the best
+    of the run in `run_dir`, or else of the newest run under runs/. The best is the one with the
+    lowest held-out loss; the latest stands in where nothing was evaluated.
+
+    Raises `UserError` if there is none.
+    """
+    if snapshot is not None:
+        return snapshot
+    if run_dir is None:
+        found = glob.glob("runs/**/gpt_snapshot.pt", recursive=True)
+        if not found:
+            raise UserError(
+                "no run under runs/ has a snapshot; train first, or give run_dir= or snapshot="
+            )
+        run_dir = os.path.dirname(max(found, key=os.path.getmtime))
+    latest = os.path.join(run_dir, "gpt_snapshot.pt")
+    for path in (beside(latest, "best"), latest):
+        if exists(path):
+            return path
+    raise UserError(f"run_dir={run_dir}: there is no snapshot in it")
 
 
 def is_local(path: str) -> bool:
@@ -101,6 +125,22 @@ def load(path: str) -> Snapshot:
     or it is not good.
     """
     return Snapshot.from_bytes(read(path), path)
+
+
+def shards_folder(path: str, name: str) -> str:
+    """Where the shards called `name` of a sharded snapshot at `path` lie, whichever of the run's
+    snapshots it is.
+    """
+    folder, file = os.path.split(os.path.abspath(path))
+    return os.path.join(folder, f"{file.split('.')[0]}.shards", name)
+
+
+def check_shards(path: str, snapshot: Snapshot) -> None:
+    """Raises `SnapshotError` if a file that a sharded snapshot refers to is missing or cut off."""
+    for name, (size, _) in snapshot.shards.get("files", {}).items():
+        file = os.path.join(shards_folder(path, snapshot.shards["folder"]), name)
+        if not os.path.exists(file) or os.path.getsize(file) != size:
+            raise SnapshotError(f"{path}: {file} is missing or cut off")
 
 
 class SnapshotFiles:
@@ -224,7 +264,7 @@ class SnapshotFiles:
     # ----------------------------------------------------------------------------------------------
     # Finding
 
-    def _present(self, kind: str) -> list[str]:
+    def present(self, kind: str) -> list[str]:
         """The existing paths of snapshots whose kind matches the pattern `kind`, in order."""
         folder, _, name = self.path.rpartition("/")
         root, extension = os.path.splitext(name)
@@ -242,7 +282,7 @@ class SnapshotFiles:
 
     def numbered(self) -> list[str]:
         """The numbered snapshots that exist, newest first."""
-        return self._present(r"\.step\d+")[::-1]
+        return self.present(r"\.step\d+")[::-1]
 
     def all(self) -> list[str]:
         """Every snapshot of the run that exists, the latest first."""
@@ -259,7 +299,7 @@ class SnapshotFiles:
         if is_local(self.path):
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
         with reaching(self.path, "written"):
-            for leftover in self._present(r"(\.\w+)?\.tmp|\.check"):
+            for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
                 self._remove(leftover)
         paths = self.all()
         if not paths:
@@ -269,7 +309,9 @@ class SnapshotFiles:
         for path in paths:
             try:
                 content = read(path)
-                step = Snapshot.from_bytes(content, path).step
+                snapshot = Snapshot.from_bytes(content, path)
+                check_shards(path, snapshot)
+                step = snapshot.step
             except Unreachable:
                 raise
             except SnapshotError as error:
@@ -375,6 +417,14 @@ class BackgroundWriter:
         if best:
             self._unwritten_best = None
 
+    def failed(self, step: int, error: Exception) -> None:
+        """Takes note of a save that could not be written."""
+        self.failures, self.error = self.failures + 1, one_line(error)
+        log.warning(
+            "the snapshot of step %d was not written to %s: %s; what was there is as it was",
+            step, self.files.path, self.error,
+        )  # fmt: skip
+
     def poll(self) -> None:
         """Takes note of a save that has ended."""
         if self._pending is not None and self._pending.done():
@@ -388,10 +438,6 @@ class BackgroundWriter:
         try:
             pending.result()
         except Exception as error:  # every file system has its own
-            self.failures, self.error = self.failures + 1, one_line(error)
-            log.warning(
-                "the snapshot of step %d was not written to %s: %s; what was there is as it was",
-                self._step, self.files.path, self.error,
-            )  # fmt: skip
+            self.failed(self._step, error)
         else:
             self.failures, self.error = 0, ""

@@ -25,9 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 import distributed
+import sharded_snapshot
+import sharding
 import signals
 from char_dataset import IGNORE, window_order
 from distributed import Agreement, World, naming_the_silent
@@ -76,6 +79,7 @@ class TrainerConfig:
     save_every: int | None = 1
     save_every_steps: int | None = None
     keep_snapshots: int | None = None
+    snapshot_format: str = "single"
     max_save_failures: int = 3
     eval_every_steps: int | None = None
     log_every_steps: int = 10
@@ -86,6 +90,8 @@ class TrainerConfig:
     threads: int | None = None
     compile: str = "auto"
     deterministic: str = "auto"
+    strategy: str = "ddp"
+    offload: bool = False
     resume: str = "auto"
     on_nonfinite: str = "stop"
     timeout_s: float = 600.0
@@ -97,6 +103,8 @@ class TrainerConfig:
             "device": ("auto", "cpu", "cuda"),
             "compile": ("auto", "true", "false"),
             "deterministic": ("auto", "true", "false"),
+            "strategy": ("ddp", "fsdp"),
+            "snapshot_format": ("single", "sharded"),
             "resume": ("auto", "must", "never"),
             "on_nonfinite": ("stop", "skip"),
         }
@@ -132,6 +140,13 @@ class TrainerConfig:
                 f"trainer.grad_norm_clip={self.grad_norm_clip}: must be above 0, or null not to "
                 "clip"
             )
+        if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):
+            raise UserError(
+                f"trainer.snapshot_path={self.snapshot_path}: sharded snapshots "
+                "(trainer.snapshot_format) need a folder that all hosts see, not a URL"
+            )
+        if self.offload and self.strategy != "fsdp":
+            raise UserError("trainer.offload=true: goes with trainer.strategy=fsdp")
         if self.data_loader_workers < 0:
             raise UserError(
                 f"trainer.data_loader_workers={self.data_loader_workers}: must not be negative"
@@ -203,13 +218,15 @@ class Trainer:
 
     Args:
         config: see `TrainerConfig`.
-        model: bare or already wrapped. `model.compile` and, if there is one,
-            `model.flops_per_token()` are used.
+        model: bare, or already wrapped or shared out (`sharding.build`). `model.compile` and, if
+            there is one, `model.flops_per_token()` are used.
         optimizer: made over the model's parameters; a group's `initial_lr` (or else `lr`) is its
             peak learning rate.
         train_dataset, test_dataset: as this module's first lines say; no evaluation where the
             second is None.
         schedule: the factor on the learning rate at (step, total steps); constant by default.
+        sample: draws texts from the model, kept in the metrics so that one sees it learn; called
+            on every rank at the same steps, must not touch the global random state.
         world: this process among all; found out, and the process group joined, if not given.
         run_dir: where the files of the run go.
         run_config: the whole configuration as plain types, kept in the snapshot and compared when
@@ -228,12 +245,14 @@ class Trainer:
         test_dataset: Any = None,
         *,
         schedule: Callable[[int, int], float] = lambda step, total_steps: 1.0,
+        sample: Callable[[], list[str]] | None = None,
         world: World | None = None,
         run_dir: str = ".",
         run_config: dict[str, Any] | None = None,
         snapshot: Snapshot | None = None,
     ):
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
+        self.sample = sample
         self.train_dataset, self.test_dataset = train_dataset, test_dataset
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
@@ -263,7 +282,9 @@ class Trainer:
         try:
             self.choices = self._choose(found.choices if found else {}, distributed.unwrap(model))
             self._apply_choices(model)
-            bare = distributed.unwrap(model).to(self.world.device)
+            bare = distributed.unwrap(model)
+            if not sharding.is_shared(bare):  # that is where it should be
+                bare.to(self.world.device)
             if found:
                 self._restore(found, bare)
         except (RuntimeError, LookupError, TypeError, AttributeError) as error:
@@ -272,26 +293,30 @@ class Trainer:
             raise UserError(
                 f"{self.files.path}: cannot be restored into this model: {one_line(error)}"
             ) from error
-        self.model = model if model is not bare else distributed.wrap(model, self.world)
-        self.bare = bare
+        self.bare = self.model = bare
+        if model is not bare:
+            self.model = model
+        elif config.strategy == "ddp":
+            self.model = distributed.wrap(bare, self.world)
+        elif self.world.size > 1 and not sharding.is_shared(bare):
+            raise UserError(
+                "trainer.strategy=fsdp: share out the model (sharding.build), then create its "
+                "optimizer, before the Trainer"
+            )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.world.device.type == "cuda" and config.data_loader_workers == 0:
-            train_dataset.to(self.world.device)
-            if test_dataset is not None:
-                test_dataset.to(self.world.device)
+            datasets = [data for data in (train_dataset, test_dataset) if data is not None]
+            memory = torch.cuda.get_device_properties(self.world.device).total_memory
+            if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
+                for dataset in datasets:
+                    dataset.to(self.world.device)
 
     # ----------------------------------------------------------------------------------------------
     # Choices: what every "auto" means, decided once in the life of a run
 
     def _choose(self, earlier: dict[str, Any], bare: nn.Module) -> dict[str, Any]:
         config, device = self.config, self.world.device
-        choices: dict[str, Any] = {}
-        if not config.use_amp:
-            choices["amp_dtype"] = "float32"
-        elif config.amp_dtype != "auto":
-            choices["amp_dtype"] = config.amp_dtype
-        else:
-            choices["amp_dtype"] = earlier.get("amp_dtype") or best_amp_dtype(device)
+        choices: dict[str, Any] = {"amp_dtype": choose_amp_dtype(config, device, earlier)}
         planned = (
             self.total_steps
             * config.batch_size
@@ -321,8 +346,9 @@ class Trainer:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             # A debugging aid that comes with it costs a pass over memory.
             torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(self.choices["deterministic"])
-        if self.choices["compile"]:
+        torch.set_deterministic_debug_mode("error" if self.choices["deterministic"] else "default")
+        if self.choices["compile"]:  # the same for the compiler, whose import takes a second
+            torch.use_deterministic_algorithms(self.choices["deterministic"])
             distributed.unwrap(model).compile(dynamic=False)
         name = self.choices["amp_dtype"]
         self.amp_dtype = getattr(torch, name)
@@ -347,13 +373,32 @@ class Trainer:
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
     def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
-        bare.load_state_dict(snapshot.model_state)
+        own = bare.state_dict()
+        if snapshot.shards:
+
+            def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+                like = own[name]
+                return (
+                    torch.empty_like(like) if like.shape == size else torch.empty(size, dtype=dtype)
+                )
+
+            model_state, optimizer_state = sharded_snapshot.read(
+                self.files.path, snapshot.shards, empty, self.world
+            )
+        else:
+            model_state = {
+                name: sharding.share(tensor, own[name]) if name in own else tensor
+                for name, tensor in snapshot.model_state.items()
+            }
+            optimizer_state = {
+                name: {key: sharding.share(value, own[name]) for key, value in values.items()}
+                for name, values in snapshot.optimizer_state.items()
+            }
+        bare.load_state_dict(model_state)
         names = self._optimizer_names(bare)
         own = self.optimizer.state_dict()
         own["state"] = {
-            i: snapshot.optimizer_state[name]
-            for i, name in enumerate(names)
-            if name in snapshot.optimizer_state
+            i: optimizer_state[name] for i, name in enumerate(names) if name in optimizer_state
         }
         self.optimizer.load_state_dict(own)
         if self.scaler.is_enabled() and snapshot.scaler_state:
@@ -371,12 +416,22 @@ class Trainer:
         return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
     def _capture(self) -> Snapshot:
+        """The state of the run, on rank 0; every rank contributes what only it has."""
         names = self._optimizer_names(self.bare)
-        state = self.optimizer.state_dict()["state"]
+        states = self.optimizer.state_dict()["state"]
+        model_state = self.bare.state_dict()
+        optimizer_state = {names[i]: values for i, values in states.items()}
+        shards = {}
+        if self.config.snapshot_format == "sharded":
+            shards = self._write_shards(model_state, optimizer_state)
+            model_state, optimizer_state = {}, {}
+        else:
+            model_state = sharding.whole_on_first(model_state, self.world)
+            optimizer_state = sharding.whole_on_first(optimizer_state, self.world)
         best, newest = self.best or (None, None), self.newest or (None, None)
         return Snapshot(
-            model_state=self.bare.state_dict(),
-            optimizer_state={names[i]: values for i, values in state.items()},
+            model_state=model_state,
+            optimizer_state=optimizer_state,
             finished_epoch=self.windows_seen // len(self.train_dataset),
             step=self.step,
             windows_seen=self.windows_seen,
@@ -392,6 +447,19 @@ class Trainer:
             text_digest=self.train_dataset.digest,
             choices=self.choices,
             config=self.run_config,
+            shards=shards,
+        )
+
+    def _write_shards(self, model_state: dict, optimizer_state: dict) -> dict[str, Any]:
+        """Writes every rank's own part beside the snapshot; OSError on all ranks if it fails."""
+
+        def remove_unused() -> None:
+            self.writer.wait()  # the snapshot before is there now, or is not
+            sharded_snapshot.remove_unused(self.files)
+
+        distributed.run_on_first(remove_unused, self.world)
+        return sharded_snapshot.save(
+            self.files.path, self.step, model_state, optimizer_state, self.world
         )
 
     def _save(self, latest: bool, best: bool) -> None:
@@ -403,9 +471,16 @@ class Trainer:
         self._check_finite()
         if latest:
             self.saved_step = self.step
+        try:
+            snapshot = self._capture()
+        except (OSError, UserError) as error:  # of shards, on every rank
+            self.saved_step = None
+            if self.writer:
+                self.writer.failed(self.step, error)
+            return
         if self.writer and self.metrics:
             # A snapshot vouches for the lines of the steps before it, so they go first.
-            self.writer.write(self._capture(), latest, best, self.metrics.sync)
+            self.writer.write(snapshot, latest, best, self.metrics.sync)
 
     def _finish_saving(self) -> None:
         """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""
@@ -416,6 +491,7 @@ class Trainer:
                     f"{self.files.path}: the snapshot of step {self.step} was not written: "
                     f"{self.writer.error}"
                 )
+            sharded_snapshot.remove_unused(self.files)
 
     def _poll(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the
@@ -621,8 +697,9 @@ class Trainer:
         for i in range(self.accumulation):
             self._poll()
             x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
-            # Gradients are summed over processes once a step, with the last micro-batch.
-            waits = i + 1 < self.accumulation and self.world.size > 1
+            # Gradients are summed over processes once a step, with the last micro-batch; shared
+            # out, with each: nobody has the memory for all of them.
+            waits = i + 1 < self.accumulation and isinstance(self.model, DDP)
             with self.model.no_sync() if waits else contextlib.nullcontext():
                 with self._autocast():
                     _, loss = self.model(x, y)
@@ -635,6 +712,7 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_norm_clip)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = sharding.whole(norm).to(device)
         if config.on_nonfinite == "skip" and not self.scaler.is_enabled() and not norm.isfinite():
             self._skip(norm)
         else:
@@ -708,6 +786,7 @@ class Trainer:
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         self._check_finite()
         mean = distributed.sum_over_ranks(loss.double(), self.world).item() / self.world.size
+        samples = self._draw_samples()
         if not self.metrics:
             return
         seconds_per_step = self.stopwatch.lap(self.step)
@@ -724,6 +803,7 @@ class Trainer:
             grad_norm=norm.item(),
             tokens_per_s=rate,
             mfu=mfu,
+            **samples,
         )
         left = duration(seconds_per_step * (self.total_steps - self.step))
         log.info(
@@ -733,6 +813,20 @@ class Trainer:
             norm.item(),
             f"{rate:,.0f}", f" | MFU {mfu:.0%}" if mfu is not None else "", left,
         )  # fmt: skip
+
+    def _draw_samples(self) -> dict[str, list[str]]:
+        """Samples for the lines 1, 4, 16, ... and the last of those that log a step: a handful a
+        run, the same ones after a resume.
+        """
+        line = self.step // self.config.log_every_steps
+        due = line.bit_count() == 1 and line.bit_length() % 2 == 1
+        if self.sample is None or not (due or self.step == self.total_steps):
+            return {}
+        # A model that is shared out computes in the type that its blocks are gathered in.
+        shared = sharding.is_shared(self.bare)
+        precision = self._autocast() if shared else contextlib.nullcontext()
+        with self.stopwatch.paused(), self._eagerly(), precision:
+            return {"samples": self.sample()}
 
     # ----------------------------------------------------------------------------------------------
     # Evaluation
@@ -787,26 +881,33 @@ class Trainer:
         most = -(-dataset.num_tiles // world.size)  # of any rank: all poll equally often
         size = max(1, EVAL_CHARACTERS // dataset.block_size)
         total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
-        stance = (
-            torch.compiler.set_stance("force_eager")
-            if self.choices["compile"]
-            else contextlib.nullcontext()
-        )
         self.bare.eval()
-        with stance, self._autocast():
+        with self._eagerly(), self._autocast():
             for start in range(first, first + most, size):
                 self._poll()
-                if start >= last:
-                    continue
-                x, y = (z.to(world.device) for z in dataset.tiles(start, min(start + size, last)))
-                count = y.numel() - int((y == IGNORE).sum()) if start + size >= last else y.numel()
-                total += self.bare(x, y)[1].double() * count
-                scored += count
+                # Who has no window left computes one for nothing: blocks that are shared out are
+                # gathered by all ranks together.
+                end = min(start + size, last)
+                x, y = (
+                    z.to(world.device)
+                    for z in (dataset.tiles(start, end) if start < end else dataset.tiles(0, 1))
+                )
+                loss = self.bare(x, y)[1].double()
+                if start < end:
+                    ignored = int((y == IGNORE).sum()) if end == last else 0
+                    total += loss * (y.numel() - ignored)
+                    scored += y.numel() - ignored
         self.bare.train()
         results = distributed.gather((total.item(), scored), world)
         losses = [loss / count if count else None for loss, count in results]
         everything = sum(count for _, count in results)
         return sum(loss for loss, _ in results) / everything, everything, losses
+
+    def _eagerly(self) -> contextlib.AbstractContextManager:
+        """Where nothing is compiled."""
+        if self.choices["compile"]:
+            return torch.compiler.set_stance("force_eager")
+        return contextlib.nullcontext()
 
     # ----------------------------------------------------------------------------------------------
 
@@ -818,9 +919,10 @@ class Trainer:
         else:
             device = f"CPU, {torch.get_num_threads()} threads a process"
         processes = f"{world.size} process{'es' * (world.size > 1)}"
+        shared = ", the model shared out" * sharding.is_shared(self.bare)
         parameters = sum(p.numel() for p in self.parameters)
         characters = config.batch_size * dataset.block_size
-        log.info("device      %s; %s", device, processes)
+        log.info("device      %s; %s%s", device, processes, shared)
         log.info(
             "precision   %s%s; %s; %s", self.choices["amp_dtype"],
             " with loss scaling" if self.scaler.is_enabled() else "",
@@ -934,8 +1036,16 @@ def planned_steps(config: TrainerConfig, num_windows: int) -> int:
     return min(plans)
 
 
-def best_amp_dtype(device: torch.device) -> str:
-    """bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs."""
+def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[str, Any]) -> str:
+    """The type to compute in: the one asked for, or that a snapshot's choices name, or the best:
+    bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs.
+    """
+    if not config.use_amp:
+        return "float32"
+    if config.amp_dtype != "auto":
+        return config.amp_dtype
+    if earlier.get("amp_dtype"):
+        return earlier["amp_dtype"]
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from model import GPT, GPTConfig
 from snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +33,7 @@ TINY = [
     "trainer.eval_every_steps=3",
     "trainer.log_every_steps=1",
     "trainer.threads=1",
+    "report=false",  # takes a quarter of a second of each start
 ]
 
 
@@ -39,6 +42,7 @@ RUN_FILES = {
     ".gpt_snapshot.pt.lock",
     ".lock",
     "config.yaml",
+    "environment.jsonl",
     "gpt_snapshot.pt",
     "gpt_snapshot.best.pt",
     "main.log",
@@ -46,10 +50,17 @@ RUN_FILES = {
 }
 
 
-def start(*arguments: str, nproc: int = 0, script: str = "main.py", timeout: float = 120, **kwargs):
+def start(
+    *arguments: str,
+    nproc: int = 0,
+    script: str = "main.py",
+    launcher: tuple[str, ...] = (),
+    timeout: float = 120,
+    **kwargs,
+):
     """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
     return subprocess.run(
-        command(*arguments, nproc=nproc, script=script),
+        command(*arguments, nproc=nproc, script=script, launcher=launcher),
         cwd=kwargs.pop("cwd", ROOT),
         env={**os.environ, **kwargs.pop("env", {})},
         stdin=subprocess.DEVNULL,
@@ -60,15 +71,30 @@ def start(*arguments: str, nproc: int = 0, script: str = "main.py", timeout: flo
     )
 
 
-def command(*arguments: str, nproc: int = 0, script: str = "main.py") -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return [sys.executable, *(torchrun if nproc else []), str(ROOT / script), *map(str, arguments)]
+def command(
+    *arguments: str, nproc: int = 0, script: str = "main.py", launcher: tuple[str, ...] = ()
+) -> list[str]:
+    """The program's command line, under torchrun if `nproc`, or under the module `launcher`."""
+    if nproc:
+        launcher = ("torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}")
+    module = ["-m", *launcher] if launcher else []
+    return [sys.executable, *module, str(ROOT / script), *map(str, arguments)]
+
+
+def wait_until(true, process: subprocess.Popen, patience: float = 60) -> None:
+    """Waits for `true()`; fails with what the process printed if that ends or time is up."""
+    deadline = time.monotonic() + patience
+    while not true():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(process.communicate(timeout=30)[0] or "")
+        time.sleep(0.01)
 
 
 def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
     """The lines of `metrics.jsonl`, without what depends on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timing = ("tokens_per_s", "mfu")
+    timing = ("seconds", "tokens_per_s", "mfu")
     return [
         {key: value for key, value in line.items() if key not in timing}
         for line in lines
@@ -102,6 +128,27 @@ def some_snapshot(step: int = 5) -> Snapshot:
         text_digest="ab",
         choices={"compile": False},
         config={"model": {"n_layer": 2, "bias": None}},
+    )
+
+
+def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
+    """The snapshot of a small model that has learned something: none of its weights is zero."""
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
+    config = GPTConfig(
+        arch=arch, model_type=None, vocab_size=len(vocabulary), **{**sizes, **settings}
+    )
+    weights = GPT(config).state_dict()
+    generator = torch.Generator().manual_seed(len(vocabulary))
+    for tensor in weights.values():
+        tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
+    return Snapshot(
+        weights,
+        {},
+        step=7,
+        loss=1.25,
+        loss_step=7,
+        vocabulary=vocabulary,
+        config={"run_name": "small", "model": dataclasses.asdict(config)},
     )
 
 
@@ -152,4 +199,4 @@ def shakespeare() -> Path:
 def one_thread():
     torch.set_num_threads(1)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")

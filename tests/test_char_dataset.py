@@ -1,21 +1,13 @@
 import hashlib
+import tracemalloc
 
-import fsspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from char_dataset import (
-    IGNORE,
-    PYDOC,
-    SHAKESPEARE_SHA256,
-    CharDataset,
-    DataConfig,
-    fetch,
-    window_order,
-)
+from char_dataset import IGNORE, CharDataset, DataConfig, window_order
 from errors import UserError
 
 
@@ -151,70 +143,53 @@ def test_epochs_and_seeds_are_ordered_differently_and_well_mixed(stride):
         assert share.min() > 0.7 and share.max() < 1.3  # the first tenth comes from everywhere
 
 
-def test_the_order_of_a_billion_windows_costs_only_what_is_asked_for():
-    order = window_order(np.arange(10**9 - 500, 10**9 + 500), 10**9, seed=1, stride=1024)
-    assert order.min() >= 0 and order.max() < 10**9 and len(set(order[:500])) == 500
+BILLION = 10**9
 
 
-# --- getting a text ---
+def test_the_order_of_a_billion_windows_takes_constant_memory():
+    peaks = []
+    for num_windows in (10**4, BILLION, 10**12):
+        tracemalloc.start()
+        order = window_order(np.arange(500) + num_windows - 250, num_windows, seed=1, stride=1024)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert order.min() >= 0 and order.max() < num_windows
+    assert max(peaks) < 2**20 and max(peaks) < 1.5 * min(peaks)
 
 
-def test_a_text_is_read_through_fsspec():
-    with fsspec.open("memory://texts/a.txt", "wb") as file:
-        file.write("naïve text".encode() * 10)
-    data = CharDataset(DataConfig(path="memory://texts/a.txt", block_size=4))
-    assert data.decode(data.data) == "naïve text" * 10
+@pytest.mark.parametrize("stride", [1, 2, 63, 64, 1024])
+def test_every_small_number_of_windows_is_permuted(stride):
+    """Primes, squares and their neighbours, and numbers that the stride does not divide."""
+    for n in [*range(1, 40), *(k + d for k in (64, 121, 256, 961, 1024, 4096) for d in (-1, 0, 1))]:
+        assert sorted(window_order(np.arange(n), n, 5, stride)) == list(range(n)), n
 
 
-def test_a_text_is_fetched_once_checked_and_moved_into_place_whole(text_file, tmp_path):
-    digest = hashlib.sha256(text_file.read_bytes()).hexdigest()
-    path = tmp_path / "new" / "input.txt"
-    config = DataConfig(path=str(path), url=str(text_file), sha256=digest)
-    assert fetch(config) == str(path) and path.read_bytes() == text_file.read_bytes()
-    assert [p.name for p in path.parent.iterdir()] == ["input.txt"]
-    text_file.unlink()
-    assert fetch(config) == str(path)  # is there: nothing to fetch
+@pytest.mark.parametrize("stride", [1, 128])
+def test_a_billion_windows_are_mixed_and_none_comes_twice(stride):
+    """Statistics of a fixed sample: 4 stands for four standard deviations of chance."""
+    n, bins = BILLION, 1000
+    generator = np.random.default_rng(7)
+    first = np.arange(10**5)
+    positions = np.unique(np.concatenate([first, generator.integers(0, n, 10**5), n - 1 - first]))
+    order = window_order(positions, n, 11, stride)
+    assert len(np.unique(order)) == len(positions)
+    assert order.min() >= 0 and order.max() < n
 
+    for taken in (order[: 10**5], order):
+        expected = len(taken) / bins
+        chi_square = ((np.bincount(taken // (n // bins), minlength=bins) - expected) ** 2).sum()
+        assert abs(chi_square / expected - (bins - 1)) < 4 * np.sqrt(2 * (bins - 1))
 
-def test_a_text_with_another_digest_is_refused_and_not_kept(text_file, tmp_path):
-    path = tmp_path / "input.txt"
-    config = DataConfig(path=str(path), url=str(text_file), sha256="0" * 64)
-    with pytest.raises(UserError, match=r"SHA-256 is [0-9a-f]{64}.*data.sha256=0{64}"):
-        fetch(config)
-    assert not path.exists()
-    path.write_text("something else")
-    with pytest.raises(UserError, match="SHA-256"):
-        CharDataset(config)
-    assert path.read_text() == "something else"
-
-
-def test_only_a_text_that_has_a_fallback_falls_back(tmp_path):
-    nowhere = str(tmp_path / "nowhere")
-    config = DataConfig(path=str(tmp_path / "input.txt"), url=nowhere, fallback=PYDOC)
-    assert fetch(config) == PYDOC
-    with pytest.raises(UserError, match="nowhere: no such file"):
-        fetch(DataConfig(path=config.path, url=nowhere))
-
-
-def test_the_embedded_text_needs_nothing():
-    data = CharDataset(DataConfig(path=PYDOC))
-    assert len(data.data) > 300_000 and data.vocab_size > 80
-
-
-def test_shakespeare_is_the_text_that_its_digest_promises(shakespeare):
-    config = DataConfig(path=str(shakespeare), sha256=SHAKESPEARE_SHA256)
-    data = CharDataset(config)
-    assert (len(data.data), data.vocab_size) == (1_115_394, 65)
+    share = order[: 10**5] / n
+    limit = 4 / np.sqrt(len(share))
+    for lag in (1, 2, 64):
+        assert abs(np.corrcoef(share[:-lag], share[lag:])[0, 1]) < limit
+    assert abs(np.corrcoef(positions, order)[0, 1]) < limit
+    rising = (np.diff(share) > 0).mean()  # 1/2, with a variance of 1/12 of the number
+    assert abs(rising - 0.5) < 4 / np.sqrt(12 * len(share))
 
 
 # --- bad texts and settings ---
-
-
-def test_invalid_utf_8_is_refused_with_its_offset(tmp_path):
-    path = tmp_path / "bad.txt"
-    path.write_bytes(b"good \xc3\xa9 text \xff and more")
-    with pytest.raises(UserError, match=r"not UTF-8: byte 0xff at offset 13"):
-        CharDataset(DataConfig(path=str(path), block_size=4))
 
 
 def test_an_empty_text_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import chaos
 import pytest
-from conftest import ROOT, TINY, command, equal, metrics, small_disk, start
+from conftest import ROOT, TINY, command, equal, metrics, small_disk, start, wait_until
 
 from snapshot_files import load
 
@@ -37,21 +37,12 @@ def begin(*arguments: str, nproc: int = 0, script: str = "main.py") -> subproces
     )
 
 
-def wait_until(true, process: subprocess.Popen, patience: float = 60) -> None:
-    deadline = time.monotonic() + patience
-    while not true():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(process.communicate()[0] or "")
-        time.sleep(0.01)
-
-
 def lines(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("processes, kills", [(2, 4), (0, 2)])
+@pytest.mark.parametrize("processes, kills", [(2, 2), (0, 2)])
 def test_whatever_is_killed_the_same_command_finishes_the_same_run(tmp_path, processes, kills):
     seed = random.SystemRandom().randrange(10**6)
     print(f"python tests/chaos.py kills={kills} seed={seed} processes={processes}")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY, start
 
 import kernels
-from model import GPT, NORM_EPS, GPTConfig, rotary, rotate
+from model import GPT, NORM_EPS, GPTConfig, LayerNorm, rotary, rotate
 
 needs_kernels = pytest.mark.skipif(
     shutil.which("cc") is None or not torch.cpu._is_avx512_bf16_supported(),
@@ -124,6 +124,36 @@ def test_norm_and_activations_and_their_gradients_are_those_of_float64(kernel, p
 
 
 @needs_kernels
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_and_all_its_gradients_are_those_of_float64(has_bias):
+    torch.manual_seed(0)
+    x, g = (3 * torch.randn(7, 40, 48) + 2).bfloat16(), torch.randn(7, 40, 48).bfloat16()
+    weight, bias = torch.randn(48), torch.randn(48) if has_bias else None
+
+    def run(function, kind):
+        leaves = [
+            z.detach().clone().to(kind or z.dtype).requires_grad_()
+            for z in (x, weight, bias)
+            if z is not None
+        ]
+        y = function(*leaves)
+        y.backward(g.to(y.dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    ours = run(lambda x, w, b=None: kernels.layer_norm(x, w, b), None)
+    right = run(lambda x, w, b=None: F.layer_norm(x, (48,), w, b), torch.float64)
+    for a, b in zip(ours, right, strict=True):
+        assert relative_error(a, b) < 0.006
+
+
+@needs_kernels
+def test_layer_norm_with_other_weights_than_float32_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(kernels, "layer_norm", lambda *_: pytest.fail("reads float32"))
+    norm = LayerNorm(64).bfloat16()
+    assert norm(torch.randn(2, 64).bfloat16()).isfinite().all()
+
+
+@needs_kernels
 def test_gelu_is_exact_far_out():
     x = torch.tensor([-300.0, -13.0, -5.0, -3.0, -0.01, 0.0, 0.01, 3.0, 5.0, 300.0]).bfloat16()
     x = F.pad(x, (0, 6))
@@ -139,10 +169,12 @@ def test_what_is_not_finite_stays_so(value):
     turn = rotary(0, 40, 32, x.device)
     functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, turn)]
     functions += [kernels.squared_relu, kernels.gelu, lambda z: kernels.attention(z, 2, None)]
+    functions += [lambda z: kernels.layer_norm(z, torch.ones(192), None)]
     plain = [
         lambda z: F.rms_norm(z, z.shape[-1:], eps=NORM_EPS),
         lambda z: plain_attention(z, 2, turn),
         *(lambda z: F.relu(z).square(), F.gelu, lambda z: plain_attention(z, 2, None)),
+        lambda z: F.layer_norm(z, (192,)),
     ]
     for ours, theirs in zip(functions, plain, strict=True):
         y = ours(x)
@@ -209,8 +241,9 @@ def test_no_logit_depends_on_a_later_character(arch):
 
 
 @needs_kernels
-def test_results_are_equal_bit_for_bit_whatever_the_threads():
-    model, idx = build("modern"), torch.randint(0, 19, (3, 34))
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_results_are_equal_bit_for_bit_whatever_the_threads(arch):
+    model, idx = build(arch), torch.randint(0, 19, (3, 34))
     results = []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)

@@ -385,17 +385,6 @@ def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_p
     }
 
 
-def test_a_sweep_under_torchrun_is_refused(tmp_path):
-    refuse(
-        "-m",
-        *TINY,
-        "trainer.seed=1,2",
-        f"run_dir={tmp_path / 'run'}",
-        says="start it with python",
-        nproc=2,
-    )
-
-
 def test_the_plain_configuration_is_plain():
     def check(value):
         assert isinstance(value, dict | str | int | float | bool | None)

@@ -5,7 +5,9 @@ import shlex
 import subprocess
 
 import pytest
-from conftest import ROOT, TINY, start
+from conftest import ROOT, TINY, model_snapshot, start
+
+import export
 
 BLOCKS = re.findall(
     r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
@@ -25,7 +27,7 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_readme_runs(line, tmp_path):
-    words = shlex.split(line)
+    words, launcher = shlex.split(line), ()
     if words[0] == "make":
         result = subprocess.run(
             ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -38,15 +40,33 @@ def test_a_command_of_the_readme_runs(line, tmp_path):
             (2 if nproc == "gpu" else int(nproc)),
             words[words.index("main.py") + 1 :],
         )
+    elif words[0] == "accelerate":
+        at = words.index("main.py")
+        launcher, nproc, arguments = (
+            ("accelerate.commands.launch", *words[2:at]),
+            0,
+            words[at + 1 :],
+        )
     else:
         assert words[0] == "python", line
         nproc, arguments = 0, words[2:]
     run = tmp_path / "run"
-    if "sample.py" in words:
+    if "report.py" in words:
+        run = tmp_path / "runs" / "run.sweep" / "job"
+        assert start(*TINY, f"run_dir={run}").returncode == 0
+        kept = [f"run_dir={run}" if a.startswith("run_dir=") else a for a in arguments]
+        result = start(*kept, script="report.py", cwd=tmp_path)
+    elif "sample.py" in words:
         assert start(*TINY, "data.truncate=1", f"run_dir={run}").returncode == 0
         kept = [a for a in arguments if not a.startswith(("run_dir=", "snapshot="))]
         result = start(*kept, f"run_dir={run}", "max_new_tokens=5", script="sample.py")
+    elif "export.py" in words:
+        run.mkdir()
+        (run / "gpt_snapshot.pt").write_bytes(model_snapshot("ab").to_bytes())
+        kept = [a for a in arguments if not a.startswith(("run_dir=", "push_to="))]
+        result = start(*kept, f"run_dir={run}", script="export.py", cwd=tmp_path)
     else:
+        export.export(model_snapshot("ab"), "gpt_snapshot.pt", str(tmp_path / "my_gpt"))
         (tmp_path / "book.txt").write_text("A text of one's own, long enough for a window. " * 200)
         short = [
             "trainer.max_steps=2",
@@ -56,5 +76,5 @@ def test_a_command_of_the_readme_runs(line, tmp_path):
         ]
         if not any(a.startswith("data") for a in arguments):
             short += ["data=pydoc", "data.truncate=0.02"]
-        result = start(*arguments, *short, nproc=nproc, cwd=tmp_path)
+        result = start(*arguments, *short, nproc=nproc, launcher=launcher, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

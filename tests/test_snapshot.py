@@ -34,6 +34,8 @@ def test_a_tensor_of_two_names_is_stored_once():
     tied = Snapshot({"a": weight, "b": weight}, {}).map_tensors(torch.clone)
     assert tied.model_state["a"] is tied.model_state["b"] is not weight
     assert len(tied.to_bytes()) < 2 * weight.nbytes
+    read = Snapshot.from_bytes(tied.to_bytes(), "s.pt").model_state
+    assert torch.equal(read["a"], weight) and torch.equal(read["b"], weight)
 
 
 def test_any_flipped_bit_is_found():
@@ -127,7 +129,7 @@ def grow(data: bytes) -> bytes:
         (lambda: saved(extra=1), "its fields are"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
         (lambda: with_pickle(b""), "pickle exhausted"),
-        (lambda: saved(format=1), "snapshot format 1, this application reads 3"),
+        (lambda: saved(format=1), "snapshot format 1, this application reads 4"),
         (lambda: saved(config=bomb()), "declare more bytes"),
         (lambda: saved(config={"data": 5}), "config.data is 5"),
         (lambda: saved(step=-3), "its step is -3"),

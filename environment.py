@@ -1,0 +1,62 @@
+"""With what, on what and by which command a run was started: `environment.jsonl` in its directory,
+one JSON object for each start.
+"""
+
+import json
+import os
+import platform
+import time
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from metrics import read_lines
+from trainer import Trainer
+
+ENVIRONMENT = "environment.jsonl"
+
+
+def record(run_dir: str, trainer: Trainer) -> None:
+    """Notes the start of a run that goes on from `trainer.step`. What an earlier start did past
+    that step is lost, and a start that did nothing else is forgotten.
+
+    `recipe` and `overrides` are as Hydra has them, and null where it did not start the run.
+    """
+    path = os.path.join(run_dir, ENVIRONMENT)
+    earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    start = {
+        "step": trainer.step,
+        "total_steps": trainer.total_steps,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "recipe": hydra.runtime.choices.get("experiment") if hydra else None,
+        "overrides": OmegaConf.to_container(hydra.overrides.task) if hydra else None,
+        "device": device_name(trainer.world.device),
+        "cores": os.cpu_count(),
+        "hosts": trainer.world.size // trainer.world.local_size,
+        "processes": trainer.world.size,
+        "threads": torch.get_num_threads(),
+        "precision": trainer.choices["amp_dtype"],
+        "compiled": trainer.choices["compile"],
+        "parameters": sum(parameter.numel() for parameter in trainer.parameters),
+        "text_sha256": trainer.train_dataset.digest,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    with open(f"{path}.tmp", "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [*earlier, start])
+    os.replace(f"{path}.tmp", path)
+
+
+def device_name(device: torch.device) -> str:
+    """The make of a GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

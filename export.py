@@ -1,0 +1,219 @@
+"""Writes a trained model as a directory for Hugging Face's Transformers.
+
+python export.py out=my_gpt                                     the newest run, its best snapshot
+python export.py run_dir=runs/shakespeare_cpu out=my_gpt        another run
+python export.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt out=my_gpt
+python export.py out=my_gpt push_to=USER/NAME                   and uploads it, for all to see
+
+`AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits; `main.py init_from=my_gpt`
+leads back. It needs safetensors (pip install safetensors), and an upload huggingface_hub. A NAME
+that is there already and private stays private.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+from errors import UserError, one_line
+from huggingface import to_files, unknown_token
+from model import GPTConfig
+from sharded_snapshot import put_together
+from snapshot import Snapshot
+from snapshot_files import choose_snapshot, load
+
+ARGUMENTS = ("snapshot", "run_dir", "out", "push_to")
+
+
+def parse(arguments: list[str]) -> dict[str, str | None]:
+    """The values of all `ARGUMENTS`, None for those not given."""
+    values: dict[str, str | None] = dict.fromkeys(ARGUMENTS)
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name not in values or not value:
+            known = ", ".join(f"{name}=" for name in ARGUMENTS)
+            raise UserError(f"{argument}: not an argument; there are {known}")
+        values[name] = value
+    if values["out"] is None:
+        raise UserError("out is missing: the directory to write, as in out=my_gpt")
+    return values
+
+
+def export(snapshot: Snapshot, path: str, out: str) -> None:
+    """Writes the model of `snapshot`, read from `path`, into the new directory `out`, whole or not
+    at all.
+
+    Raises `UserError` if `out` is there already and not empty, or cannot be written.
+    """
+    config = GPTConfig(**snapshot.config["model"])
+    files = to_files(config, snapshot.model_state, snapshot.vocabulary)
+    files["README.md"] = model_card(snapshot, config, path).encode()
+    parent, name = os.path.split(os.path.abspath(out))
+    folder = None
+    try:
+        os.makedirs(parent, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=f".{name}-", dir=parent)
+        os.chmod(folder, 0o755)  # a temporary directory is private; a model is not
+        for file_name, content in files.items():
+            with open(os.path.join(folder, file_name), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(folder, out)  # onto nothing, or an empty directory
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written: {one_line(error)}") from error
+    finally:
+        if folder is not None:
+            with contextlib.suppress(FileNotFoundError):  # it has become `out`
+                shutil.rmtree(folder)
+
+
+def check_is_free(out: str) -> None:
+    """Raises `UserError` unless `out` is not there yet, or an empty directory."""
+    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise UserError(f"out={out}: is there already; give another name, or remove it")
+
+
+def model_card(snapshot: Snapshot, config: GPTConfig, path: str) -> str:
+    """`README.md`: what the model is, how it was trained and how well, and how to use it."""
+    data, optimizer, trainer = (
+        snapshot.config.get(group, {}) for group in ("data", "optimizer", "trainer")
+    )
+    parameters = sum(
+        tensor.numel()
+        for name, tensor in snapshot.model_state.items()
+        if not (name == "head.weight" and config.tie_weights)
+    )
+    characters = snapshot.windows_seen * config.block_size
+    rows = {
+        "held-out loss": held_out_loss(snapshot),
+        "optimizer steps": f"{snapshot.step:,}",
+        "characters trained on": f"{characters:,} ({snapshot.finished_epoch} whole epochs)",
+        "started from": snapshot.config.get("init_from") or "fresh weights",
+        "text": f"{text_name(data)}, SHA-256 `{snapshot.text_digest}`",
+        "distinct characters": len(snapshot.vocabulary),
+        "characters of context": config.block_size,
+        "parameters": f"{parameters:,}",
+        "architecture": f"`{config.arch}`: {config.n_layer} blocks, {config.n_head} heads, "
+        f"{config.n_embd} wide",
+        "batch": f"{trainer.get('batch_size')} windows of {config.block_size} characters",
+        "optimizer": f"{optimizer.get('name')}, learning rate {optimizer.get('learning_rate')}, "
+        f"schedule {optimizer.get('schedule')}",
+        "computed in": snapshot.choices.get("amp_dtype"),
+        "seed": snapshot.seed,
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    notes = [
+        f"One token is one character. The tokenizer gives characters that are not in the training "
+        f"text one token of their own, U+{ord(unknown_token(snapshot.vocabulary)):04X} (id "
+        f"{config.vocab_size}): everything else in the text stays as it is. It was never trained; "
+        "its embedding is the mean of all, and it is never generated. The logits of the ids below "
+        "are those of the trained model; leave its own out to measure the loss above.",
+        f"The model sees {config.block_size} characters: prompt and continuation together, unless "
+        "you set another `max_length`"
+        + (
+            "." if config.arch == "modern" else ", which its learned positions do not reach beyond."
+        ),
+    ]
+    if config.arch == "gpt2" and not config.bias:
+        notes.append("It was trained without biases; Transformers' GPT-2 has them: they are zero.")
+    notes = "\n\n".join(notes)
+    name = snapshot.config.get("run_name", "run")
+    prompt = "\n" if "\n" in snapshot.vocabulary else snapshot.vocabulary[0]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- character-level
+---
+
+# {name}
+
+A character-level GPT, exported from `{os.path.basename(path)}` of the run `{name}`.
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", "PATH_OR_NAME")({prompt!r})[0]["generated_text"])
+```
+
+| | |
+|---|---|
+{table}
+
+{notes}
+"""
+
+
+def text_name(data: dict[str, Any]) -> str:
+    """Which text, without the folders of this machine."""
+    path = data.get("url") or data.get("path")
+    paths = path if isinstance(path, list) else [str(path)]
+    return ", ".join(path if "://" in path else os.path.basename(path) for path in paths)
+
+
+def held_out_loss(snapshot: Snapshot) -> str:
+    """The newest held-out loss, and the step it was taken at where that is another."""
+    if snapshot.loss is None:
+        return "not measured"
+    at = "" if snapshot.loss_step == snapshot.step else f", at step {snapshot.loss_step}"
+    return f"{snapshot.loss:.4f} nats per character ({snapshot.loss / math.log(2):.4f} bits){at}"
+
+
+def hub(push_to: str) -> Any:
+    """A client for the Hugging Face Hub, logged in; `UserError` where that is not possible."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise UserError(
+            f"push_to={push_to}: needs huggingface_hub: pip install huggingface_hub"
+        ) from error
+    if push_to.count("/") != 1 or not all(push_to.split("/")):
+        raise UserError(f"push_to={push_to}: must be USER/NAME")
+    if huggingface_hub.get_token() is None:
+        raise UserError(f"push_to={push_to}: there is no token: hf auth login, or set HF_TOKEN")
+    return huggingface_hub.HfApi()
+
+
+def push(client: Any, out: str, push_to: str) -> str:
+    """Uploads the directory `out` as the model `push_to`, made if need be; returns its address.
+
+    Raises `UserError` if that fails; the directory stays.
+    """
+    try:
+        client.create_repo(push_to, exist_ok=True)
+        client.upload_folder(repo_id=push_to, folder_path=out, commit_message="Export")
+    except Exception as error:  # of the Hub, of HTTP, of the network: all mean the same
+        raise UserError(
+            f"push_to={push_to}: was not uploaded, {out} is written: {one_line(error)}"
+        ) from error
+    return f"{client.endpoint}/{push_to}"
+
+
+def main() -> None:
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
+        print(__doc__.strip())
+        return
+    try:
+        given = parse(sys.argv[1:])
+        out, push_to = given["out"], given["push_to"]
+        check_is_free(out)
+        client = hub(push_to) if push_to else None
+        path = choose_snapshot(given["snapshot"], given["run_dir"])
+        snapshot = load(path)
+        if snapshot.shards:
+            snapshot = put_together(path)
+        export(snapshot, path, out)
+        print(f"{out}: step {snapshot.step} of {path}, held-out loss {held_out_loss(snapshot)}")
+        if client is not None:
+            print(f"{push_to}: uploaded to {push(client, out, push_to)}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

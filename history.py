@@ -1,0 +1,138 @@
+"""A run, read back from its directory: what `report.py` shows and compares."""
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from config import Config, plain, register
+from environment import ENVIRONMENT
+from errors import UserError, one_line
+from metrics import METRICS, read_lines
+from snapshot import differences, flatten
+
+CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
+# What every run has for itself, or has from its text.
+OWN = (
+    "run_name",
+    "run_dir",
+    "explicit",
+    "model.vocab_size",
+    "model.block_size",
+    "data.fallback",
+)
+
+
+@dataclass
+class Run:
+    """What a run has left so far in the directory `path`.
+
+    Attributes:
+        config: `config.yaml`, nested dictionaries.
+        starts: the lines of `environment.jsonl`; none of a run from before there was one.
+        train, val: the lines of `metrics.jsonl` of either split whose loss is a number, by step.
+        nonfinite: the steps whose loss was none.
+    """
+
+    path: str
+    config: dict[str, Any]
+    starts: list[dict[str, Any]]
+    train: list[dict[str, Any]]
+    val: list[dict[str, Any]]
+    nonfinite: list[int]
+
+    @classmethod
+    def read(cls, path: str) -> "Run":
+        """Raises `UserError` if the directory has no metrics, or a file in it is damaged."""
+        file = os.path.join(path, METRICS)
+        if not os.path.exists(file):
+            raise UserError(f"run_dir={path}: there is no {METRICS} in it")
+        lines = read_lines(file, "split", "loss")
+        try:
+            config = OmegaConf.to_container(OmegaConf.load(os.path.join(path, "config.yaml")))
+            int(config["model"]["vocab_size"]), config["trainer"]["max_steps"]
+        except Exception as error:  # a file can be wrong in many ways
+            raise UserError(f"{path}/config.yaml: cannot be read: {one_line(error)}") from error
+        good = [line for line in lines if line["loss"] is not None]
+        if not good:
+            raise UserError(f"{file}: no step has been logged yet")
+        return cls(
+            path=path,
+            config=cast(dict, config),
+            starts=read_lines(os.path.join(path, ENVIRONMENT)),
+            train=[line for line in good if line["split"] == "train"],
+            val=[line for line in good if line["split"] == "val"],
+            nonfinite=[line["step"] for line in lines if line["loss"] is None],
+        )
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Of both splits, by step."""
+        return sorted([*self.train, *self.val], key=lambda line: line["step"])
+
+    @property
+    def step(self) -> int:
+        """The last that was logged."""
+        return self.lines[-1]["step"]
+
+    @property
+    def total_steps(self) -> int | None:
+        """Of the plan; None where only the text could tell."""
+        if self.starts:
+            return self.starts[-1]["total_steps"]
+        return self.config["trainer"]["max_steps"]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The line of the lowest held-out loss, the first of equals."""
+        return min(self.val, key=lambda line: line["loss"], default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """From the first step to the last that was logged, evaluations and saves included."""
+        return self.lines[-1].get("seconds")
+
+    @property
+    def recipe(self) -> str | None:
+        """The name of the recipe it was made from, as far as that is known."""
+        if self.starts and self.starts[-1]["recipe"]:
+            return self.starts[-1]["recipe"]
+        name = self.config.get("run_name")  # a recipe's own, unless given
+        return name if os.path.exists(os.path.join(CONF, "experiment", f"{name}.yaml")) else None
+
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """The keys whose values are not those of its recipe, with (the recipe's, its own).
+
+        Without a recipe, those that are not the defaults. Raises `UserError` if there is no such
+        recipe (any more).
+        """
+        recipe, own = compose_recipe(self.recipe), flatten(self.config)
+        return {
+            key: values
+            for key, values in differences(recipe, self.config).items()
+            if key in own and key not in OWN
+        }
+
+
+@functools.cache  # a tenth of a second each time
+def compose_recipe(name: str | None) -> dict[str, Any]:
+    """The configuration of a recipe, or without a name the defaults, as a run that changes nothing
+    has it; not to be changed.
+    """
+    overrides = [f"experiment={name}"] if name else []
+    try:
+        if GlobalHydra.instance().is_initialized():  # at the end of a run
+            config = compose("config", overrides)
+        else:
+            register()
+            with initialize_config_dir(CONF, version_base="1.3"):
+                config = compose("config", overrides)
+        return plain(cast(Config, OmegaConf.to_object(config)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"experiment={name}: {one_line(error)}") from error

@@ -1,0 +1,157 @@
+"""Learned weights to begin with, for fine-tuning on another text.
+
+    learned = prepare(config, snapshot, world)    # reads them, settles the sizes of the model
+    give(learned, model, dataset.vocabulary)      # once the model is built
+
+What the two vocabularies have in common keeps its rows of the embedding and the head. The rows of
+new characters are drawn afresh, around the mean of the learned ones: so they are neither unlike
+all that the model knows nor likelier than it (Hewitt, "Initializing New Word Embeddings for
+Pretrained Language Models", 2021). Nothing else comes along: optimizer, schedule and steps begin
+anew.
+"""
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+import distributed
+import huggingface
+import sharding
+from config import Config
+from distributed import World, run_on_first
+from errors import UserError
+from huggingface import PER_CHARACTER
+from model import ARCHITECTURE
+from sharded_snapshot import put_together
+from snapshot import Snapshot
+from snapshot_files import choose_snapshot, is_local, load
+
+log = logging.getLogger("gpt")
+
+
+@dataclass
+class Learned:
+    """Weights by the names of `GPT`, the `vocabulary` whose characters their rows belong to, the
+    `ARCHITECTURE` that they fit, and in words what they are.
+    """
+
+    weights: dict[str, torch.Tensor]
+    vocabulary: str
+    architecture: dict[str, Any]
+    description: str
+
+
+def read(source: str) -> Learned:
+    """What is at `source`: a snapshot (path or URL), a run's directory (its best snapshot), or a
+    directory that `export.py` or Transformers has written. Raises `UserError`.
+    """
+    if is_local(source) and os.path.exists(os.path.join(source, "config.json")):
+        config, weights, vocabulary = huggingface.read(source)
+        architecture = {name: getattr(config, name) for name in ARCHITECTURE}
+        return Learned(weights, vocabulary, architecture, source)
+    path = source
+    if is_local(source) and os.path.isdir(source):
+        path = choose_snapshot(None, source)
+    snapshot = load(path)
+    if snapshot.shards:
+        snapshot = put_together(path)
+    description = f"{path}, step {snapshot.step}"
+    if snapshot.loss is not None:
+        description += f", held-out loss {snapshot.loss:.4f}"
+    return Learned(
+        snapshot.model_state, snapshot.vocabulary, architecture_of(snapshot), description
+    )
+
+
+def architecture_of(snapshot: Snapshot) -> dict[str, Any]:
+    model = snapshot.config.get("model", {})
+    missing = [name for name in ARCHITECTURE if name not in model]
+    if missing:
+        raise UserError(f"the snapshot does not say its model.{missing[0]}")
+    return {name: model[name] for name in ARCHITECTURE}
+
+
+def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned | None:
+    """The weights that `config.init_from` names, read by rank 0 and handed to all; None where it
+    names none, or the run has its own `snapshot` to go on from.
+
+    Gives `config` the architecture and the sizes of where the run begins. Raises `UserError` on
+    every rank.
+    """
+    if config.init_from is None:
+        return None
+    if snapshot is not None:
+        log.info("init_from   was for the beginning: this run goes on from its own snapshot")
+        adopt(config, architecture_of(snapshot), "the run's own snapshot")
+        return None
+
+    def read_named() -> Learned:
+        try:
+            return read(config.init_from)
+        except UserError as error:
+            raise UserError(f"init_from={config.init_from}: {error}") from error
+
+    learned = run_on_first(read_named, world)
+    adopt(config, learned.architecture, f"init_from={config.init_from}")
+    log.info("init_from   %s", learned.description)
+    return learned
+
+
+def adopt(config: Config, architecture: dict[str, Any], source: str) -> None:
+    """Gives `config` the `architecture` of `source`.
+
+    Raises `UserError` where the command line asks for another. Only the context may be another:
+    shorter, or also longer where positions are rotary.
+    """
+    values = {**architecture}
+    for name in config.explicit:
+        asked, has = getattr(config.model, name), architecture[name]
+        if name == "block_size" and (asked <= has or architecture["arch"] == "modern"):
+            values[name] = asked
+        elif name == "block_size":
+            raise UserError(
+                f"data.block_size={asked}: {source} has learned {has} positions; give at most that"
+            )
+        elif asked != has:
+            raise UserError(f"model.{name}={asked}: {source} has {has}; leave it out")
+    config.model = dataclasses.replace(config.model, model_type=None, **values)
+    config.data = dataclasses.replace(config.data, block_size=values["block_size"])
+
+
+@torch.no_grad()
+def give(learned: Learned, model: nn.Module, vocabulary: str) -> None:
+    """Puts `learned` weights into a fresh `model` for `vocabulary`, which may be wrapped or shared
+    out; all ranks must call it. Logs what was kept.
+
+    Raises `UserError` for weights that do not fit.
+    """
+    rows = {character: i for i, character in enumerate(learned.vocabulary)}
+    kept = [i for i, character in enumerate(vocabulary) if character in rows]
+    kept_rows = [rows[vocabulary[i]] for i in kept]
+    for name, parameter in distributed.unwrap(model).named_parameters():
+        if name not in learned.weights:
+            raise UserError(f"{learned.description}: it has no {name}")
+        value = learned.weights[name].float()
+        if name in PER_CHARACTER:
+            fresh = sharding.whole(parameter).cpu() + value.mean(dim=0)
+            fresh[kept] = value[kept_rows]
+            value = fresh
+        elif name == "pos_emb.weight":
+            value = value[: parameter.size(0)]
+        if value.shape != parameter.shape:
+            raise UserError(
+                f"{learned.description}: {name} is {tuple(value.shape)}, not "
+                f"{tuple(parameter.shape)}"
+            )
+        parameter.copy_(sharding.share(value, parameter))
+    new = [character for character in vocabulary if character not in rows]
+    log.info(
+        "characters  %d of the %d learned ones kept, %d left out; %d new%s",
+        len(kept), len(rows), len(rows) - len(kept), len(new),
+        f": {''.join(new)[:40]!r}" if new else "",
+    )  # fmt: skip

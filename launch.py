@@ -1,0 +1,132 @@
+"""Several processes from plain Python: what `torchrun --standalone` does, done by `main.py` itself.
+
+    python main.py launch.nproc_per_node=2
+
+This process becomes the agent of torch's elastic launcher: it starts the same program with the same
+overrides, waits for its processes, hands signals on to them, and ends as they do.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api
+
+from distributed import launched_size
+from errors import UserError
+from signals import SIGNALS, Stopped
+
+PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "main.py")
+
+
+@dataclass
+class LaunchConfig:
+    """How many processes train. The fields are explained in `conf/config.yaml`."""
+
+    nproc_per_node: int | str = 1
+    max_restarts: int = 0
+
+    def __post_init__(self):
+        n = self.nproc_per_node
+        if n != "gpu" and (isinstance(n, str) or n < 1):
+            raise UserError(
+                f"launch.nproc_per_node={n}: must be a number of processes, at least 1, or gpu"
+            )
+        if self.max_restarts < 0:
+            raise UserError(f"launch.max_restarts={self.max_restarts}: must not be negative")
+
+    def processes(self) -> int:
+        """How many processes are to be started; 1 is this one. Raises `UserError` for `gpu` where
+        there is none.
+        """
+        if self.nproc_per_node != "gpu":
+            return int(self.nproc_per_node)
+        if not torch.cuda.is_available():
+            raise UserError(
+                "launch.nproc_per_node=gpu: no GPU that this build of torch can use; give a number"
+            )
+        return torch.cuda.device_count()
+
+    def check(self) -> None:
+        """Raises `UserError` if processes are to be started by one that a launcher has started."""
+        is_launched = launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+        if is_launched and self.processes() > 1:
+            raise UserError(
+                f"launch.nproc_per_node={self.nproc_per_node}: must be 1 under a launcher, which "
+                "has started the processes already; or leave the launcher out: python main.py "
+                f"launch.nproc_per_node={self.nproc_per_node}"
+            )
+
+
+def arguments(hydra: Any, overrides: list[str], run_dir: str) -> list[str]:
+    """The arguments with which a process composes what this job has composed: from `hydra`, Hydra's
+    own configuration, the overrides as they were typed, and the directory that was chosen.
+    """
+    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
+    result = ["--config-path", sources["main"], "--config-name", hydra.job.config_name]
+    if "command-line" in sources:
+        result += ["--config-dir", sources["command-line"]]
+    result += [o for o in overrides if not o.lstrip("+").startswith("launch.")]
+    if not any(o.lstrip("+").startswith("experiment=") for o in overrides):
+        result.append("experiment=null")  # or it would choose one
+    quoted = run_dir.replace("'", r"\'")
+    return [*result, f"run_dir='{quoted}'", "launch.nproc_per_node=1"]
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether the elastic launcher logs more than that it hands on a signal, or that a process
+    failed: the processes and `start` say those in a line each.
+    """
+    return not re.match(r"Received .* death signal|Sending process|failed \(exit", str(record.msg))
+
+
+def start(config: LaunchConfig, arguments: list[str]) -> None:
+    """Runs `main.py` with `arguments` in `config.processes()` processes and waits for them.
+
+    SIGTERM, SIGINT and SIGHUP are handed on. Raises `Stopped` where the processes were asked to
+    stop, and `UserError` where one of them failed; it has said why, unless a signal ended it.
+    """
+    for name in ("agent.server", "multiprocessing"):
+        logging.getLogger(f"torch.distributed.elastic.{name}.api").addFilter(is_news)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    heard = [n.name for n, handler in handlers.items() if handler != signal.SIG_IGN]  # not by nohup
+    with tempfile.TemporaryDirectory() as folder:
+        elastic = api.LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.processes(),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # a free port
+            local_addr="localhost",
+            max_restarts=config.max_restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(heard),
+        )
+        try:
+            api.elastic_launch(elastic, sys.executable)("-u", PROGRAM, *arguments)
+        except SignalException as error:
+            raise Stopped(SIGNALS[error.sigval]) from None
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            for number, request in SIGNALS.items():
+                if failure.exitcode == 128 + number:  # one was signalled, and all have stopped
+                    raise Stopped(request) from None
+            if failure.exitcode < 0:
+                how = f"was ended by {failure.signal_name()}; the same command goes on"
+            else:
+                how = f"ended with status {failure.exitcode}; it has said why"
+            raise UserError(f"rank {rank} (process {failure.pid}) {how}") from None
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,170 @@
+"""Sharded snapshots: every process writes its own part, for models that fit no single host.
+
+    python sharded_snapshot.py snapshot=runs/NAME/gpt_snapshot.pt out=single.pt
+
+With `trainer.snapshot_format=sharded` the tensors lie in a folder beside the snapshot,
+`gpt_snapshot.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which deals them
+out anew to however many processes read them. The snapshot itself holds all the rest, and for each
+file of that folder its size and its SHA-256. It is written last, so it is whole only if they are;
+everything that is true of snapshots (`snapshot_files.py`) stays true. The command above puts a
+sharded snapshot together into one that `sample.py` reads.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import uuid
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distributed import World, gather, run_on_first
+from errors import UserError, one_line
+from snapshot import Snapshot, SnapshotError
+from snapshot_files import SnapshotFiles, is_local, load, shards_folder
+
+
+def save(
+    path: str, step: int, model_state: dict, optimizer_state: dict, world: World
+) -> dict[str, Any]:
+    """Writes tensors, plain or shared out, beside the snapshot at `path`; all ranks take part.
+
+    Returns what `Snapshot.shards` keeps of it. Raises OSError on every rank if it fails.
+    """
+    from torch.distributed import checkpoint  # takes a second; only for those who use it
+
+    state = {f"model/{name}": value for name, value in model_state.items()}
+    for name, values in optimizer_state.items():
+        state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
+    name = run_on_first(lambda: f"{step:08d}-{uuid.uuid4().hex[:8]}", world)
+    folder = shards_folder(path, name)
+    writer = checkpoint.FileSystemWriter(folder, sync_files=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            checkpoint.save(state, storage_writer=writer, no_dist=world.size == 1)
+    except checkpoint.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise OSError(f"rank {rank}: {one_line(cause)}") from error
+    listings = gather(sorted(os.listdir(folder)), world)
+    if any(listing != listings[0] for listing in listings):
+        raise OSError(
+            f"{folder}: the processes see different files there: it must be a shared disk"
+        )
+    files = _checked(listings[0], folder, world)
+    if [None, None] in files.values():
+        raise OSError(f"{folder}: what was written cannot be read")
+    return {"folder": name, "files": files}
+
+
+def read(
+    path: str,
+    shards: dict[str, Any],
+    empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor],
+    world: World,
+) -> tuple[dict, dict]:
+    """The states of the model and of the optimizer in the shards of the snapshot at `path`; all
+    ranks take part.
+
+    `empty(name, size, type)` makes each tensor, shared out as it is to be here, of or for the
+    parameter `name`. Raises `UserError` for a file that is damaged.
+    """
+    from torch.distributed import checkpoint
+
+    folder = shards_folder(path, shards["folder"])
+    found = _checked([*shards["files"]], folder, world)
+    for name, expected in shards["files"].items():
+        if found[name] != expected:
+            raise UserError(
+                f"{os.path.join(folder, name)}: damaged: not the size and SHA-256 it was written "
+                f"with; move {path} away to go on from the snapshot before it"
+            )
+    reader = checkpoint.FileSystemReader(folder)
+    state: dict[str, torch.Tensor] = {}
+    model_state: dict[str, torch.Tensor] = {}
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+    for full, about in reader.read_metadata().state_dict_metadata.items():
+        kind, name, *key = full.split("/")
+        state[full] = tensor = empty(name, about.size, about.properties.dtype)
+        if kind == "model":
+            model_state[name] = tensor
+        else:
+            optimizer_state.setdefault(name, {})[key[0]] = tensor
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, rightly
+        try:
+            checkpoint.load(state, storage_reader=reader, no_dist=world.size == 1)
+        except checkpoint.CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            raise UserError(f"{folder}: cannot be read: rank {rank}: {one_line(cause)}") from error
+    return model_state, optimizer_state
+
+
+def remove_unused(files: SnapshotFiles) -> None:
+    """Removes the shards that no snapshot refers to, those set aside included; none where one of
+    the run's own cannot be read.
+    """
+    parent = shards_folder(files.path, "")
+    if not is_local(files.path) or not os.path.isdir(parent):
+        return
+    used, own = set(), files.all()
+    for path in files.present(r"(\.\w+)*"):
+        try:
+            used.add(load(path).shards.get("folder"))
+        except SnapshotError:
+            if path in own:
+                return
+    for name in os.listdir(parent):
+        if name not in used:
+            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)  # or at the next save
+
+
+def put_together(path: str) -> Snapshot:
+    """The sharded snapshot at `path` as one that holds its tensors itself."""
+    snapshot = load(path)
+    if not snapshot.shards:
+        raise UserError(f"{path}: is not sharded; it is a single file already")
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    snapshot.model_state, snapshot.optimizer_state = read(
+        path, snapshot.shards, lambda _, size, dtype: torch.empty(size, dtype=dtype), alone
+    )
+    snapshot.shards = {}
+    return snapshot
+
+
+def _checked(names: list[str], folder: str, world: World) -> dict[str, list[Any]]:
+    """[size, SHA-256] of each file, null for one that cannot be read; the ranks share the work."""
+    own: dict[str, list[Any]] = {}
+    for name in names[world.rank :: world.size]:
+        try:
+            with open(os.path.join(folder, name), "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                own[name] = [file.tell(), digest]
+        except OSError:
+            own[name] = [None, None]
+    found = {name: value for part in gather(own, world) for name, value in part.items()}
+    return {name: found[name] for name in names}
+
+
+def main() -> None:
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    try:
+        if given.keys() != {"snapshot", "out"} or not all(given.values()):
+            raise UserError("usage: python sharded_snapshot.py snapshot=FILE out=FILE")
+        if not is_local(given["out"]):
+            raise UserError(f"out={given['out']}: must be a local file")
+        if os.path.exists(given["out"]):
+            raise UserError(f"out={given['out']}: is there already")
+        content = put_together(given["snapshot"])
+        SnapshotFiles(given["out"]).write(content.to_bytes(), content.step, True, False)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(f"{given['out']}: step {content.step}, {len(content.model_state)} tensors")
+
+
+if __name__ == "__main__":
+    main()

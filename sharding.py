@@ -1,0 +1,139 @@
+"""FSDP2: each process keeps its share of every parameter, gradient and optimizer state.
+
+    model = build(lambda: GPT(config), world, "fsdp", torch.bfloat16)
+
+A shared-out parameter is a `DTensor` (torch.distributed.tensor), cut along its first dimension.
+`whole` and `share` lead from it to the plain tensor that a snapshot holds and back, so that
+snapshots know nothing of how a run was shared out. The engine is torch's `fully_shard` (Zhao et
+al., "PyTorch FSDP", 2023); blocks are gathered one at a time, as in pytorch/torchtitan.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+import distributed
+from distributed import World
+
+# torch.distributed.fsdp and .tensor take most of a second to import: only those who share pay.
+
+
+def build(
+    make: Callable[[], nn.Module], world: World, strategy: str, dtype: torch.dtype, offload: bool
+) -> nn.Module:
+    """The model that `make()` makes, wrapped as `strategy` (ddp or fsdp) says, on this process's
+    device.
+
+    With fsdp it is made without memory, shared out, and only then given its fresh weights by
+    `init_weights()`, one parameter after the other: no process ever holds all of it. They are the
+    weights that `make()` alone would have drawn. One process has nobody to share with, and wraps
+    nothing.
+    """
+    if strategy == "ddp" or world.size == 1:
+        return distributed.wrap(make(), world)
+    with torch.device("meta"):
+        model = make()
+    shard(model, world, dtype, offload)
+    model.to_empty(device="cpu" if offload else world.device)
+    model.init_weights()
+    return model
+
+
+def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool = False) -> None:
+    """Shares out the parameters of `model` in place: each member of a `ModuleList`, a block, is
+    gathered for itself, and the rest together.
+
+    Parameters are float32; they are gathered, and computed with, in `dtype`, and gradients are
+    averaged in float32. `offload` keeps parameters, gradients and optimizer state in the host's
+    memory, where the optimizer then steps.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    # gloo exchanges by gathering, and would warn of it: nothing that a user could do better.
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(world.device.type, (world.size,)),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
+        ),
+    }
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block, **settings)
+    # The rest would stay gathered after a forward pass, and parameters would not be what they were.
+    fully_shard(model, **settings, reshard_after_forward=True)
+    if world.device.type == "cpu" or offload:  # or the heap would grow to more than a whole model
+        distributed.return_freed_memory()
+
+
+def is_shared(value: torch.Tensor | nn.Module) -> bool:
+    """Whether a tensor, or the parameters of a model, are shared out."""
+    if isinstance(value, nn.Module):
+        return any(map(is_shared, value.parameters()))
+    return hasattr(value, "full_tensor")  # a DTensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A shared-out tensor put together, on every rank; all must call it. A plain one as it is."""
+    return tensor.full_tensor() if is_shared(tensor) else tensor
+
+
+def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
+    """A dictionary of tensors (or of such dictionaries) on rank 0, the shared-out ones put together
+    in the host's memory, one after the other; all ranks must call it. What the others get is not
+    to be used.
+    """
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            result[name] = whole_on_first(value, world)
+        elif is_shared(value):
+            full = value.full_tensor()
+            result[name] = full.cpu() if world.is_first else None
+        else:
+            result[name] = value
+    return result
+
+
+def share(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This process's share of a plain `tensor`, cut as `like` is; `tensor` where that is plain, or
+    of another shape (an optimizer's count of steps).
+    """
+    if not is_shared(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    here = tensor.to(like.to_local().device)
+    # Every rank cuts its share from what it holds itself: nobody sends anything.
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def map_matrices(
+    function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
+) -> torch.Tensor:
+    """`function` of a batch of matrices (N, R, C), which may be shared out along R.
+
+    They are then dealt out whole, N / processes to each, so that the work is shared, too.
+    """
+    if not is_shared(batch):
+        return function(batch)
+    from torch.distributed.tensor import DTensor, Shard
+
+    dealt = function(batch.redistribute(placements=[Shard(0)]).to_local())
+    result = DTensor.from_local(
+        dealt, batch.device_mesh, [Shard(0)], shape=batch.shape, stride=batch.stride()
+    )
+    return result.redistribute(placements=batch.placements)

@@ -1,0 +1,208 @@
+"""Sweeps: what became of each job, and the table of them all that a sweep ends with.
+
+    python main.py -m optimizer.learning_rate=1e-3,3e-3 trainer.seed=1,2,3
+
+Everything is read from the directories of the jobs, so it does not matter which of Hydra's
+launchers ran them, when, or where.
+"""
+
+import atexit
+import contextlib
+import csv
+import glob
+import logging
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from errors import UserError, one_line
+from metrics import METRICS, read_lines
+from signals import Stopped
+from trainer import format_loss
+
+log = logging.getLogger("gpt")
+JOB = "job.yaml"  # in the directory of a job: its overrides and how it ended
+RESULTS = "results.csv"  # in the directory of the sweep
+
+
+@contextlib.contextmanager
+def recorded(run_dir: str, overrides: list[str]) -> Iterator[None]:
+    """Keeps in `run_dir` which job of a sweep this is, and how it ended: finished, failed or
+    stopped, which a job that was killed is too.
+    """
+    path = os.path.join(run_dir, JOB)
+
+    def write(status: str) -> None:
+        try:
+            with open(f"{path}.tmp", "w") as file:
+                yaml.safe_dump({"overrides": overrides, "status": status}, file)
+            os.replace(f"{path}.tmp", path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+    write("stopped")
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception:
+        write("failed")
+        raise
+    write("finished")
+
+
+@dataclass
+class Job:
+    """A job of a sweep as its directory has it. Losses are held-out ones, nats per character; what
+    there is nothing of is None.
+    """
+
+    overrides: list[str]
+    steps: int | None
+    best_loss: float | None
+    best_step: int | None
+    last_loss: float | None
+    characters_per_s: float | None
+    status: str
+
+    @classmethod
+    def read(cls, run_dir: str) -> "Job":
+        """The job in `run_dir`. The rate is the median over its lines of metrics."""
+        with open(os.path.join(run_dir, JOB)) as file:
+            job = yaml.safe_load(file)
+        lines = read_lines(os.path.join(run_dir, METRICS), "split", "loss")
+        val = [line for line in lines if line["split"] == "val"]
+        best = min(val, key=lambda line: line["loss"], default={})
+        rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
+        return cls(
+            overrides=job["overrides"],
+            steps=lines[-1]["step"] if lines else None,
+            best_loss=best.get("loss"),
+            best_step=best.get("step"),
+            last_loss=last_loss(run_dir),
+            characters_per_s=statistics.median(rates) if rates else None,
+            status=job["status"],
+        )
+
+
+def last_loss(run_dir: str) -> float | None:
+    """The held-out loss that a run has logged last; None if it has logged none."""
+    losses = [
+        line["loss"]
+        for line in read_lines(os.path.join(run_dir, METRICS), "split", "loss")
+        if line["split"] == "val"
+    ]
+    return losses[-1] if losses else None
+
+
+def read_jobs(sweep_dir: str) -> list[Job]:
+    """The jobs that a sweep has begun, lowest held-out loss first, those without one last.
+
+    Raises `UserError` for one that cannot be read.
+    """
+    jobs = []
+    for path in sorted(glob.glob(os.path.join(glob.escape(sweep_dir), "*", JOB))):
+        folder = os.path.dirname(path)
+        try:
+            jobs.append(Job.read(folder))
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+            raise UserError(
+                f"{folder}: {JOB} or {METRICS} cannot be read: {one_line(error)}"
+            ) from error
+    return sorted(jobs, key=lambda job: (job.best_loss is None, job.best_loss or 0))
+
+
+def table(jobs: list[Job]) -> list[str]:
+    """The lines of a table of `jobs`: the overrides in which they differ, and their results."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    head = ("overrides", "steps", "best loss", "at step", "last loss", "characters/s", "status")
+    rows = [
+        (
+            " ".join(o for o in job.overrides if o not in common),
+            f"{job.steps or 0}",
+            format_loss(job.best_loss),
+            f"{job.best_step or '-'}",
+            format_loss(job.last_loss),
+            f"{job.characters_per_s:,.0f}" if job.characters_per_s else "-",
+            job.status,
+        )
+        for job in jobs
+    ]
+    return columns([head, *rows])
+
+
+def table_over_seeds(jobs: list[Job]) -> list[str]:
+    """The lines of a table of the finished jobs that differ in `trainer.seed` alone: mean and
+    standard deviation of their losses. Empty if there are none.
+    """
+    groups: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        rest = tuple(o for o in job.overrides if not o.startswith("trainer.seed="))
+        if job.status == "finished" and job.best_loss is not None:
+            groups.setdefault(rest, []).append(job)
+    if all(len(group) == 1 for group in groups.values()):
+        return []
+    common = set.intersection(*map(set, groups)) if len(groups) > 1 else set()
+
+    def spread(losses: list[float]) -> str:
+        if len(losses) == 1:
+            return format_loss(losses[0])
+        return f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+
+    rows = [
+        (
+            " ".join(o for o in rest if o not in common),
+            f"{len(group)}",
+            spread([job.best_loss for job in group]),
+            spread([job.last_loss for job in group]),
+        )
+        for rest, group in groups.items()
+    ]
+    return columns([("overrides", "seeds", "best loss", "last loss"), *rows])
+
+
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as lines, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+
+
+def report(sweep_dir: str) -> None:
+    """Logs what became of the jobs in `sweep_dir`, and writes it to `results.csv` there."""
+    try:
+        jobs = read_jobs(sweep_dir)
+    except UserError as error:
+        log.error("error: no table of this sweep: %s", error)
+        return
+    if not jobs:
+        return
+    log.info(
+        "sweep       %d jobs in %s, by held-out loss, nats per character", len(jobs), sweep_dir
+    )
+    for line in [*table(jobs), *table_over_seeds(jobs)]:
+        log.info("%s", line)
+    path = os.path.join(sweep_dir, RESULTS)
+    try:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, vars(jobs[0]))
+            writer.writeheader()
+            writer.writerows(vars(job) | {"overrides": " ".join(job.overrides)} for job in jobs)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error.strerror)
+
+
+class Report(Callback):
+    """Hydra's callback of `conf/config.yaml`: has a sweep end with its table, however it ends.
+
+    Hydra's own call at the end comes only where no job failed.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        atexit.register(report, os.path.abspath(config.hydra.sweep.dir))

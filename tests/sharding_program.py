@@ -1,0 +1,129 @@
+"""What `test_sharding.py` starts under torchrun: builds and steps shared-out models beside plain
+ones, and has rank 0 print what it saw as one line of JSON.
+"""
+
+import json
+import sys
+
+import torch
+import torch.nn as nn
+
+import distributed
+import sharding
+from model import GPT, GPTConfig
+from optimizer import OptimizerConfig, create_optimizer
+
+STEPS = 3
+seen: dict = {}
+
+
+def config(arch: str, **settings) -> GPTConfig:
+    # 2 x 33 wide and 19 characters: nothing divides evenly by 2 or 3 processes
+    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 66, "vocab_size": 19, "block_size": 16}
+    dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPTConfig(arch=arch, model_type=None, **sizes, **dropout, **settings)
+
+
+def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[list[float]]:
+    """Loss and gradient norm of some steps on the same 6 windows, of which a rank takes its share
+    if `share`.
+    """
+    generator = torch.Generator().manual_seed(5)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    results = []
+    for _ in range(STEPS):
+        idx = torch.randint(19, (6, 17), generator=generator)
+        if share:
+            idx = idx.chunk(world.size)[world.rank]
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            _, loss = model(idx[:, :-1], idx[:, 1:])
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = sharding.whole(nn.utils.clip_grad_norm_(parameters, clip))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        mean = distributed.sum_over_ranks(loss.detach().clone(), world) / world.size
+        results.append([mean.item() if share else loss.item(), norm.item()])
+    return results
+
+
+def difference(shared: GPT, plain: GPT) -> float:
+    """The largest difference of a weight."""
+    own = plain.state_dict()
+    return max(
+        (sharding.whole(value) - own[name]).abs().max().item()
+        for name, value in shared.state_dict().items()
+    )
+
+
+def case(name: str, arch: str, optimizer: str, dtype=torch.float32, offload=False, **settings):
+    """The same steps shared out and plain."""
+    torch.manual_seed(1)
+    plain = GPT(config(arch))
+    torch.manual_seed(1)
+    shared = sharding.build(
+        lambda: GPT(config(arch, **settings)), world, "fsdp", dtype, offload=offload
+    )
+    fresh = difference(shared, plain)
+    if settings.get("compile"):
+        shared.compile(dynamic=False)
+    amp = None if dtype is torch.float32 else dtype
+    results = []
+    for model, share in ((shared, True), (plain, False)):
+        opt = create_optimizer(model, OptimizerConfig(name=optimizer, learning_rate=3e-3))
+        results.append(steps(model, opt, world, share, amp))
+        if share:
+            state = [v for s in opt.state.values() for v in s.values() if v.numel() > 1]
+            local = sum(v.to_local().numel() for v in state)
+    seen[name] = {
+        "fresh": fresh,
+        "steps": results,
+        "weights": difference(shared, plain),
+        "share_of_weights": sum(p.to_local().numel() for p in shared.parameters())
+        / sum(p.numel() for p in plain.parameters()),
+        "share_of_state": local / sum(v.numel() for v in state),
+    }
+
+
+world = distributed.start("cpu", threads=1, timeout_s=60)
+for arch in ("gpt2", "modern"):
+    for optimizer in ("adamw", "muon"):
+        case(f"{arch} {optimizer}", arch, optimizer)
+case("bfloat16", "gpt2", "adamw", torch.bfloat16)
+case("float16", "modern", "muon", torch.float16)
+case("offload", "gpt2", "muon", offload=True)
+case("activation checkpointing", "modern", "adamw", activation_checkpointing=True)
+
+# One rank's inf in one shard: all ranks leave the step out.
+torch.manual_seed(1)
+model = sharding.build(lambda: GPT(config("gpt2")), world, "fsdp", torch.float32, False)
+optimizer = create_optimizer(model, OptimizerConfig())
+scaler = torch.amp.GradScaler("cpu")
+before = {n: sharding.whole(p.detach()).clone() for n, p in model.named_parameters()}
+idx = torch.randint(19, (2, 17))
+scaler.scale(model(idx[:, :-1], idx[:, 1:])[1]).backward()
+if world.rank == world.size - 1:
+    next(p for p in model.parameters()).grad.to_local().fill_(float("inf"))
+scaler.unscale_(optimizer)
+scaler.step(optimizer)
+scaler.update()
+after = {n: sharding.whole(p) for n, p in model.named_parameters()}
+seen["inf"] = {
+    "kept": all(torch.equal(before[n], after[n]) for n in before),
+    "scales": distributed.gather(scaler.get_scale(), world),
+}
+
+# The states travel: shared out, whole on rank 0, and back.
+state = sharding.whole_on_first(model.state_dict(), world)
+full = [v.full_tensor() for v in model.state_dict().values()]
+if world.is_first:
+    seen["whole"] = all(torch.equal(a, b) for a, b in zip(state.values(), full, strict=True))
+back = [sharding.share(f, v) for f, v in zip(full, model.state_dict().values(), strict=True)]
+pairs = zip(back, model.state_dict().values(), strict=True)
+seen["shared"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+if world.is_first:
+    print(json.dumps(seen))
+sys.stdout.flush()
+distributed.leave(0)

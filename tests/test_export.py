@@ -1,0 +1,348 @@
+"""The export, read by Transformers itself, and read back."""
+
+import base64
+import errno
+import http.server
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import TINY, model_snapshot, start
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import export
+import huggingface
+from errors import UserError
+from model import GPT, GPTConfig
+from snapshot import Snapshot
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+# line ends, controls, spaces and marks of every kind, and characters of one to four bytes
+VOCABULARY = "".join(
+    sorted("\0\t\n\r !'0AZ_az\x7f\x85\xa0e\u0301é\u200d\u2028\u3000漢\ufeff😀\U0010ffff")
+)
+MODELS = {
+    "gpt2": {"arch": "gpt2"},
+    "without biases": {"arch": "gpt2", "bias": False},
+    "untied": {"arch": "gpt2", "tie_weights": False},
+    "modern": {"arch": "modern"},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request, tmp_path_factory) -> tuple[GPT, Snapshot, str]:
+    """A model, its snapshot, and the directory that it was exported to."""
+    snapshot = model_snapshot(VOCABULARY, **MODELS[request.param])
+    out = str(tmp_path_factory.mktemp("export") / "deep" / "model")
+    export.export(snapshot, "runs/small/gpt_snapshot.best.pt", out)
+    return model_of(snapshot), snapshot, out
+
+
+def model_of(snapshot: Snapshot) -> GPT:
+    model = GPT(GPTConfig(**snapshot.config["model"]))
+    model.load_state_dict(snapshot.model_state)
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    export.export(model_snapshot(VOCABULARY), "gpt_snapshot.pt", str(tmp_path / "model"))
+    return tmp_path / "model"
+
+
+# --- Transformers reads it ---
+
+
+@torch.no_grad()
+def test_transformers_computes_the_same_logits(exported):
+    model, _, out = exported
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    idx = torch.randint(len(VOCABULARY), (5, 24), generator=torch.Generator().manual_seed(1))
+    ours, got = model(idx)[0], theirs(idx).logits
+    assert got.dtype == torch.float32 and ours.abs().max() > 1
+    assert (got[..., :-1] - ours).abs().max() < 2e-5
+    assert theirs.config.vocab_size == len(VOCABULARY) + 1
+
+
+@torch.no_grad()
+def test_the_unknown_token_is_never_the_likeliest_and_never_drawn(exported):
+    _, _, out = exported
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    unknown = len(VOCABULARY)
+    idx = torch.randint(unknown + 1, (64, 24), generator=torch.Generator().manual_seed(2))
+    assert (theirs(idx).logits.argmax(-1) != unknown).all()
+    torch.manual_seed(3)
+    drawn = theirs.generate(idx[:, :1], attention_mask=torch.ones(64, 1), temperature=100.0)
+    assert drawn.shape == (64, 24)  # as far as the model sees
+    assert (drawn[:, 1:] != unknown).all() and len(drawn[:, 1:].unique()) > 20
+
+
+def test_both_continue_a_text_with_the_same_characters(exported):
+    model, _, out = exported
+    ids = AutoTokenizer.from_pretrained(out)("Aé漢", return_tensors="pt")
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    got = theirs.generate(**ids, do_sample=False)
+    assert got.tolist() == model.generate(ids["input_ids"], 21).tolist()
+
+
+def test_texts_come_back_exactly_and_an_unknown_character_shifts_nothing(exported):
+    _, snapshot, out = exported
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = (
+        VOCABULARY + "".join(reversed(VOCABULARY)) + "\r\n  \n z ' z 0 .\u0301"[:-2] + "e\u0301 é"
+    )
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [snapshot.vocabulary.index(character) for character in text]
+    assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+    strange = "字 a<unk>\x01\U0001f600\U0001f601A\ufffd\n"
+    ids = tokenizer(strange)["input_ids"]
+    known = "".join(c if c in VOCABULARY else tokenizer.unk_token for c in strange)
+    assert len(ids) == len(strange) and tokenizer.decode(ids) == known
+    assert [i == tokenizer.unk_token_id for i in ids] == [c not in VOCABULARY for c in strange]
+
+
+def test_a_text_that_has_the_replacement_character_keeps_it(tmp_path):
+    vocabulary = "ab\ufffd\uffff"
+    export.export(model_snapshot(vocabulary), "x.pt", str(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer("a\ufffdb\uffff\ufffec")["input_ids"]
+    assert ids == [0, 2, 1, 3, 4, 4] and tokenizer.decode(ids) == "a\ufffdb\uffff\ufffe\ufffe"
+    assert huggingface.read(str(tmp_path / "model"))[2] == vocabulary
+
+
+def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
+    _, _, out = exported
+    generator = pipeline("text-generation", out, batch_size=2)
+    for prompt in ("A", "\n 0字"):
+        text = generator(prompt)[0]["generated_text"]
+        assert text.startswith(prompt) and len(text) == 24
+    prompts = ["A", "zz Z z 0 e"]  # of different lengths: the shorter is padded
+    settings = {"do_sample": False, "max_new_tokens": 8}
+    together = [found[0]["generated_text"] for found in generator(prompts, **settings)]
+    assert together == [generator(p, **settings)[0]["generated_text"] for p in prompts]
+
+
+# --- and back ---
+
+
+def test_what_is_read_back_is_what_was_exported_bit_for_bit(exported, tmp_path):
+    model, snapshot, out = exported
+    again = tmp_path / "again"  # as Transformers writes it
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(again)
+    AutoTokenizer.from_pretrained(out).save_pretrained(again)
+    for folder in (out, str(again)):
+        config, weights, vocabulary = huggingface.read(folder)
+        assert vocabulary == snapshot.vocabulary
+        for name in ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights"):
+            assert getattr(config, name) == getattr(model.config, name), name
+        assert weights.keys() == snapshot.model_state.keys()
+        assert all(torch.equal(weights[name], t) for name, t in snapshot.model_state.items())
+
+
+def test_biases_that_transformers_has_trained_are_kept(tmp_path):
+    out, trained = tmp_path / "model", tmp_path / "trained"
+    export.export(model_snapshot(VOCABULARY, bias=False), "x.pt", str(out))
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    torch.nn.init.constant_(theirs.transformer.h[1].mlp.c_fc.bias, 0.5)
+    theirs.save_pretrained(trained)
+    AutoTokenizer.from_pretrained(out).save_pretrained(trained)
+    config, weights, _ = huggingface.read(str(trained))
+    assert config.bias and (weights["blocks.1.mlp.c_fc.bias"] == 0.5).all()
+
+
+def set_json(path: Path, *keys: str, value) -> None:
+    content = inner = json.loads(path.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "file, keys, value, says",
+    [
+        ("config.json", ["model_type"], "llama", "model_type=llama: must be gpt2 or nanochat"),
+        ("config.json", ["activation_function"], "gelu_new", "activation_function=gelu_new"),
+        ("config.json", ["n_inner"], 64, "n_inner=64: models of this application have None"),
+        ("config.json", ["n_head"], 5, "model.n_embd=32: must be divisible by model.n_head=5"),
+        ("tokenizer.json", ["model", "vocab", "the"], 99, "there is 'the'"),
+        ("tokenizer.json", ["model", "vocab", "X"], 99, "not an exported model"),
+    ],
+)
+def test_a_model_that_has_no_equal_here_is_refused(file, keys, value, says, folder):
+    set_json(folder / file, *keys, value=value)
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        huggingface.read(str(folder))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_directory_that_is_damaged_is_refused(file, folder):
+    (folder / file).write_bytes((folder / file).read_bytes()[:-9])
+    with pytest.raises(UserError, match="not an exported model"):
+        huggingface.read(str(folder))
+    (folder / file).unlink()
+    with pytest.raises(UserError, match=r"not an exported model: .*o such file"):
+        huggingface.read(str(folder))
+
+
+# --- the command ---
+
+
+def run(*arguments, **kwargs):
+    return start(*arguments, script="export.py", **kwargs)
+
+
+def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_path):
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    best, latest = model_snapshot(VOCABULARY), model_snapshot(VOCABULARY, arch="modern")
+    latest.step, latest.loss = 9, 1.5
+    (run_dir / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
+    (run_dir / "gpt_snapshot.pt").write_bytes(latest.to_bytes())
+    result = run("out=model", cwd=tmp_path)
+    assert result.returncode == 0 and "gpt_snapshot.best.pt" in result.stdout, result.stderr
+    out = tmp_path / "model"
+    _, weights, _ = huggingface.read(str(out))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in best.model_state.items())
+    card = (out / "README.md").read_text()
+    assert "\n| held-out loss | 1.2500 nats per character (1.8034 bits) |\n" in card
+    assert "\n| optimizer steps | 7 |\n" in card and "\n# small\n" in card
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = run("out=model", cwd=tmp_path)
+    assert again.returncode == 1 and again.stderr.startswith("error: out=model: is there already")
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    assert sorted(os.listdir(tmp_path)) == ["model", "runs"]
+
+
+def test_the_card_of_a_real_run_has_all_of_its_figures(tmp_path):
+    result = start(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    result = run(f"run_dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}")
+    assert result.returncode == 0, result.stderr
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.n_embd == 16
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "None" not in card and "| text | pydoc:topics, SHA-256 `" in card
+    assert "| characters trained on | 1,152 (0 whole epochs) |" in card  # 6 x 12 x 16
+
+
+def refused(monkeypatch, capsys, *arguments: str) -> str:
+    """The one line that `python export.py ARGUMENTS` ends with."""
+    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        export.main()
+    assert stop.value.code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "error: out is missing"),
+        (["outt=x"], "error: outt=x: not an argument; there are snapshot="),
+        (["out="], "error: out=: not an argument"),
+        (["out=x", "snapshot=nowhere.pt"], "error: nowhere.pt: no such snapshot"),
+        (["out=x", "run_dir=nowhere"], "error: run_dir=nowhere: there is no snapshot in it"),
+        (["out=x"], "error: no run under runs/ has a snapshot"),
+        (["out=file", "snapshot=small.pt"], "error: out=file: is there already"),
+        (["out=file/x", "snapshot=small.pt"], "error: out=file/x: cannot be written"),
+        (["out=/proc/x", "snapshot=small.pt"], "error: out=/proc/x: cannot be written"),
+        (["out=x", "push_to=name"], "error: push_to=name: must be USER/NAME"),
+        (["out=x", "push_to=a/b"], "error: push_to=a/b: there is no token"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
+    assert refused(monkeypatch, capsys, *arguments).startswith(says)
+    assert sorted(os.listdir(tmp_path)) == ["file", "small.pt"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=r"out=.*model: cannot be written: .*No space left"):
+        export.export(model_snapshot("ab"), "x.pt", str(tmp_path / "model"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("package", ["safetensors", "huggingface_hub"])
+def test_a_package_that_is_missing_is_named(package, tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = [f"snapshot={tmp_path / 'small.pt'}", f"out={tmp_path / 'model'}", "push_to=a/b"]
+    monkeypatch.setattr("export.hub" if package == "safetensors" else "export.load", lambda _: None)
+    if package == "safetensors":
+        arguments.pop()
+    assert f"pip install {package}" in refused(monkeypatch, capsys, *arguments)
+    assert os.listdir(tmp_path) == ["small.pt"]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face Hub as takes files."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        here, reply = f"http://{self.headers['Host']}", {}
+        if self.path == "/api/repos/create":
+            assert self.headers["Authorization"] == "Bearer hf_test"
+            reply = {"url": f"{here}/{json.loads(body)['organization']}/{json.loads(body)['name']}"}
+        elif self.path == "/api/models/me/small/preupload/main":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            reply = {"files": [{"path": name, **modes} for name in names]}
+        elif self.path == "/api/models/me/small/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.files[line["value"]["path"]] = content
+            reply = {"commitUrl": f"{here}/me/small/commit/0", "commitOid": "0" * 40}
+        self.send(200, json.dumps(reply).encode())
+
+    def do_GET(self):
+        self.send(404, b"{}")
+
+    def send(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_push_to_uploads_every_file_and_without_a_network_says_so(tmp_path):
+    (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
+    arguments = ["snapshot=small.pt", "push_to=me/small"]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.files = {}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_test"}
+        result = run(*arguments, "out=model", cwd=tmp_path, env=env)
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert f"uploaded to {env['HF_ENDPOINT']}/me/small" in result.stdout
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert server.files == files and len(files) == 6
+    result = run(*arguments, "out=other", cwd=tmp_path, env=env)  # there is no server now
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 1 and len(errors) == 1, result.stderr
+    assert "push_to=me/small: was not uploaded, other is written: " in errors[0]
+    assert (tmp_path / "other" / "model.safetensors").exists()

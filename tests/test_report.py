@@ -1,0 +1,510 @@
+"""The report and the reference card: what a run leaves, what the page shows of it, what is said."""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from copy import deepcopy
+from html import unescape
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import TINY, equal, metrics, start
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import report
+from config import KNOWN
+from errors import UserError
+from history import Run, compose_recipe
+from metrics import Metrics
+from model import GPT, GPTConfig
+from reference import CARD, HARMLESS, check, curve, load_card, tolerance
+from sample import draw
+from snapshot_files import load
+
+NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+
+def some_run(
+    path: Path,
+    losses=lambda step: 1.4 + 3 * math.exp(-step / 200),
+    held_out=lambda step: 1.5 + 3 * math.exp(-step / 200),
+    steps: int = 1500,
+    rate: float = 50_000,
+    recorded: bool = True,
+    **changed,
+) -> Run:
+    """A run of shakespeare_cpu with these curves, `changed` settings (`__` for a dot) and texts
+    that look like HTML.
+    """
+    config = deepcopy(compose_recipe("shakespeare_cpu"))
+    config["model"]["vocab_size"] = 65
+    config |= {"run_name": path.name, "run_dir": str(path)}
+    overrides = ["experiment=shakespeare_cpu"]
+    for key, value in changed.items():
+        group, name = key.split("__")
+        config[group][name] = value
+        overrides.append(f"{group}.{name}={value}")
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = []
+    for step in range(100, steps + 1, 100):
+        line = {"step": step, "epoch": step / 1e5, "seconds": step / 20}
+        speed = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": rate, "samples": [NASTY] * 2}
+        lines.append({**line, "split": "train", "loss": losses(step), **speed})
+        if step % 500 == 0:
+            lines.append({**line, "split": "val", "loss": held_out(step)})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begun = {
+        "step": 0, "total_steps": 1500, "started": "2026-11-20 12:00:00 +0000",
+        "recipe": "shakespeare_cpu", "overrides": overrides, "device": NASTY, "cores": 2,
+        "hosts": 1, "processes": 1, "threads": 2, "precision": "bfloat16", "compiled": False,
+        "parameters": 800_000, "text_sha256": "ab", "torch": "2.13.0", "python": "3.11.7",
+        "system": "Linux x86_64",
+    }  # fmt: skip
+    if recorded:
+        (path / "environment.jsonl").write_text(json.dumps(begun) + "\n")
+    return Run.read(str(path))
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory) -> dict:
+    """A reference of three runs whose losses lie 0.004 apart."""
+    folder = tmp_path_factory.mktemp("reference")
+    runs = [
+        some_run(
+            folder / str(seed),
+            losses=lambda step, away=away: 1.4 + 3 * math.exp(-step / 200) + away,
+            held_out=lambda step, away=away: 1.5 + 3 * math.exp(-step / 200) + away,
+            trainer__seed=seed,
+        )
+        for seed, away in ((1, -0.004), (2, 0.0), (3, 0.004))
+    ]
+    name, reference = curve(runs)
+    return {name: reference}
+
+
+# --- what a run leaves ---
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    """A run as users start it, with its report at the end."""
+    path = tmp_path_factory.mktemp("real") / "run"
+    settings = [s for s in TINY if s != "report=false"]
+    result = start(*settings, f"run_dir={path}", "trainer.eval_every_steps=2")
+    assert result.returncode == 0, result.stderr
+    assert f"report      {path}/report.html" in result.stdout
+    return path
+
+
+def test_a_run_ends_with_its_report_which_has_its_texts_and_its_command(real):
+    html = (real / "report.html").read_text()
+    assert f"python main.py experiment=null {TINY[1]}" in html and f"run_dir={real}" in html
+    drawn = [line for line in metrics(real, "train") if "samples" in line]
+    assert [line["step"] for line in drawn] == [1, 4, 6]
+    assert len({len(text) for line in drawn for text in line["samples"]}) == 1
+    assert html.count("<pre>") >= sum(len(line["samples"]) for line in drawn) == 12
+
+
+def test_samples_leave_the_training_as_it_would_have_been(real, tmp_path):
+    settings = [*TINY, "trainer.eval_every_steps=2", "samples=false", f"run_dir={tmp_path}"]
+    assert start(*settings).returncode == 0
+    assert not any("samples" in line for line in metrics(tmp_path))
+    assert not (tmp_path / "report.html").exists()
+    a, b = (load(str(path / "gpt_snapshot.pt")) for path in (real, tmp_path))
+    a.config = b.config = {}
+    assert equal(a, b)
+
+
+def test_drawing_changes_nothing_and_says_so_where_there_is_nothing_to_draw_from():
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 4, "block_size": 8}
+    model = GPT(GPTConfig(model_type=None, **sizes)).train()
+    torch.set_num_threads(2)
+    before = torch.random.get_rng_state()
+    texts = draw(model, "\nabc", torch.device("cpu"))
+    assert texts == draw(model, "\nabc", torch.device("cpu"))
+    assert [len(text) for text in texts] == [32] * 4 and set("".join(texts)) <= set("\nabc")
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert model.training and torch.get_num_threads() == 2
+    model.head.weight.data.fill_(math.nan)
+    assert "not finite" in draw(model, "\nabc", torch.device("cpu"))[0] and model.training
+
+
+def test_a_run_that_goes_on_notes_its_start_and_counts_its_seconds_on(tmp_path):
+    for steps in (2, 4):
+        result = start(*TINY, f"trainer.max_steps={steps}", f"run_dir={tmp_path}")
+        assert result.returncode == 0, result.stderr
+    run = Run.read(str(tmp_path))
+    assert [(begun["step"], begun["total_steps"]) for begun in run.starts] == [(0, 2), (2, 4)]
+    assert run.starts[1]["recipe"] is None and "data=pydoc" in run.starts[1]["overrides"]
+    seconds = [line["seconds"] for line in run.lines]
+    assert seconds == sorted(seconds) and len(set(seconds)) > 4
+    assert run.step == run.total_steps == 4 and run.changes()["trainer.max_steps"] == (None, 4)
+
+
+def test_seconds_go_on_from_the_line_that_is_kept(tmp_path):
+    for step in (0, 1):
+        log = Metrics(str(tmp_path), step)
+        log.began -= 100
+        log.log(1 + step, 0.1, "train", 2.0)
+        log.log(2 + step, 0.2, "train", 2.0)
+        log.close()
+    seconds = [json.loads(line)["seconds"] for line in open(tmp_path / "metrics.jsonl")]
+    assert [round(s, -1) for s in seconds] == [100, 200, 200]
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    result = start(*TINY, "report=true", f"run_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    warnings = [
+        x for x in result.stdout.splitlines() if x.startswith("report.html was not written")
+    ]
+    assert len(warnings) == 1 and "Is a directory" in warnings[0]
+
+
+def test_a_run_can_be_read_while_it_is_being_written_but_not_if_it_is_damaged(tmp_path):
+    some_run(tmp_path / "a")
+    history = tmp_path / "a" / "metrics.jsonl"
+    whole = history.read_text()
+    history.write_text(whole + '{"step": 1600, "spl')
+    assert Run.read(str(tmp_path / "a")).step == 1500
+    for line in ("oops", "3", '{"step": 1}'):
+        history.write_text(f"{line}\n{whole}")
+        with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not a line of this file"):
+            Run.read(str(tmp_path / "a"))
+    history.write_text(whole)
+    for config in ("a: [", "a: 1", "model: {vocab_size: null}"):
+        (tmp_path / "a" / "config.yaml").write_text(config)
+        with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
+            Run.read(str(tmp_path / "a"))
+
+
+def test_a_run_that_has_just_begun_has_a_page_and_is_on_track(tmp_path, card):
+    run = some_run(tmp_path / "a", steps=100)
+    run.train[0] |= {"step": 1, "lr": 0.0}
+    html, _ = report.page([run], card)
+    assert "1 of 1,500" in html and "On track" in html
+    _, words = check(run, card)
+    assert words == ["No step of it can be compared yet: the reference begins at step 100."]
+
+
+def test_a_run_from_before_there_were_records_has_a_report_too(tmp_path, card):
+    run = some_run(tmp_path / "shakespeare_cpu", recorded=False, data__block_size=64)
+    assert run.recipe == "shakespeare_cpu" and run.total_steps == 1500
+    html, _ = report.page([run], card)
+    assert "data.block_size=64" in html and "Not on record" in html
+
+
+# --- the page ---
+
+
+def look(page: Path, script: str, width: int = 1000, dark: bool = False) -> dict:
+    """What `script`, run in the page in a browser `width` pixels wide, leaves in `seen`."""
+    traced = page.with_suffix(".traced.html")
+    trace = "<head><script>var errors = []; onerror = message => errors.push(message)</script>"
+    traced.write_text(page.read_text().replace("<head>", trace, 1))
+    frame = page.with_suffix(".frame.html")  # a window cannot be as narrow as a phone
+    frame.write_text(
+        f'<iframe src="{traced.name}" style="width: {width}px; height: 3000px; border: 0"></iframe>'
+        f"<pre></pre><script>onload = () => {{ const page = frames[0], seen = {{}};"
+        "seen.errors = page.errors; seen.fetched = page.performance.getEntriesByType('resource');"
+        f"{script}; document.querySelector('pre').textContent = JSON.stringify(seen) }}</script>"
+    )
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+        "--window-size=1200,3000", f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", frame.as_uri(),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    seen = re.search(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL)[1]
+    seen = json.loads(unescape(seen))
+    assert seen.pop("errors") == [] and seen.pop("fetched") == []
+    return seen
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, card) -> Path:
+    """The report of one run, whose texts look like HTML."""
+    path = tmp_path_factory.mktemp("page") / "run"
+    html, _ = report.page([some_run(path, trainer__seed=7, model__n_head=4)], card)
+    (path / "report.html").write_text(html)
+    return path / "report.html"
+
+
+def test_the_page_needs_nothing_but_itself_and_shows_texts_as_they_are(page):
+    html = page.read_text()
+    assert not re.search(r"<link|@import|url\(|(?<!class=)\ssrc=\"|https?://(?!raw\.)", html)
+    assert "broken()" in html and "<img" not in html and "<script>broken" not in html
+    assert html.count("</script>") == 4  # the data of three charts, and the page's own
+
+
+@needs_chromium
+def test_a_browser_shows_texts_as_they_are_and_the_values_under_the_pointer(page):
+    seen = look(
+        page,
+        """
+        seen.texts = [...page.document.querySelectorAll('.texts pre')].map(pre => pre.textContent);
+        const plot = page.document.querySelector('.plot'), box = plot.getBoundingClientRect();
+        const clientX = box.left + box.width / 3;
+        plot.dispatchEvent(new page.PointerEvent('pointermove', {clientX}));
+        seen.tip = plot.querySelector('.tip').innerText;
+        seen.curves = page.document.querySelectorAll('.line').length;
+        """,
+    )
+    assert seen["texts"] == [NASTY] * len(seen["texts"]) and len(seen["texts"]) == 30
+    held_out, training = (low + 3 * math.exp(-2.5) for low in (1.5, 1.4))
+    assert seen["tip"].split("\n") == [
+        "step 500", f"training: {training:.4f}", f"held out: {held_out:.4f}",
+    ]  # fmt: skip
+    assert seen["curves"] == 5  # two losses and the dots of one, learning rate, throughput
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 1000])
+def test_the_page_fits_its_window_and_nothing_overlaps(page, width):
+    seen = look(
+        page,
+        """
+        const root = page.document.documentElement;
+        seen.overflow = root.scrollWidth - root.clientWidth;
+        const label = page.document.querySelector('.x');
+        seen.letters = parseFloat(page.getComputedStyle(label).fontSize);
+        const boxes = [...page.document.querySelectorAll('.plot:not(.low) .x')].map(
+            span => span.getBoundingClientRect());
+        seen.apart = Math.min(...boxes.slice(1).map((box, i) => box.left - boxes[i].right));
+        """,
+        width,
+    )
+    assert seen["overflow"] <= 0 and seen["letters"] >= 11 and seen["apart"] > 4
+
+
+@needs_chromium
+def test_the_page_is_dark_where_the_reader_wants_it_dark(page):
+    script = """
+        const parts = (what, key) => page.getComputedStyle(what)[key].match(/[0-9.]+/g);
+        const luminance = (what, key) => parts(what, key).slice(0, 3).reduce(
+            (sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0) / 255;
+        seen.back = luminance(page.document.body, 'backgroundColor');
+        seen.text = luminance(page.document.body, 'color');
+        seen.line = luminance(page.document.querySelector('.line'), 'stroke');
+    """
+    light, dark = look(page, script), look(page, script, dark=True)
+    assert light["back"] > 0.9 > 0.5 > light["line"] > light["text"]
+    assert dark["back"] < 0.2 < 0.3 < dark["line"] < dark["text"]
+
+
+def test_several_runs_are_laid_over_each_other_and_named_by_what_differs(tmp_path, card, capsys):
+    for rate in (4e-3, 8e-3, 16e-3):
+        some_run(tmp_path / f"rate={rate},seed=1", optimizer__learning_rate=rate)
+    assert report.run([f"run_dirs={tmp_path}/*"]) == 0
+    html = (tmp_path / "report.html").read_text()
+    for rate in ("0.004", "0.008", "0.016"):
+        assert f"learning_rate={rate}, held out" in html and f"<td>{rate}</td>" in html
+    assert html.count('class="line faint"') == 3
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    quoted = json.dumps([str(tmp_path / name) for name in names[:2]])
+    assert report.run([f"run_dirs={quoted}", f"out={tmp_path / 'two.html'}"]) == 0
+    assert "2 runs" in (tmp_path / "two.html").read_text()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("steps", [1500, 700])
+def test_the_commands_of_a_page_are_of_this_run_whatever_its_directory_is_called(
+    tmp_path, recorded, steps
+):
+    path = tmp_path / "optimizer.name=adamw,b='c d'" / "shakespeare_cpu"
+    run = some_run(path, steps=steps, recorded=recorded, optimizer__learning_rate=1e-3)
+    commands = [shlex.split(command) for _, command in report.commands(run)]
+    again, on = (
+        {o.get_key_element(): o.value() for o in OverridesParser.create().parse_overrides(line[2:])}
+        for line in commands[:2]
+    )
+    same = {"experiment": "shakespeare_cpu", "optimizer.learning_rate": 1e-3}
+    assert again == {**same, "run_name": "again"}
+    longer = {"trainer.max_steps": 3000, "trainer.max_epochs": None} if steps == 1500 else {}
+    assert on == {**same, **longer, "run_dir": str(path)}
+    assert commands[2] == ["python", "sample.py", f"run_dir={path}"]
+
+
+def test_the_curves_are_a_picture_too(tmp_path):
+    pytest.importorskip("matplotlib")
+    some_run(tmp_path / "a")
+    assert report.run([f"run_dir={tmp_path / 'a'}"]) == 0
+    assert (tmp_path / "a" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_run_has_a_small_page(tmp_path):
+    run = some_run(tmp_path / "a")
+    run.train = [{**run.train[0], "step": step, "samples": None} for step in range(1, 50_001)]
+    html, charts = report.page([run], {})
+    assert len(html) < 500_000 and max(len(s.points) for c in charts for s in c.series) <= 1000
+
+
+@pytest.mark.parametrize(
+    "low, high", [(0, 1500), (1.41, 4.2), (1.4601, 1.4602), (0, 8e-3), (0, 3), (0, 1e6)]
+)
+def test_ticks_are_few_round_and_inside(low, high):
+    found = report.ticks(low, high)
+    assert 2 <= len(found) <= 6 and all(low - 1e-9 <= tick <= high for tick in found)
+    assert all(len(f"{tick:g}") <= 7 for tick in found)
+
+
+# --- is it on track? ---
+
+
+def falls(step: int) -> float:
+    return 1.5 + 3 * math.exp(-step / 200)
+
+
+@pytest.mark.parametrize(
+    "changed, on_track, says",
+    [
+        ({}, True, "held-out loss at step 1500 is 1.5017, within the reference, 1.5017 ± 0.0573"),
+        ({"steps": 700}, True, "held-out loss at step 500 is 1.7463, within"),
+        ({"steps": 300}, True, "training loss at step 300"),
+        ({"held_out": lambda s: falls(s) + 0.2}, False, "step 1500 is 1.7017, above the reference"),
+        ({"held_out": lambda s: falls(s) - 0.2}, True, "step 1500 is 1.3017, below the reference"),
+        ({"losses": lambda s: 4.17}, False, "learned nothing: after 1500 steps the training"),
+        ({"losses": lambda s: 2 + abs(s - 800) / 1000}, False, "training loss was 2.0667 at step"),
+        (
+            {"losses": lambda s: None if s == 900 else 2.0},
+            False,
+            "loss of 1 logged steps, the last",
+        ),
+        ({"held_out": lambda s: 1.6 + s / 2000}, False, "It overfits: the held-out loss was lowes"),
+        ({"rate": 20_000}, True, "slower than the reference: 20,000 characters a second against"),
+    ],
+)
+def test_a_run_is_judged_in_words(tmp_path, card, changed, on_track, says):
+    verdict, words = check(some_run(tmp_path / "run", **changed), card)
+    assert verdict == on_track and any(says in sentence for sentence in words), words
+
+
+def test_what_differs_from_the_recipe_is_named_first_if_it_can_move_the_loss(tmp_path, card):
+    changed = {"optimizer__learning_rate": 0.1, "trainer__threads": 1, "trainer__seed": 5}
+    run = some_run(tmp_path / "run", held_out=lambda step: 2.5, **changed)
+    on_track, words = check(run, card)
+    assert not on_track and words[0] == (
+        "It differs from the recipe shakespeare_cpu: optimizer.learning_rate=0.1 (the recipe has "
+        "0.008)."
+    )
+    assert "Look first at what differs." in words
+    assert set(run.changes()) == {"optimizer.learning_rate", "trainer.threads", "trainer.seed"}
+
+
+def test_another_text_than_the_references_is_named_first(tmp_path, card):
+    run = some_run(tmp_path / "run", held_out=lambda step: 2.5)
+    run.starts[-1]["text_sha256"] = "cd"
+    on_track, words = check(run, card)
+    assert not on_track and words[0].endswith("shakespeare_cpu: the text, by its SHA-256.")
+
+
+def test_without_a_reference_a_run_is_judged_by_itself(tmp_path):
+    on_track, words = check(some_run(tmp_path / "a"), {})
+    assert on_track and "There is no reference for the recipe shakespeare_cpu" in words[-1]
+    on_track, words = check(some_run(tmp_path / "b", held_out=lambda step: 1.6 + step / 2000), {})
+    assert not on_track and "overfits" in words[0]
+
+
+def test_the_tolerance_is_students_prediction_interval(card):
+    allowed = tolerance(card["shakespeare_cpu"], "val")
+    # 9.92: Student's t of 2 degrees of freedom, 99 %; sqrt(4/3) for the run beside three
+    assert allowed[1500] == pytest.approx(9.92 * math.sqrt(4 / 3) * 0.005, rel=0.01)
+
+
+def test_check_ends_with_the_status_of_the_verdict(tmp_path, card):
+    for name, held_out, status in (("good", falls, 0), ("bad", lambda step: 2.5, 1)):
+        some_run(tmp_path / name, held_out=held_out)
+        file = tmp_path / "card.json"
+        file.write_text(json.dumps(card))
+        arguments = ("check", f"run_dir={tmp_path / name}", f"reference={file}")
+        result = start(*arguments, script="report.py")
+        assert result.returncode == status and result.stderr == "", result.stderr
+        first = result.stdout.splitlines()[0]
+        assert first == f"{tmp_path / name}, step 1500 of 1500: {'NOT ' * status}on track"
+
+
+# --- the reference card ---
+
+
+def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
+    for seed in (1, 2, 3):
+        some_run(tmp_path / str(seed), trainer__seed=seed)
+    some_run(tmp_path / "same", trainer__seed=3)
+    some_run(tmp_path / "changed", trainer__seed=4, model__n_head=4)
+    some_run(tmp_path / "short", trainer__seed=5, steps=1000)
+    file = tmp_path / "card.json"
+
+    def make(*names):
+        run_dirs = ",".join(str(tmp_path / name) for name in names)
+        return report.run(["reference", f"run_dirs=[{run_dirs}]", f"reference={file}"])
+
+    for names, says in (
+        ("12", "2 runs with the seeds"),
+        (("1", "2", "3", "same"), "4 runs with the seeds"),
+        (("1", "2", "changed"), "is not the recipe as it is: model.n_head=4"),
+        (("1", "2", "short"), "is at step 1000 of 1500"),
+    ):
+        with pytest.raises(UserError, match=says):
+            make(*names)
+        assert not file.exists()
+    assert make("1", "2", "3") == 0
+    made = load_card(str(file))["shakespeare_cpu"]
+    assert made["seeds"] == [1, 2, 3] and made["steps"] == 1500
+    assert made["val"][0] == [500, round(falls(500), 4), 0.0]
+
+
+def test_the_published_card_is_of_the_recipes_as_they_are():
+    card = load_card(CARD)
+    assert {"shakespeare_cpu", "shakespeare_quick", "nanogpt_cpu", "overfit"} <= set(card)
+    for name, reference in card.items():
+        assert compose_recipe(name)["trainer"]["max_steps"] == reference["steps"]
+        assert len(reference["seeds"]) >= 3 and f"experiment={name} " in reference["command"]
+        assert reference["val"][-1][0] == reference["train"][-1][0] == reference["steps"]
+
+
+# --- the command line ---
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["run_dir=nowhere"], "run_dir=nowhere: there is no metrics.jsonl in it"),
+        (["rundir=a"], "rundir=a: not an argument of report; there are run_dir="),
+        (["chekc"], "chekc: not a command; there are report, check, reference"),
+        (["run_dirs=[a"], "run_dirs=[a: not a list such as"),
+        (["run_dirs=nowhere/*"], "nowhere/* is no run's directory, and matches none"),
+        (["run_dir=a", "run_dirs=b"], "run_dir and run_dirs: give one of them"),
+        ([], "no run under runs/ has metrics"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        report.run(arguments)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_error_is_one_line_and_a_status(tmp_path):
+    result = start("run_dir=nowhere", script="report.py", cwd=tmp_path)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == "error: run_dir=nowhere: there is no metrics.jsonl in it\n"
+
+
+def test_the_newest_run_is_found(tmp_path, monkeypatch):
+    some_run(tmp_path / "runs" / "sweep" / "0")
+    monkeypatch.chdir(tmp_path)
+    assert report.run([]) == 0
+    assert Path("runs/sweep/0/report.html").exists()
+
+
+def test_every_setting_that_cannot_move_the_loss_exists():
+    assert set(HARMLESS) <= set(KNOWN)

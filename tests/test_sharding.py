@@ -1,0 +1,202 @@
+"""FSDP2 and sharded snapshots, in processes that are really started: gloo, this machine."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY, metrics, start
+
+import sharded_snapshot
+from errors import UserError
+from sample import load_model
+from snapshot_files import load
+from trainer import TrainerConfig
+
+MUON = ["optimizer=muon", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
+EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
+FSDP = "trainer.strategy=fsdp"
+SHARDED = "trainer.snapshot_format=sharded"
+
+
+@pytest.fixture(params=[2, 3])
+def seen(request) -> dict:
+    """What `sharding_program.py` reports, started with 2 and with 3 processes."""
+    return report(request.param)
+
+
+@functools.cache
+def report(processes: int) -> dict:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    run = subprocess.run(
+        [sys.executable, *torchrun, str(ROOT / "tests" / "sharding_program.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return {"processes": processes} | json.loads(run.stdout.splitlines()[-1])
+
+
+CASES = [f"{arch} {optimizer}" for arch in ("gpt2", "modern") for optimizer in ("adamw", "muon")]
+
+
+@pytest.mark.parametrize("case", [*CASES, "offload", "activation checkpointing"])
+def test_a_shared_out_model_takes_the_steps_of_a_whole_one(seen, case):
+    shared, plain = torch.tensor(seen[case]["steps"])
+    assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
+    # Muon computes in bfloat16, which enlarges differences of rounding.
+    tolerance = 2e-3 if "muon" in case or case == "offload" else 1e-5
+    assert torch.allclose(shared, plain, rtol=tolerance / 10)
+    assert seen[case]["weights"] < tolerance
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "float16"])
+def test_half_precision_is_that_of_a_whole_model_to_its_rounding(seen, case):
+    shared, plain = torch.tensor(seen[case]["steps"])
+    assert torch.allclose(shared, plain, rtol=0.01)
+    assert seen[case]["weights"] < 0.02
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_keeps_its_share_of_weights_and_optimizer_state(seen, case):
+    for what in ("share_of_weights", "share_of_state"):
+        assert seen[case][what] == pytest.approx(1 / seen["processes"], rel=0.05)
+
+
+def test_an_overflow_in_one_share_makes_all_leave_the_step_out(seen):
+    assert seen["inf"]["kept"]
+    assert seen["inf"]["scales"] == [32768.0] * seen["processes"]
+
+
+def test_states_are_put_together_and_shared_out_again_exactly(seen):
+    assert seen["whole"] and seen["shared"]
+
+
+def begin(run, *settings, nproc):
+    result = start(*TINY, *EXACT, f"run_dir={run}", *settings, nproc=nproc)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, undisturbed."""
+    run = tmp_path_factory.mktemp("alone")
+    begin(run, *MUON, nproc=0)
+    return run
+
+
+def assert_same_losses(run, alone, tolerance=1e-4):
+    for one, other in zip(metrics(alone), metrics(run), strict=True):
+        assert (one["step"], one["split"]) == (other["step"], other["split"])
+        assert other["loss"] == pytest.approx(one["loss"], abs=tolerance)
+
+
+def test_a_run_goes_on_under_either_strategy_and_format_with_any_number_of_processes(
+    alone, tmp_path
+):
+    run = tmp_path / "run"
+    stages = [
+        (1, 2, [FSDP]),
+        (2, 3, ["trainer.strategy=ddp", SHARDED]),
+        (4, 3, [FSDP, SHARDED, "trainer.micro_batch_size=2"]),
+        (6, 0, []),
+    ]
+    for last, nproc, settings in stages:
+        out = begin(run, *MUON, f"trainer.max_steps={last}", *settings, nproc=nproc)
+        assert (", the model shared out" in out) == (FSDP in settings)
+    # Each end of a stage evaluates, too; what is logged at a step is the same.
+    losses = {(line["step"], line["split"]): line["loss"] for line in metrics(run)}
+    for line in metrics(alone):
+        assert losses[line["step"], line["split"]] == pytest.approx(line["loss"], abs=1e-4)
+
+
+def test_a_sharded_snapshot_is_put_together_into_the_single_one(
+    alone, tmp_path, monkeypatch, capsys
+):
+    run, out = tmp_path / "run", tmp_path / "single.pt"
+    begin(run, *MUON, SHARDED, nproc=2)
+    snapshot = run / "gpt_snapshot.pt"
+    assert not load(str(snapshot)).model_state
+    with pytest.raises(UserError, match="is sharded"):
+        load_model(load(str(snapshot)), "cpu")
+    made = start(f"snapshot={snapshot}", f"out={out}", script="sharded_snapshot.py")
+    assert made.returncode == 0 and made.stderr == "", made.stderr
+    single, plain = load(str(out)), load(str(alone / "gpt_snapshot.pt"))
+    assert single.model_state.keys() == plain.model_state.keys()
+    assert single.optimizer_state.keys() == plain.optimizer_state.keys()
+    for name, value in plain.model_state.items():
+        assert torch.allclose(single.model_state[name], value, atol=2e-3)
+    for name, values in plain.optimizer_state.items():
+        assert single.optimizer_state[name].keys() == values.keys()
+    load_model(single, "cpu")
+    for arguments, says in (
+        ([f"snapshot={snapshot}", f"out={out}"], "is there already"),
+        ([f"snapshot={out}", f"out={tmp_path / 'b.pt'}"], "is not sharded"),
+        ([], "usage: "),
+    ):
+        monkeypatch.setattr("sys.argv", ["sharded_snapshot.py", *arguments])
+        with pytest.raises(SystemExit) as left:
+            sharded_snapshot.main()
+        assert left.value.code == 1
+        assert says in capsys.readouterr().err
+
+
+def test_damaged_shards_are_noticed_and_the_snapshot_before_is_used(tmp_path):
+    run = tmp_path / "run"
+    settings = [SHARDED, "trainer.save_every_steps=2"]
+    begin(run, *settings, nproc=0)
+    kept = {load(str(path)).shards["folder"] for path in run.glob("gpt_snapshot*.pt")}
+    assert {p.name for p in (run / "gpt_snapshot.shards").iterdir()} == kept
+    (shards,) = [run / "gpt_snapshot.shards" / load(str(run / "gpt_snapshot.pt")).shards["folder"]]
+    data = next(shards.glob("*.distcp"))
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-9] + b"\0" + whole[-8:])  # a changed byte
+    again = start(*TINY, *EXACT, *settings, f"run_dir={run}", "trainer.max_steps=8")
+    assert again.returncode == 1
+    assert f"error: {data}: damaged" in again.stderr and "move" in again.stderr
+    data.write_bytes(whole[:-9])  # cut off
+    out = begin(run, *settings, "trainer.max_steps=8", nproc=0)
+    assert f"{data} is missing or cut off; it is now" in out
+    assert "step 4" in out.split("resuming from")[1].splitlines()[0]
+
+
+@pytest.mark.slow
+def test_fsdp_resumes_bit_for_bit(tmp_path):
+    settings = [FSDP, *MUON, "model=modern", "model.n_layer=2", "model.n_head=2"]
+    settings += ["model.n_embd=16", "model.model_type=null"]
+    begin(tmp_path / "whole", *settings, nproc=2)
+    begin(
+        tmp_path / "parts", *settings, "trainer.max_steps=3", "trainer.eval_every_steps=3", nproc=2
+    )
+    begin(tmp_path / "parts", *settings, nproc=2)
+    first, second = (load(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "parts"))
+    for name, value in first.model_state.items():
+        assert torch.equal(value, second.model_state[name]), name
+
+
+@pytest.mark.slow
+def test_fsdp_compiles(alone, tmp_path):
+    begin(tmp_path, *MUON, FSDP, "trainer.compile=true", nproc=2)
+    assert_same_losses(tmp_path, alone)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"offload": True}, "trainer.offload=true: goes with trainer.strategy=fsdp"),
+        ({"strategy": "zero"}, "trainer.strategy=zero: must be one of ddp, fsdp"),
+        (
+            {"snapshot_format": "sharded", "snapshot_path": "memory://x/a.pt"},
+            "need a folder that all hosts see",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, says):
+    with pytest.raises(UserError, match=says):
+        TrainerConfig(**settings)

@@ -1,0 +1,392 @@
+"""Under SLURM, without a cluster: the variables that its manual pages give the processes of a step,
+an `srun` that starts processes of this machine, and submitit with that and with its local executor.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, metrics, start, wait_until
+
+import distributed
+import slurm
+from errors import UserError
+from snapshot_files import load
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LONG = [*TINY, "trainer.max_steps=100000", "trainer.max_epochs=null", "trainer.log_every_steps=10"]
+
+# Of the whole job: 2 nodes with 2 tasks each.
+JOB = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+FIRST_TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN = {  # the last task of four
+    **JOB,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+ONE_TASK = {
+    **FIRST_TASK,
+    "SLURM_STEP_NODELIST": "node07",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+
+
+def adopted(environment: dict[str, str]) -> tuple[str | None, ...]:
+    environment = dict(environment)
+    slurm.adopt(environment)
+    return tuple(environment.get(name) for name in NAMES)
+
+
+def test_a_task_of_srun_gets_torchruns_names():
+    assert adopted(SRUN) == ("3", "4", "1", "2", "node07", "14242")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**JOB, **FIRST_TASK},  # a batch script without srun
+        JOB,  # the shell of salloc, on the node where it was typed
+        {
+            **JOB,
+            **ONE_TASK,
+            "SLURM_STEP_ID": "4294967290",
+        },  # the same, on the first node of the job
+        {**JOB, **ONE_TASK, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"},  # srun --pty bash
+    ],
+    ids=["no SLURM", "sbatch", "salloc", "salloc with an interactive step", "srun --pty"],
+)
+def test_what_srun_did_not_start_as_one_of_several_stays_one_process(environment):
+    assert adopted(environment) == (None,) * 6
+
+
+def test_nodes_with_unequal_tasks_tell_each_task_how_many_are_on_its_own():
+    uneven = {
+        **SRUN,
+        "SLURM_STEP_NODELIST": "node[01-03,07],gpu5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)",
+    }
+    for rank, node, local_rank, local_size in ((5, 2, 1, 2), (6, 3, 0, 1), (7, 4, 0, 1)):
+        task = {"SLURM_PROCID": rank, "SLURM_NODEID": node, "SLURM_LOCALID": local_rank}
+        found = adopted(uneven | {name: str(value) for name, value in task.items()})
+        assert found[:5] == (str(rank), "8", str(local_rank), str(local_size), "node01")
+
+
+def test_a_launcher_between_srun_and_python_wins():
+    torchrun = dict(zip(NAMES, ("5", "8", "1", "4", "node07", "29400"), strict=True))
+    assert adopted(SRUN | torchrun) == tuple(torchrun.values())
+    chosen = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}  # by the batch script
+    assert adopted(SRUN | chosen)[4:] == tuple(chosen.values())
+
+
+def test_jobs_and_steps_meet_at_ports_of_their_own_that_nothing_else_is_given():
+    starts = [(job, step) for job in range(10**6, 10**6 + 50) for step in range(20)]
+    ports = {
+        adopted(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[5]
+        for job, step in starts
+    }
+    assert len(ports) == len(starts)
+    assert all(1024 <= int(port) < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("node[01-03,07],gpu5", "node01"),
+        ("gpu5,node[01-03,07]", "gpu5"),
+        ("node[7]", "node7"),
+        ("n-1.cluster,n-2.cluster", "n-1.cluster"),
+        ("rack[2-3]node[04,06]", "rack2node04"),
+        ("c[001-128]-ib0", "c001-ib0"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes, first):
+    assert slurm.first_host("SLURM_STEP_NODELIST", {"SLURM_STEP_NODELIST": nodes}) == first
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"SLURM_STEP_NODELIST": "node[01"}, "SLURM_STEP_NODELIST=node[01: is no list of hosts"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST=: is no list of hosts"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "SLURM_STEP_TASKS_PER_NODE=2x2: is no list of"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "does not fit SLURM_STEP_NUM_TASKS=4"),
+        ({"SLURM_PROCID": "three"}, "SLURM_PROCID=three: must be a number"),
+        ({"SLURM_PROCID": None}, "SLURM_PROCID: missing"),
+    ],
+)
+def test_what_cannot_work_names_the_variable(changes, says):
+    environment = {name: value for name, value in (SRUN | changes).items() if value is not None}
+    with pytest.raises(UserError, match=re.escape(says)):
+        slurm.adopt(environment)
+    assert not set(environment) & set(NAMES)
+
+
+def test_the_program_says_in_one_line_what_cannot_work(tmp_path):
+    result = start(*TINY, f"run_dir={tmp_path}", env={**SRUN, "SLURM_STEP_NODELIST": "node["})
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: SLURM_STEP_NODELIST=node[: is no list of hosts")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("variable", ["SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"])
+def test_a_task_that_is_shown_one_gpu_takes_that_one(monkeypatch, variable):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for name, value in zip(NAMES[:4], ("1", "2", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):
+        distributed.start()
+    monkeypatch.setenv(variable, "1")
+    assert distributed.start().device == torch.device("cuda", 0)
+
+
+# --- srun, sbatch ---
+
+# Starts TASKS processes of this machine with the variables of a step, passes SIGUSR2 and SIGTERM on
+# to them, and ends with the highest of their statuses, as srun does.
+FAKE_SRUN = """#!{python}
+import os, signal, socket, subprocess, sys
+command, tasks, files = sys.argv[1:], int(os.environ["TASKS"]), {{}}
+while command[0].startswith("--"):
+    option = command.pop(0)
+    if option in ("--output", "--error"):
+        files[option] = command.pop(0).replace("%j", os.environ["SLURM_JOB_ID"])
+step = {{
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_TASKS_PER_NODE": str(tasks),
+}}
+def start(task):
+    numbers = {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}}
+    out, err = (
+        open(files[option].replace("%t", str(task)), "a") if option in files else None
+        for option in ("--output", "--error")
+    )
+    environment = {{**os.environ, **step, **numbers}}
+    return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+started = [start(task) for task in range(tasks)]
+for number in (signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, lambda number, _: [task.send_signal(number) for task in started])
+open(os.environ["SRUN_PID"], "w").write(str(os.getpid()))
+statuses = [task.wait() for task in started]
+sys.exit(max(status if status >= 0 else 128 - status for status in statuses))
+"""
+# Runs the script at once.
+FAKE_SBATCH = """#!/bin/sh
+bash "$1" > /dev/null 2>&1 &
+echo "Submitted batch job $SLURM_JOB_ID"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path) -> dict[str, str]:
+    """The environment of a batch script whose `srun` and `scontrol` are our own."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text(FAKE_SRUN.format(python=sys.executable))
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol\n')
+    (folder / "sbatch").write_text(FAKE_SBATCH)
+    (folder / "sacct").write_text("#!/bin/sh\n")
+    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    job = 40_000 + os.getpid()  # the port comes from it: another for another run of this test
+    return {
+        **JOB,
+        **FIRST_TASK,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_CPUS_PER_TASK": "1",
+        "SRUN_PID": str(tmp_path / "srun.pid"),
+        "TASKS": "2",
+    }
+
+
+def submit(run: Path, cluster: dict[str, str], *arguments) -> subprocess.Popen:
+    return subprocess.Popen(
+        ["bash", ROOT / "docs" / "slurm.sbatch", *arguments, f"run_dir={run}"],
+        cwd=ROOT,
+        env={**os.environ, **cluster},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def stopped(run: Path, cluster: dict[str, str], number: signal.Signals) -> int:
+    """Submits a job and signals it while it trains; returns the step at which it stopped."""
+    job = submit(run, cluster, *LONG)
+    wait_until(lambda: lines(run) > 5, job)
+    os.kill(int(Path(cluster["SRUN_PID"]).read_text()), number)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 128 + number and "2 processes x 6 micro-batch" in out, out
+    step = load(str(run / "gpt_snapshot.pt")).step
+    assert out.count(f"{number.name}: stopped after step {step} of 100000") == 1, out
+    return step
+
+
+def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_goes_on(cluster, tmp_path):
+    run = tmp_path / "run"
+    step = stopped(run, cluster, signal.SIGUSR2)
+    assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
+    again = submit(run, cluster, *LONG, f"trainer.max_steps={step + 5}")
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, out
+    assert f"resuming from {run}/gpt_snapshot.pt, step {step}" in out
+    assert metrics(run)[-1]["step"] == step + 5
+
+
+def test_a_job_that_is_preempted_or_cancelled_does_not_put_itself_back(cluster, tmp_path):
+    assert stopped(tmp_path / "run", cluster, signal.SIGTERM) > 0
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_a_job_that_slurm_starts_again_is_a_restart(monkeypatch):
+    world = distributed.World(0, 1, 0, 1, torch.device("cpu"))
+    assert not distributed.is_restart(world)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert distributed.is_restart(world)
+
+
+def test_a_sweep_under_srun_is_refused(tmp_path):
+    arguments = ["-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path}"]
+    result = start(*arguments, env={**SRUN, "SLURM_PROCID": "0"})
+    assert result.returncode == 1 and "without a launcher" in result.stderr
+
+
+def test_nobody_writes_down_where_rank_0_is():
+    for path in ROOT.glob("*.py"):
+        assigned = re.findall(r"""MASTER_ADDR["'\]]*\s*[=:]\s*["'][^"']*["']""", path.read_text())
+        assert not assigned, path
+
+
+# --- submitit ---
+
+
+@pytest.fixture
+def submitit():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    return ["-m", "hydra/launcher=submitit_local"]
+
+
+def logs(sweep: Path, stream: str = "out") -> str:
+    """What the tasks of all jobs of a sweep printed."""
+    return "".join(p.read_text() for p in sorted(sweep.glob(f".submitit/*/*_log.{stream}")))
+
+
+def job_of(sweep: Path) -> Path:
+    """The directory of the one job of a sweep; where it will be, before there is one."""
+    return next((path.parent for path in sweep.glob("*/metrics.jsonl")), sweep / "job")
+
+
+def tasks_of(sweep: Path) -> list[int]:
+    """The processes of the one job of a sweep, in the order of their ranks."""
+    controller = next(path.name for path in sweep.glob(".submitit/[0-9]*"))
+    listed = subprocess.run(["pgrep", "-P", controller], capture_output=True, text=True, timeout=30)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def test_each_task_of_a_job_of_submitit_is_a_rank_and_a_bad_job_is_said(submitit, tmp_path):
+    sweep, two = tmp_path / "run.sweep", "hydra.launcher.tasks_per_node=2"
+    arguments = [*submitit, two, *TINY, "model.n_head=2,3", f"run_dir={tmp_path / 'run'}"]
+    result = start(*arguments, cwd=tmp_path)  # not where our files are
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "error: model.n_embd=16: must be divisible by model.n_head=3" in result.stderr
+    assert len(list(sweep.glob("*/gpt_snapshot.pt"))) == 1  # of the other
+    assert "2 processes x 6 micro-batch" in logs(sweep)
+    assert logs(sweep).count("step 6/6 | held-out loss") == 1  # of rank 0 alone
+    assert len(metrics(job_of(sweep), "val")[-1]["rank_losses"]) == 2
+    assert "held-out loss" in (job_of(sweep) / "main.log").read_text()
+    assert not re.search("Traceback|terminate|Exception", logs(sweep, "err")), logs(sweep, "err")
+
+
+@pytest.mark.slow
+def test_submitit_hands_a_sweep_to_slurm_whose_tasks_are_ranks(submitit, cluster, tmp_path):
+    sweep = tmp_path / "run.sweep"
+    options = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"]
+    result = start("-m", *options, *TINY, f"run_dir={tmp_path / 'run'}", env=cluster)
+    assert result.returncode == 0, result.stderr + logs(sweep, "err")
+    script = next(sweep.glob(".submitit/*/*_submission.sh")).read_text()
+    assert "#SBATCH --ntasks-per-node=2" in script and "#SBATCH --signal=USR2@120" in script
+    assert "2 processes x 6 micro-batch" in logs(sweep)
+    assert logs(sweep).count("step 6/6 | held-out loss") == 1  # of rank 0 alone
+    assert not re.search("Traceback|terminate|Exception", logs(sweep, "err")), logs(sweep, "err")
+
+
+@pytest.fixture
+def begun(submitit, tmp_path):
+    """A sweep of one long job with two tasks, which trains."""
+    sweep, two = tmp_path / "run.sweep", "hydra.launcher.tasks_per_node=2"
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                ROOT / "main.py",
+                *submitit,
+                two,
+                *LONG,
+                f"run_dir={tmp_path / 'run'}",
+            ],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: lines(job_of(sweep)) > 5, process)
+        yield process, sweep
+    finally:
+        for pid in tasks_of(sweep):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_a_job_of_submitit_whose_time_is_up_goes_on_in_its_next_turn(begun):
+    process, sweep = begun
+    for pid in tasks_of(sweep):  # as SLURM sends it, to all tasks
+        os.kill(pid, signal.SIGUSR2)
+    wait_until(lambda: "resuming from" in logs(sweep), process)
+    step = int(re.search(r"SIGUSR2: stopped after step (\d+) of 100000", logs(sweep))[1])
+    assert f"gpt_snapshot.pt, step {step}" in logs(sweep)
+    before = lines(job_of(sweep))
+    wait_until(lambda: lines(job_of(sweep)) > before + 5, process)
+
+
+@pytest.mark.slow  # submitit waits 15 s for a result
+def test_a_job_of_submitit_that_is_ended_saves_and_the_sweep_says_so(begun, tmp_path):
+    process, sweep = begun
+    for pid in tasks_of(sweep):
+        os.kill(pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 1
+    step = load(str(job_of(sweep) / "gpt_snapshot.pt")).step
+    assert f"SIGTERM: stopped after step {step} of 100000" in logs(sweep)
+    last = (tmp_path / "out").read_text().splitlines()[-1]
+    assert last.startswith("error: Job ") and "has not produced any output" in last

@@ -1,0 +1,150 @@
+"""Sweeps: every job in its directory, and all of them in the table at the end."""
+
+import csv
+import signal
+import statistics
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import TINY, metrics, start, wait_until
+from test_crashes import LONG, begin, lines
+
+from errors import UserError
+from snapshot_files import load
+from sweep import Job, columns, read_jobs, table, table_over_seeds
+
+
+def job(*overrides: str, loss: float | None = 2.0, status: str = "finished") -> Job:
+    return Job(["a=1", *overrides], 10, loss, 5, loss, 1000.0, status)
+
+
+def folder_of(run: Path, *overrides: str) -> Path:
+    """The directory of the one job of `run`'s sweep that has these overrides."""
+    paths = Path(f"{run}.sweep").glob("*/job.yaml")
+    (path,) = [
+        p for p in paths if set(overrides) <= set(yaml.safe_load(p.read_text())["overrides"])
+    ]
+    return path.parent
+
+
+def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
+    run = tmp_path / "run"
+    result = start(
+        *["-m", "launch.nproc_per_node=2", *TINY],
+        *["optimizer.learning_rate=1e-3,1e-2", f"run_dir={run}"],
+    )
+    assert result.returncode == 0, result.stderr
+    jobs = read_jobs(f"{run}.sweep")
+    assert [job.overrides[-2] for job in jobs] == [
+        "optimizer.learning_rate=0.01",
+        "optimizer.learning_rate=0.001",
+    ]
+    for found in jobs:
+        folder = folder_of(run, found.overrides[-2])
+        assert load(str(folder / "gpt_snapshot.pt")).processes == 2
+        losses = {line["loss"]: line["step"] for line in metrics(folder, "val")}
+        assert (found.steps, found.status) == (6, "finished")
+        assert (found.best_loss, found.best_step) == (min(losses), losses[min(losses)])
+        assert found.last_loss == [*losses][-1] and found.characters_per_s > 0
+    shown = table(jobs)
+    assert shown[1].startswith("optimizer.learning_rate=0.01") and "data=pydoc" not in shown[1]
+    assert result.stdout.splitlines()[-len(shown) :] == shown
+
+
+def test_a_sweep_over_seeds_ends_with_their_mean_and_deviation_and_is_not_done_twice(tmp_path):
+    sweep = [
+        *["-m", *TINY, "optimizer.learning_rate=1e-3,1e-2", "trainer.seed=1,2,3"],
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    result = start(*sweep)
+    assert result.returncode == 0, result.stderr
+    again = start(*sweep)
+    assert again.returncode == 0 and again.stdout.count("this run is finished") == 6
+    assert again.stdout.splitlines()[-10:] == result.stdout.splitlines()[-10:]  # the tables
+    for rate in ("0.001", "0.01"):
+        jobs = [(f"optimizer.learning_rate={rate}", f"trainer.seed={seed}") for seed in (1, 2, 3)]
+        folders = [folder_of(tmp_path / "run", *job) for job in jobs]
+        losses = [metrics(folder, "val")[-1]["loss"] for folder in folders]
+        spread = f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+        rows = [x for x in result.stdout.splitlines() if x.endswith(spread)]
+        assert len(rows) == 1 and rows[0].split()[:2] == [f"optimizer.learning_rate={rate}", "3"]
+    with open(tmp_path / "run.sweep" / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 and {row["status"] for row in rows} == {"finished"}
+    assert float(rows[0]["best_loss"]) == min(float(row["best_loss"]) for row in rows)
+
+
+def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_path):
+    heads = ["-m", *TINY, f"run_dir={tmp_path / 'run'}", "model.n_head=3,4"]
+    result = start(*heads)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()[-2:]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("model.n_head=4", "6", "finished"),
+        ("model.n_head=3", "0", "failed"),
+    ]
+
+
+def test_a_job_of_several_processes_that_fails_stops_no_other(tmp_path):
+    texts = f"data.path={tmp_path / 'none.txt'},pydoc:topics"
+    result = start("-m", *TINY, "launch.nproc_per_node=2", texts, f"run_dir={tmp_path / 'run'}")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "none.txt: no such file" in result.stderr
+    assert [job.status for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == ["finished", "failed"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stopped_sweep_says_what_it_has_and_goes_on_where_it_stopped(processes, tmp_path):
+    settings = [*LONG, f"launch.nproc_per_node={processes}", f"run_dir={tmp_path / 'run'}"]
+    process = begin("-m", *settings, "trainer.seed=1,2")
+    wait_until(lambda: any(lines(p) > 5 for p in tmp_path.glob("run.sweep/*/")), process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert "Traceback" not in out and "SIGTERM: stopped after step" in out
+    assert out.splitlines()[-1].endswith("stopped")
+    (stopped,) = read_jobs(f"{tmp_path / 'run'}.sweep")
+    assert stopped.overrides[-1] == "trainer.seed=1" and stopped.steps > 5
+
+
+def test_a_sweep_under_a_launcher_is_refused_with_the_command_that_works(tmp_path):
+    result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}", nproc=2)
+    assert result.returncode != 0
+    assert "start it with python main.py -m launch.nproc_per_node=2 ..." in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_are_told_apart_by_what_they_do_not_share_and_the_best_comes_first():
+    jobs = [job("lr=2", loss=1.0), job("lr=1"), job("lr=3", loss=None, status="failed")]
+    assert [line.split()[0] for line in table(jobs)] == ["overrides", "lr=2", "lr=1", "lr=3"]
+    assert table(jobs)[-1].split() == ["lr=3", "10", "-", "5", "-", "1,000", "failed"]
+    assert table([job("lr=2")])[1].startswith("a=1 lr=2 ")
+
+
+def test_means_are_over_finished_jobs_that_differ_in_their_seed_alone():
+    seeds = [job("lr=1", f"trainer.seed={i}", loss=float(i)) for i in (1, 2, 3)]
+    other = job("lr=2", "trainer.seed=1", loss=7.0)
+    stopped = job("lr=2", "trainer.seed=2", loss=1.0, status="stopped")
+    assert table_over_seeds([*seeds, other, stopped]) == columns(
+        [
+            ("overrides", "seeds", "best loss", "last loss"),
+            ("lr=1", "3", "2.0000 ± 1.0000", "2.0000 ± 1.0000"),
+            ("lr=2", "1", "7.0000", "7.0000"),
+        ]
+    )
+    assert table_over_seeds([other, stopped]) == []
+
+
+def test_what_a_killed_job_left_is_read_without_its_torn_line(tmp_path):
+    folder = tmp_path / "a [1]"  # no pattern, for all that
+    folder.mkdir()
+    (folder / "job.yaml").write_text("overrides: [lr=1]\nstatus: stopped\n")
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 3, "split": "val", "loss": 2.5}\n{"step": 4, "split": "tr'
+    )
+    found = Job(["lr=1"], 3, 2.5, 3, 2.5, None, "stopped")
+    assert read_jobs(str(tmp_path)) == [found]
+    (folder / "metrics.jsonl").write_text("my thesis\n")
+    with pytest.raises(UserError, match=r"a \[1\]: job.yaml or metrics.jsonl cannot be read"):
+        read_jobs(str(tmp_path))
