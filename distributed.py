@@ -113,6 +113,7 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
     store = None
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
+        check_launcher()
         try:
             shared, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             store = dist.PrefixStore(meet(shared, rank, size, timeout_s), shared)
@@ -133,6 +134,23 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
                 f"(trainer.timeout_s): {' '.join(str(error).split())[:200]}"
             ) from error
     return World(rank, size, local_rank, local_size, chosen, store)
+
+
+def check_launcher() -> None:
+    """Raises `UserError` if the launcher that is to hold the processes' store has died meanwhile:
+    torch would try to reach it until the timeout. (`signals.end_with_parent` cannot know if it died
+    before that was called and a Python program adopts orphans here.)
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # then rank 0 is to hold it, later
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with contextlib.suppress(OSError):  # of others, torch knows more
+        try:
+            socket.create_connection(address, timeout=5).close()
+        except ConnectionRefusedError:
+            raise UserError(
+                f"torchrun is gone: nothing listens at {address[0]}:{address[1]} any more"
+            ) from None
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:

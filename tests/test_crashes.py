@@ -1,6 +1,7 @@
 """The machine fails, the run does not: processes killed, stopped, silent; other world sizes."""
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -209,6 +210,21 @@ def test_a_dead_loader_ends_the_run_with_one_line(tmp_path, nproc):
     assert process.returncode != 0
     assert "a process that prepares batches has died" in out, out
     assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
+
+
+@pytest.fixture
+def adopts_orphans():
+    """Has this Python program be what init is elsewhere, as in a container that it is started in."""
+    PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    assert prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
+@pytest.mark.usefixtures("adopts_orphans")
+def test_torchrun_killed_before_its_workers_knew_it_leaves_no_orphans(tmp_path):
+    test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, delay=0)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 0.8, 1.5])
