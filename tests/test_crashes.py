@@ -214,7 +214,7 @@ def test_a_dead_loader_ends_the_run_with_one_line(tmp_path, nproc):
 
 @pytest.fixture
 def adopts_orphans():
-    """Has this Python program be what init is elsewhere, as in a container that it is started in."""
+    """Makes this process what init is elsewhere, and a Python program often is in a container."""
     PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
     prctl = ctypes.CDLL(None).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
