@@ -451,7 +451,11 @@ def machine() -> dict:
     return {
         "cpu": f"{name}, {len(os.sched_getaffinity(0))} cores",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "kernels": kernels.library() is not None,
+        "kernels": [
+            str(dtype).removeprefix("torch.")
+            for dtype in (torch.bfloat16, torch.float32)
+            if kernels.library(dtype) is not None
+        ],
         "versions": {p: importlib.metadata.version(p) for p in packages if not _missing((p,))},
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),

@@ -26,26 +26,40 @@ from torch.autograd.function import once_differentiable
 from errors import one_line
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = (
-    "-O3 -mavx512f -mavx512bw -mavx512vl -mavx512bf16 -mfma -fno-math-errno -fno-strict-aliasing "
-    "-ffp-contract=off -fopenmp -shared -fPIC"
-)
-LANES = 16  # of kernels.c
+FLAGS = "-O3 -mfma -fno-math-errno -fno-strict-aliasing -ffp-contract=fast -fopenmp -shared -fPIC"
+FLAGS_OF = {  # what the instructions of the name need beside
+    "AVX2": "-mavx2",
+    "AVX512": "-mavx512f -mavx512bw -mavx512vl",
+    "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512vl -mavx512bf16 -DBF16",
+}
+WIDTH = 16  # what kernels.c works on in a row is a multiple of it
+
+
+def instructions(dtype: torch.dtype) -> str | None:
+    """The instructions of this CPU that the kernels for `dtype` are built with, if any will do."""
+    if dtype is torch.bfloat16:
+        return "AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else None
+    if dtype is torch.float32:  # as torch has chosen for its own kernels; ATEN_CPU_CAPABILITY
+        found = torch.backends.cpu.get_cpu_capability()
+        return found if found in FLAGS_OF else None
+    return None
 
 
 @functools.cache
-def _build() -> tuple[ctypes.CDLL | None, str]:
-    """The built kernels, or None, and what there is to say of them."""
+def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
+    """The built kernels for `dtype`, or None, and what there is to say of them."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None, "they are for Linux on x86-64"
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None, "they need a CPU with AVX-512 BF16"
+    chosen = instructions(dtype)
+    if chosen is None:
+        return None, f"there are none for {str(dtype).removeprefix('torch.')} on this CPU"
     if not compiler or shutil.which(compiler[0]) is None:
         return None, "there is no C compiler (cc, or what CC names)"
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        key = repr((compiler, FLAGS, SOURCE.read_bytes(), platform.libc_ver()))
+        flags = [*FLAGS.split(), *FLAGS_OF[chosen].split()]
+        key = repr((compiler, flags, SOURCE.read_bytes(), platform.libc_ver()))
         key = hashlib.sha256(key.encode()).hexdigest()[:16]
         built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
         if built.exists():
@@ -54,7 +68,7 @@ def _build() -> tuple[ctypes.CDLL | None, str]:
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             fresh = Path(folder, "kernels.so")
-            command = [*compiler, *FLAGS.split(), str(SOURCE), "-o", str(fresh), "-lm"]
+            command = [*compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             with open(fresh, "rb") as file:
                 os.fsync(file.fileno())
@@ -67,42 +81,48 @@ def _build() -> tuple[ctypes.CDLL | None, str]:
         return None, one_line(error)
 
 
-def library() -> ctypes.CDLL | None:
-    """The built kernels; None where they cannot be had."""
-    return _build()[0]
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The built kernels for `dtype`; None where they cannot be had."""
+    return _build(dtype)[0]
 
 
-def describe() -> str:
-    """Whether there are kernels, for a log."""
-    found, why = _build()
-    return f"C, in {why}" if found else f"none, plain PyTorch instead: {why}"
+def describe(dtype: torch.dtype) -> str:
+    """Whether there are kernels for `dtype`, for a log."""
+    found, why = _build(dtype)
+    return (
+        f"C, for {instructions(dtype)}, in {why}"
+        if found
+        else f"none, plain PyTorch instead: {why}"
+    )
 
 
-def fit(x: torch.Tensor, width: int = LANES) -> bool:
+def fit(x: torch.Tensor, width: int = WIDTH) -> bool:
     """Whether the kernels can be used on x (..., C), whose last dimension is worked on in parts of
     `width`.
     """
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)  # not one that only stands for another
-        and x.dtype is torch.bfloat16
         and x.device.type == "cpu"
-        and width % LANES == 0
+        and width % WIDTH == 0
         and x.size(-1) % width == 0
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and library() is not None
+        and library(x.dtype) is not None
     )
 
 
 def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
-    """Calls a kernel with addresses for tensors, which must be dense."""
+    """Calls a kernel, the one for the first tensor's type, with addresses for tensors, which must
+    be dense.
+    """
+    dtype = next(a.dtype for a in arguments if isinstance(a, torch.Tensor))
     converted = [
         ctypes.c_long(a)
         if isinstance(a, int)
         else ctypes.c_void_p(None if a is None else a.data_ptr())
         for a in (torch.get_num_threads(), *arguments)
     ]
-    if getattr(library(), name)(*converted):
+    if getattr(library(dtype), name)(*converted):
         raise MemoryError(f"{name}: no memory for its workspace")
 
 

@@ -166,11 +166,9 @@ def train(composed: DictConfig) -> float | None:
             snapshot=snapshot,
         )
         snapshot = None
-        eager_bfloat16 = (
-            trainer.choices["amp_dtype"] == "bfloat16" and not trainer.choices["compile"]
-        )
-        if world.device.type == "cpu" and eager_bfloat16:  # nothing else uses them
-            log.info("kernels     %s", kernels.describe())
+        if world.device.type == "cpu" and not trainer.choices["compile"]:
+            dtype = getattr(torch, trainer.choices["amp_dtype"])
+            log.info("kernels     %s", kernels.describe(dtype))
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
             run_on_first(lambda: save_config(config), world)
             run_on_first(lambda: environment.record(config.run_dir, trainer), world)

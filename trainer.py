@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 import distributed
+import kernels
 import sharded_snapshot
 import sharding
 import signals
@@ -46,7 +47,7 @@ SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
-# and costs 20 s. In bfloat16 the C kernels are faster than compiling (docs/experiments.md).
+# and costs 20 s. Where there are C kernels, they are faster than compiling (docs/experiments.md).
 COMPILE_PAYS_FROM = 3e13
 # Bad steps in a row that mean that a run has diverged, and will not find back.
 MOST_SKIPPED = 25
@@ -330,7 +331,11 @@ class Trainer:
             log.warning("trainer.compile=true: there is no C++ compiler (g++): not compiling")
         automatic = {
             "compile": device.type == "cuda"
-            or (choices["amp_dtype"] == "float32" and planned > COMPILE_PAYS_FROM),
+            or (
+                choices["amp_dtype"] == "float32"
+                and planned > COMPILE_PAYS_FROM
+                and kernels.library(torch.float32) is None
+            ),
             "deterministic": device.type == "cpu",
         }
         for name, choice in automatic.items():
