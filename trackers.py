@@ -44,9 +44,10 @@ class Trackers:
     """Those of `TRACKERS` that are called `names`, for the run in `run_dir`.
 
     A run that begins (`step` 0) is a new one in each of them, one that goes on from `step` goes on
-    there too. What was logged past `step` before it was killed TensorBoard hides; Trackio and W&B
-    cannot, so of what will be logged again they get nothing up to `logged`, the last (step, is it
-    of the held-out split) they had. `config` are the hyperparameters, nested dictionaries.
+    there too. What was logged past `step` before it was killed TensorBoard hides. Trackio and W&B
+    cannot: they get nothing up to `logged`, the last (step, is it of the held-out split) that had
+    been logged; what a kill kept them from storing stays missing there. `config` are the
+    hyperparameters, nested dictionaries.
     """
 
     def __init__(
