@@ -403,3 +403,29 @@ def test_without_tqdm_a_terminal_gets_plain_lines_and_a_hint(tmp_path):
     assert status == 0, written
     assert "tqdm is not installed: no progress bar (pip install tqdm)\r\n" in written
     assert not LINE.search(written)
+
+
+def test_a_terminal_that_goes_away_takes_the_line_and_not_the_run(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    settings = [*TINY, "trainer.max_steps=300", "trainer.log_every_steps=20"]
+    process = subprocess.Popen(
+        command(*settings, f"run_dir={tmp_path}"),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # not its controlling terminal: there is no SIGHUP
+    )
+    os.close(theirs)
+    try:
+        written = b""
+        while b"plan  " not in written:
+            assert select.select([ours], [], [], 90)[0]
+            written += os.read(ours, 65536)
+        os.close(ours)
+        assert process.wait(timeout=90) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+    assert "step 300/300" in (tmp_path / "main.log").read_text()
