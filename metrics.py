@@ -8,11 +8,17 @@ import json
 import logging
 import math
 import os
+import resource
+import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from errors import UserError, one_line
+from trackers import Trackers
 
 log = logging.getLogger("gpt")
 LOCK = ".lock"
@@ -93,7 +99,7 @@ def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Appends to `metrics.jsonl`, and to TensorBoard where it is installed.
+    """Appends to `metrics.jsonl`, and hands on to the `trackers` named, with the configuration.
 
     One JSON object a line: `step`, `epoch`, `split` ("train" or "val"), `loss` in nats per
     character, `bpc` in bits per character, `seconds` since the run began, without the time that it
@@ -102,11 +108,20 @@ class Metrics:
     the evaluation of that step itself, unless it has been `evaluated`.
     """
 
-    def __init__(self, run_dir: str, step: int = 0, evaluated: bool = True, lines: int = 0):
+    def __init__(
+        self,
+        run_dir: str,
+        step: int = 0,
+        evaluated: bool = True,
+        lines: int = 0,
+        trackers: Iterable[str] = ("tensorboard",),
+        config: dict[str, Any] | None = None,
+    ):
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
         self.began = time.perf_counter()
-        self.lines = self._keep_until(step, evaluated)  # in the file, or on their way to it
+        # In the file, or on their way to it; and the last it had before.
+        self.lines, logged = self._keep_until(step, evaluated)
         if self.lines < lines:
             log.warning(
                 "%s: %d of the %d lines up to step %d are not on this disk",
@@ -114,29 +129,26 @@ class Metrics:
             )  # fmt: skip
         self.file = open(self.path, "ab", buffering=0)
         self.unwritten, self.lock = b"", threading.Lock()
-        self.tensorboard = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            log.info("tensorboard is not installed: metrics go to metrics.jsonl alone")
-        else:
-            folder = os.path.join(run_dir, "tensorboard")
-            self.tensorboard = SummaryWriter(folder, purge_step=step + 1)
+        self.trackers = Trackers(trackers, run_dir, config or {}, step, logged)
 
-    def _keep_until(self, step: int, evaluated: bool) -> int:
-        """Drops the lines past `step`; returns how many are left."""
+    def _keep_until(self, step: int, evaluated: bool) -> tuple[int, tuple[int, bool]]:
+        """Drops the lines past `step`; returns how many are left, and (step, is it of the held-out
+        split) of the last there was.
+        """
         temporary = self.path + ".tmp"
         with contextlib.suppress(FileNotFoundError):  # of a start that was killed
             os.remove(temporary)
         if not os.path.exists(self.path):
-            return 0
+            return 0, (step, evaluated)
         with open(self.path, errors="replace") as file:
             lines = file.readlines()
-        kept, bad = [], None
+        kept, bad, logged = [], None, (step, evaluated)
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                keep = (record["step"], record["split"] == "val") <= (step, evaluated)
+                at = (record["step"], record["split"] == "val")
+                keep = at <= (step, evaluated)
+                logged = max(logged, at)
             except (ValueError, KeyError, TypeError):
                 bad = bad or number
                 continue
@@ -156,7 +168,7 @@ class Metrics:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
-        return len(kept)
+        return len(kept), logged
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
         """Records one measurement; null is written for None and for what is not finite."""
@@ -179,14 +191,12 @@ class Metrics:
                 self._write()
             except OSError as error:
                 log.warning("%s: %s; its lines are kept for later", self.path, error.strerror)
-        if self.tensorboard is not None:
-            try:
-                for name, value in record.items():
-                    if name not in ("step", "split", "seconds") and isinstance(value, int | float):
-                        self.tensorboard.add_scalar(f"{split}/{name}", value, step)
-            except OSError as error:
-                log.warning("TensorBoard: %s; it gets no more", error.strerror)
-                self.tensorboard = None
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if name not in ("step", "seconds") and isinstance(value, int | float)
+        }
+        self.trackers.log(step, split, numbers, values.get("samples", []))
 
     def _write(self) -> None:
         """Writes the lines that are waiting, all or none of them."""
@@ -214,6 +224,14 @@ class Metrics:
         with contextlib.suppress(OSError):
             self._write()
         self.file.close()
-        if self.tensorboard is not None:
-            with contextlib.suppress(OSError):
-                self.tensorboard.close()
+        self.trackers.close()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held so far: of a GPU in tensors, else of the host's
+    memory, all included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # elsewhere in KiB

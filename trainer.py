@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,12 @@ import kernels
 import sharded_snapshot
 import sharding
 import signals
+import trackers
 from char_dataset import IGNORE, window_order
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError, one_line
-from metrics import METRICS, Metrics
+from metrics import METRICS, Metrics, peak_memory
+from progress import Progress
 from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences
 from snapshot_files import BackgroundWriter, SnapshotFiles, is_local
@@ -84,6 +86,7 @@ class TrainerConfig:
     max_save_failures: int = 3
     eval_every_steps: int | None = None
     log_every_steps: int = 10
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     use_amp: bool = True
     amp_dtype: str = "auto"
     seed: int = 1337
@@ -132,6 +135,7 @@ class TrainerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"trainer.{name}={value}: must be above 0")
+        trackers.check(self.trackers)
         if self.max_epochs is None and self.max_steps is None:
             raise UserError(
                 "trainer.max_epochs and trainer.max_steps are both null: one must say when to stop"
@@ -569,6 +573,7 @@ class Trainer:
             )
             return self.newest[0] if self.newest else None
         self.metrics: Metrics | None = None
+        self.progress: Progress | None = None
         self.batches = None
 
         with self.requests:
@@ -598,6 +603,8 @@ class Trainer:
                 self.batches = None
                 if self.writer:
                     self.writer.wait()  # after an error, too: what was good then is worth having
+                if self.progress:
+                    self.progress.close()
                 if self.metrics:
                     self.metrics.close()
                     self.metrics_lines = self.metrics.lines
@@ -607,13 +614,20 @@ class Trainer:
         """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
         self.files.check_writable()
         if self.set_aside:
-            history = os.path.join(self.run_dir, METRICS)
-            paths = [*self.files.all(), *([history] if os.path.exists(history) else [])]
+            others = (os.path.join(self.run_dir, name) for name in (METRICS, "tensorboard"))
+            paths = [*self.files.all(), *filter(os.path.exists, others)]
             for moved in self.files.set_aside(paths):
                 log.info("trainer.resume=never: what was there is now %s", moved)
             open(os.path.join(self.run_dir, SET_ASIDE), "w").close()
         evaluated = self.newest is not None and self.newest[1] == self.step
-        self.metrics = Metrics(self.run_dir, self.step, evaluated, self.metrics_lines)
+        self.metrics = Metrics(
+            self.run_dir,
+            self.step,
+            evaluated,
+            self.metrics_lines,
+            self.config.trackers,
+            self.run_config,
+        )
 
     def _train(self) -> None:
         self.agreement.finish()  # of a call to `train` before, which was stopped
@@ -623,6 +637,7 @@ class Trainer:
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
         self.stopwatch = Stopwatch(self.step)
+        self.progress = Progress(self.step, self.total_steps, shown=self.world.is_first)
         self.model.train()
         if self.step and self._evaluation_is_due():  # a stop came before it
             self.saved_step = None
@@ -630,6 +645,7 @@ class Trainer:
         while self.step < self.total_steps:
             loss, norm = self._train_step()
             self.step += 1
+            self.progress.step(self._next_evaluation())
             if self.step == self.total_steps or self.step % self.config.log_every_steps == 0:
                 self._log_step(loss, norm)
             self._evaluate_and_save()
@@ -655,6 +671,18 @@ class Trainer:
         every = self.config.eval_every_steps
         due = self.step % every == 0 if every else len(self._epochs_ended()) > 0
         return due or self.step == self.total_steps
+
+    def _next_evaluation(self) -> int | None:
+        """The first step from this one on that ends with an evaluation."""
+        if self.test_dataset is None:
+            return None
+        before = max(self.step - 1, 0)
+        if every := self.config.eval_every_steps:
+            step = (before // every + 1) * every
+        else:
+            windows, batch = len(self.train_dataset), self.config.batch_size
+            step = -(-(before * batch // windows + 1) * windows // batch)
+        return min(step, self.total_steps)
 
     def _save_is_due(self) -> bool:
         if self.saved_step == self.step:
@@ -808,8 +836,10 @@ class Trainer:
             grad_norm=norm.item(),
             tokens_per_s=rate,
             mfu=mfu,
+            memory=peak_memory(self.world.device),
             **samples,
         )
+        self.progress.log(mean, rate)
         left = duration(seconds_per_step * (self.total_steps - self.step))
         log.info(
             "step %*d/%d | epoch %.2f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s "

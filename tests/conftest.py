@@ -92,9 +92,9 @@ def wait_until(true, process: subprocess.Popen, patience: float = 60) -> None:
 
 
 def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
-    """The lines of `metrics.jsonl`, without what depends on the clock."""
+    """The lines of `metrics.jsonl`, without what depends on the clock or the memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timing = ("seconds", "tokens_per_s", "mfu")
+    timing = ("seconds", "tokens_per_s", "mfu", "memory")
     return [
         {key: value for key, value in line.items() if key not in timing}
         for line in lines
