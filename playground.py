@@ -247,11 +247,6 @@ def build(paths: list[str], second: str):
             f"the playground needs Gradio: pip install -r requirements-playground.txt ({error})"
         ) from error
 
-    def slider(low, high, value, step, label):
-        made = gr.Slider(low, high, value, step=step, label=label)
-        made.preprocess = lambda value: value  # `SampleConfig` checks, without a traceback
-        return made
-
     @contextlib.contextmanager
     def messages():
         """What the user can mend is a message on the page, as text."""
@@ -309,11 +304,11 @@ def build(paths: list[str], second: str):
             )
         prompt = gr.Textbox(label="prompt", lines=2, placeholder="what to go on from")
         with gr.Row():
-            temperature = slider(0, 2, SampleConfig.temperature, 0.05, "temperature")
-            top_k = slider(0, 100, 0, 1, "top-k (0: among all)")
-            top_p = slider(0.01, 1, 1, 0.01, "top-p (1: among all)")
+            temperature = gr.Slider(0, 2, SampleConfig.temperature, step=0.05, label="temperature")
+            top_k = gr.Slider(0, 100, 0, step=1, label="top-k (0: among all)")
+            top_p = gr.Slider(0.01, 1, 1, step=0.01, label="top-p (1: among all)")
         with gr.Row():
-            length = slider(1, LONGEST, 300, 1, "characters")
+            length = gr.Slider(1, LONGEST, 300, step=1, label="characters")
             seed = gr.Number(
                 SampleConfig.seed, label="seed (empty: another text every time)", precision=0
             )

@@ -254,9 +254,9 @@ def test_a_person_generates_looks_and_is_told_what_is_wrong(browser, server):
     for prompt, says in (("the 漢", "character '漢'"), ("", "prompt is empty")):
         page.generate(prompt)
         page.wait(lambda says=says: any(says in e.text for e in page.all(".toast-body")))
-    page.set("input[aria-label^='number input for temperature']", "5000")
+    page.set("input[aria-label^='seed']", "-1")
     page.generate("a")
-    page.wait(lambda: any("temperature=5000" in e.text for e in page.all(".toast-body")))
+    page.wait(lambda: any("seed=-1: must be" in e.text for e in page.all(".toast-body")))
     assert "Traceback" not in page.browser.page_source and "Traceback" not in log.read_text()
 
 
