@@ -187,7 +187,7 @@ def span(character: str, classes: str = "", attributes: str = "") -> str:
 def draft(text: Text) -> str:
     """The text as HTML while it grows, when an element for each character would be too slow.
 
-    Braces are escaped, too: the page takes what is in them for a template.
+    Braces are escaped, too, so that no two of them can be taken for a template's.
     """
     return "".join(
         span(c) if c in WHITESPACE else html.escape(c).replace("{", "&#123;") for c in str(text)
