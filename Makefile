@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sample test test-all chaos bench lint clean
+.PHONY: help train ddp sample test test-all chaos bench playground lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ ddp: $(VENV)/.installed  ## the same with NPROC processes (2)
 
 sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROMEO: num_samples=3'
 	$(RUN) sample.py $(ARGS)
+
+playground: $(VENV)/.installed-playground  ## a local page to try the models; ARGS='run_dir=...'
+	$(RUN) playground.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 	$(RUN) -m pytest -n 3 -m "not slow" $(ARGS)
@@ -48,7 +51,12 @@ $(VENV)/.installed: requirements.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+$(VENV)/.installed-playground: requirements-playground.txt $(VENV)/.installed
+	@echo "Adding what the playground needs."
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-playground.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt requirements-playground.txt $(VENV)/.installed
 	@echo "Adding what the tests need."
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@

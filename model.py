@@ -121,7 +121,8 @@ class KVCache:
     """Keys and values of the characters seen so far, for one `generate` call.
 
     `keys` and `values` are (n_layer, B, H, block_size, D); `length` characters of them are filled.
-    The idea of one preallocated tensor per model is pytorch-labs/gpt-fast's.
+    The idea of one preallocated tensor per model is pytorch-labs/gpt-fast's. Where `weights` is a
+    list, every layer appends its attention weights to it, (B, H, S, length + S).
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class KVCache:
         self.keys = torch.empty(shape, device=device, dtype=dtype)
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
+        self.weights: list[torch.Tensor] | None = None
 
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -258,20 +260,27 @@ class CausalSelfAttention(nn.Module):
             q, k, v = qkv.contiguous()  # (B, H, T, D) each; one copy for all three
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = self.attend(q, k, v, mask)  # (B, H, T, D)
+        weights = cache.weights if cache is not None else None
+        y = self.attend(q, k, v, mask, weights)  # (B, H, T, D)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        keep: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """softmax(q k' / sqrt(D) + mask) v for q (B, H, S, D), k and v (B, H, T, D), mask (S, T) of
-        0 and -inf.
+        0 and -inf. The softmax, (B, H, S, T), is appended to `keep` if that is given.
         """
         B, H, S, D = q.shape
         T = k.size(2)
         pdrop = self.attn_pdrop if self.training else 0.0
         short = q.device.type == "cpu" and T <= SHORT_ATTENTION
-        if self.attention == "sdpa" or (self.attention == "auto" and not short):
+        fused = self.attention == "sdpa" or (self.attention == "auto" and not short)
+        if fused and keep is None:
             if S == T:
                 return F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=True)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pdrop)
@@ -279,6 +288,8 @@ class CausalSelfAttention(nn.Module):
         # memory. Shapes are (B * H, S, T) from here.
         q, k, v = (z.reshape(B * H, -1, D) for z in (q, k, v))
         weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5).softmax(dim=-1)
+        if keep is not None:
+            keep.append(weights.view(B, H, S, T))
         if pdrop:
             weights = F.dropout(weights, pdrop)
         return torch.bmm(weights.to(v.dtype), v).view(B, H, S, D)
@@ -425,6 +436,19 @@ class GPT(nn.Module):
         """
         for block in self.blocks:
             block.compile(*args, **kwargs)
+
+    @torch.no_grad()
+    def inspect(self, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (T, V) and attention weights (L, H, T, T) for one context `idx` (T,) int64, where
+        row t of a head is what character t takes from characters 0 to t.
+
+        By plain matrix products, the only path that has the weights at hand. Raises ValueError if T
+        exceeds `block_size`.
+        """
+        cache = KVCache(self.config, 1, idx.device, self.tok_emb.weight.dtype)
+        cache.weights = []
+        logits, _ = self(idx[None], cache=cache)
+        return logits[0], torch.cat(cache.weights)
 
     def flops_per_token(self) -> float:
         """Floating-point operations of training per character: 6 per weight of a matrix, 12 L C T

@@ -232,6 +232,41 @@ def test_cached_logits_are_uncached_logits():
         assert torch.allclose(torch.cat(pieces, dim=1), model(idx)[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["auto", *PATHS])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_inspected_attention_is_causal_sums_to_one_and_is_what_the_logits_come_from(
+    arch, attention
+):
+    model = tiny(arch, attention)
+    idx = torch.randint(11, (12,))
+    logits, weights = model.inspect(idx)
+    assert torch.allclose(logits, model(idx[None])[0][0], atol=1e-5)
+    assert weights.shape == (3, 2, 12, 12)  # layers, heads, T, T
+    assert torch.allclose(weights.sum(dim=-1), torch.ones(3, 2, 12), atol=1e-6)
+    assert torch.equal(weights > 0, torch.ones(3, 2, 12, 12).tril() > 0)
+    assert (weights[0, 0] - weights[0, 1]).abs().max() > 0.01  # heads differ, and so do layers
+    assert (weights[0] - weights[1]).abs().max() > 0.01
+    changed = idx.clone()
+    changed[8] = (changed[8] + 1) % 11
+    assert torch.allclose(model.inspect(changed)[1][:, :, :8], weights[:, :, :8], atol=1e-6)
+    assert (model.inspect(changed)[1][:, :, 8:] - weights[:, :, 8:]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_inspected_attention_times_values_is_what_attention_returns(arch):
+    model = tiny(arch, "sdpa")
+    attention = model.blocks[0].attn
+    seen = []
+    attention.c_attn.register_forward_hook(lambda *a: seen.append(a[-1]))
+    attention.c_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    idx = torch.randint(11, (12,))
+    with torch.no_grad():
+        model(idx[None])
+    values = seen[0].view(12, 3, 2, 8)[:, 2].transpose(0, 1)  # (H, T, D)
+    taken = (model.inspect(idx)[1][0] @ values).transpose(0, 1).reshape(12, 16)
+    assert torch.allclose(taken, seen[1][0], atol=1e-5)
+
+
 def test_a_seed_repeats_the_draw_and_leaves_the_global_generator_alone():
     model = tiny()
     idx = torch.zeros(1, 1, dtype=torch.long)

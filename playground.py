@@ -1,0 +1,396 @@
+"""A local web page to try trained models: type a prompt, watch characters come, and see for each
+what else the model might have said and where a head looked.
+
+    python playground.py                               the newest run; the others can be chosen
+    python playground.py run_dir=runs/shakespeare_cpu  another run first
+    python playground.py snapshots=[a.pt,b.pt]         two to compare, side by side
+    python playground.py port=8000 host=0.0.0.0        for others, too: there is no password
+
+It needs Gradio (pip install -r requirements-playground.txt), no network, and reads a snapshot once.
+"""
+
+import contextlib
+import functools
+import glob
+import html
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from char_dataset import encode
+from errors import UserError, one_line
+from model import GPT, KVCache, pick
+from sample import SMALL, SampleConfig, load_model
+from snapshot_files import choose_snapshot, load
+
+CSS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates", "playground.css")
+LONGEST = 2000  # characters of a prompt, and of what continues it
+ALTERNATIVES = 10
+FRAME = 0.04  # seconds between what is shown of a text that grows; a browser is slower than a model
+WHITESPACE = {" ": ("space", "␣"), "\n": ("newline", "↵"), "\t": ("tab", "⇥")}
+# A click on a character becomes an event that carries its position.
+CLICK = """element.addEventListener('click', event => {
+    const at = event.target.dataset.at;
+    if (at !== undefined) trigger('click', {at: Number(at)});
+});"""
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """`run_dir`, `snapshots` (a list), `host` and `port` from `name=value` arguments; None stands
+    for what is not given. Raises `UserError`.
+    """
+    values: dict[str, Any] = dict.fromkeys(("run_dir", "snapshots", "host", "port"))
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or name not in values:
+            known = ", ".join(f"{name}=" for name in values)
+            raise UserError(f"{argument}: not an argument; there are {known}")
+        values[name] = value
+    if values["run_dir"] and values["snapshots"]:
+        raise UserError("run_dir and snapshots: give one of them")
+    if values["snapshots"] is not None:
+        values["snapshots"] = [s.strip() for s in values["snapshots"].strip("[]").split(",")]
+    port = values["port"]
+    if port is not None:
+        if not port.isdecimal() or not 1 <= int(port) < 2**16:
+            raise UserError(f"port={port}: must be a number from 1 to 65535")
+        values["port"] = int(port)
+    return values
+
+
+def find_snapshots(run_dir: str | None, snapshots: list[str] | None) -> list[str]:
+    """Those that are given, and then the best of each run under runs/, newest first."""
+    runs = glob.glob("runs/**/gpt_snapshot.pt", recursive=True)
+    runs = [os.path.dirname(r) for r in sorted(runs, key=os.path.getmtime, reverse=True)]
+    given = snapshots or [choose_snapshot(None, run_dir)]
+    return list(dict.fromkeys([*given, *(choose_snapshot(None, run) for run in runs)]))
+
+
+# --------------------------------------------------------------------------------------------------
+# The models
+
+
+@functools.lru_cache(maxsize=4)
+def read(path: str) -> tuple[GPT, str, str]:
+    """The model of a snapshot, its vocabulary, and a line on it. Raises `UserError`."""
+    snapshot = load(path)
+    model = load_model(snapshot, "cuda" if torch.cuda.is_available() else "cpu")
+    size = sum(p.numel() for p in model.parameters())
+    loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
+    about = f"{path}: {size / 1e6:.3g} M parameters, step {snapshot.step}{loss}"
+    return model, snapshot.vocabulary, about
+
+
+@dataclass
+class Text:
+    """What one model has made so far: ids, of which the first `start` are the prompt's."""
+
+    path: str
+    vocabulary: str
+    ids: list[int]
+    start: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return "".join(self.vocabulary[i] for i in self.ids)
+
+
+@torch.no_grad()
+def stream(model: GPT, ids: list[int], config: SampleConfig) -> Iterator[int]:
+    """The ids that continue `ids`, without end, each as soon as it is drawn."""
+    device, block_size = model.tok_emb.weight.device, model.config.block_size
+    generator = torch.Generator(device)
+    if config.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(config.seed)
+    cache = KVCache(model.config, 1, device, model.tok_emb.weight.dtype)
+    sequence = torch.tensor([ids], device=device)
+    while True:
+        if sequence.size(1) <= block_size:
+            logits, _ = model(sequence[:, cache.length :], cache=cache)
+        else:  # the window slides, and nothing cached is still true
+            logits, _ = model(sequence[:, -block_size:])
+        drawn = pick(
+            logits[:, -1],
+            config.temperature or 1.0,
+            config.temperature > 0,
+            config.top_k,
+            config.top_p,
+            generator,
+        )
+        sequence = torch.cat((sequence, drawn[:, None]), dim=1)
+        yield int(drawn)
+
+
+def start(path: str, config: SampleConfig) -> tuple[Text, Iterator[int]]:
+    """The prompt as the snapshot at `path` knows it, and what it will be continued by. Raises
+    `UserError` for a prompt that is empty, too long, or has an unknown character.
+    """
+    model, vocabulary, _ = read(path)
+    if not config.prompt:
+        raise UserError("prompt is empty: give at least one character")
+    if max(len(config.prompt), config.max_new_tokens) > LONGEST:
+        raise UserError(
+            f"a prompt of {len(config.prompt)} and max_new_tokens={config.max_new_tokens}: "
+            f"each must be at most {LONGEST} characters"
+        )
+    try:
+        ids = encode(config.prompt, {c: i for i, c in enumerate(vocabulary)}).tolist()
+    except UserError as error:
+        raise UserError(f"prompt: {error}") from error
+    text = Text(path, vocabulary, ids, len(ids), config.temperature)
+    return text, islice(stream(model, list(ids), config), config.max_new_tokens)
+
+
+def look(text: Text, at: int, layer: int, head: int) -> tuple[list[tuple[str, float]], list[float]]:
+    """How the model came to the character at position `at` of `text`: its `ALTERNATIVES` likeliest
+    ones with their probabilities (after temperature, before top-k and top-p), and how much of each
+    character before it the head took, the last `block_size` of them at most, adding up to 1.
+
+    `layer` and `head` count from 1. Raises `UserError` where there is no such position, layer or
+    head.
+    """
+    model, vocabulary, _ = read(text.path)
+    sizes = (
+        ("character", at, 1, len(text.ids) - 1),
+        ("layer", layer, 1, model.config.n_layer),
+        ("head", head, 1, model.config.n_head),
+    )
+    for name, value, low, high in sizes:
+        if value is None or not low <= value <= high:
+            raise UserError(f"{name}={value}: must be from {low} to {high}")
+    context = text.ids[max(0, at - model.config.block_size) : at]
+    logits, weights = model.inspect(torch.tensor(context, device=model.tok_emb.weight.device))
+    probability = (logits[-1] / (text.temperature or 1.0)).softmax(dim=-1)
+    likeliest = probability.topk(min(ALTERNATIVES, len(vocabulary)))
+    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    return [(vocabulary[i], p) for i, p in pairs], weights[layer - 1, head - 1, -1].tolist()
+
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+
+def span(character: str, classes: str = "", attributes: str = "") -> str:
+    """One character as HTML; CSS makes whitespace visible."""
+    classes = f"{WHITESPACE.get(character, ('', ''))[0]} {classes}".strip()
+    return f'<span class="{classes}" {attributes}>{html.escape(character)}</span>'
+
+
+def draft(text: Text) -> str:
+    """The text as HTML while it grows, when an element for each character would be too slow.
+
+    Braces are escaped, too, so that no two of them can be taken for a template's.
+    """
+    return "".join(
+        span(c) if c in WHITESPACE else html.escape(c).replace("{", "&#123;") for c in str(text)
+    )
+
+
+def show(text: Text, picked: int | None = None) -> str:
+    """The text as HTML, with a position at each character."""
+    return "".join(
+        span(
+            character,
+            "prompt" * (at < text.start) + " picked" * (at == picked),
+            f'data-at="{at}"' if at else "",  # nothing comes before the first
+        )
+        for at, character in enumerate(str(text))
+    )
+
+
+def show_look(text: Text, at: int, layer: int, head: int) -> str:
+    """What `look` finds, as HTML."""
+    alternatives, weights = look(text, at, layer, head)
+    made = str(text)[at]
+    rows = "".join(
+        f'<tr class="{"made" * (character == made)}"><th>{name(character)}</th><td>'
+        f'<span class="bar" style="width:{100 * p:.1f}%"></span>{100 * p:.1f} %</td></tr>'
+        for character, p in alternatives
+    )
+    most = max(weights)
+    context = str(text)[at - len(weights) : at]
+    shaded = "".join(
+        span(c, "", f'style="background:rgb(255 140 0 / {0.6 * w / most:.3f})" title="{w:.1%}"')
+        for c, w in zip(context, weights, strict=True)
+    )
+    temperature = text.temperature or 1.0
+    return (
+        f"<p>Character {at}, {name(made)}: the likeliest here, at temperature {temperature:g}</p>"
+        f'<table class="alternatives">{rows}</table>'
+        f"<p>Where head {head} of layer {layer} looked (darkest: {most:.1%})</p>"
+        f'<div class="characters attention">{shaded}</div>'
+    )
+
+
+def name(character: str) -> str:
+    """A character by itself, as HTML."""
+    if character in WHITESPACE:
+        return WHITESPACE[character][1]
+    return html.escape(character) if character.isprintable() else f"U+{ord(character):04X}"
+
+
+def build(paths: list[str], second: str):
+    """The page for the snapshots at `paths`, with the first of them and perhaps `second`."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when it is imported
+    try:
+        import gradio as gr
+    except ImportError as error:
+        raise UserError(
+            f"the playground needs Gradio: pip install -r requirements-playground.txt ({error})"
+        ) from error
+
+    @contextlib.contextmanager
+    def messages():
+        """What the user can mend is a message on the page, as text."""
+        try:
+            yield
+        except UserError as error:
+            raise gr.Error(html.escape(one_line(error)), print_exception=False) from None
+
+    def generate(first, second, prompt, temperature, top_k, top_p, length, seed):
+        """Both texts, and their HTML, at each character; without a second snapshot, one."""
+        with messages():
+            config = SampleConfig(prompt, 1, length, temperature, top_k or None, top_p, seed)
+            texts, streams = zip(*(start(p, config) for p in (first, second) if p), strict=True)
+            due = 0.0
+            for made in zip(*streams, strict=True):
+                for text, i in zip(texts, made, strict=True):
+                    text.ids.append(i)
+                if time.monotonic() > due or len(texts[0].ids) == texts[0].start + length:
+                    shown = [x for text in texts for x in (draft(text), text)]
+                    yield (*shown, *[gr.skip()] * (4 - len(shown)))
+                    due = time.monotonic() + FRAME
+
+    def inspect(text, at, layer, head):
+        """What belongs to a position; to the first that was made, where there is none."""
+        if text is None:
+            return gr.skip(), gr.skip(), gr.skip()
+        at = text.start if at is None else at
+        with messages():
+            return show(text, at), at, show_look(text, at, layer, head)
+
+    def click(text, layer, head, event: gr.EventData):
+        return inspect(text, event.at, layer, head)
+
+    def finish(text, layer, head):
+        return inspect(text, None, layer, head)
+
+    def choose(path):
+        """A panel made ready for the snapshot at `path`; hidden without one."""
+        if not path:
+            return gr.Column(visible=False), *[gr.skip()] * 6, None
+        with messages():
+            model, _, about = read(path)
+        layers, heads = (
+            gr.Dropdown(list(range(1, n + 1)), value=n if label == "layer" else 1, label=label)
+            for label, n in (("layer", model.config.n_layer), ("head", model.config.n_head))
+        )
+        about = f"<small>{html.escape(about)}</small>"
+        return gr.Column(visible=True), about, "", None, layers, heads, "", None
+
+    with gr.Blocks(title="Playground", analytics_enabled=False) as page:
+        with gr.Row():
+            first = gr.Dropdown(paths, value=paths[0], label="snapshot", min_width=320)
+            second = gr.Dropdown(
+                [("none", ""), *paths], value=second, label="beside it", min_width=320
+            )
+        prompt = gr.Textbox(label="prompt", lines=2, placeholder="what to go on from")
+        with gr.Row():
+            temperature = gr.Slider(0, 2, SampleConfig.temperature, step=0.05, label="temperature")
+            top_k = gr.Slider(0, 100, 0, step=1, label="top-k (0: among all)")
+            top_p = gr.Slider(0.01, 1, 1, step=0.01, label="top-p (1: among all)")
+        with gr.Row():
+            length = gr.Slider(1, LONGEST, 300, step=1, label="characters")
+            seed = gr.Number(
+                SampleConfig.seed, label="seed (empty: another text every time)", precision=0
+            )
+        with gr.Row():
+            go = gr.Button("Generate", variant="primary")
+            stop = gr.Button("Stop")
+        panels = []
+        with gr.Row():
+            for snapshot in (first, second):
+                with gr.Column(visible=bool(snapshot.value)) as column:
+                    about = gr.HTML()
+                    shown = gr.HTML(
+                        "",
+                        html_template='<div class="characters clickable">${value}</div>',
+                        js_on_load=CLICK,
+                    )
+                    with gr.Row():
+                        at = gr.Number(label="character, or click one", precision=0, min_width=80)
+                        layer = gr.Dropdown([], label="layer", min_width=80)
+                        head = gr.Dropdown([], label="head", min_width=80)
+                    found = gr.HTML(elem_classes="inspection")
+                    text = gr.State()
+                panels.append((shown, text, at, layer, head, found))
+                ready = [column, about, shown, at, layer, head, found, text]
+                gr.on([page.load, snapshot.change], choose, snapshot, ready)
+                shown.click(click, [text, layer, head], [shown, at, found])
+                gr.on(
+                    [at.input, layer.input, head.input],
+                    inspect,
+                    [text, at, layer, head],
+                    [shown, at, found],
+                )
+        made = gr.on(
+            [go.click, prompt.submit],
+            generate,
+            [first, second, prompt, temperature, top_k, top_p, length, seed],
+            [component for panel in panels for component in panel[:2]],
+            show_progress="minimal",
+        )
+        for shown, text, at, layer, head, found in panels:
+            outputs = [shown, at, found]
+            made.success(finish, [text, layer, head], outputs)
+            stop.click(finish, [text, layer, head], outputs, cancels=made)
+    return page.queue(api_open=False, default_concurrency_limit=1)  # so many at once wait
+
+
+def main() -> None:
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
+        print(__doc__.strip())
+        return
+    try:
+        given = parse(sys.argv[1:])
+        paths = find_snapshots(given["run_dir"], given["snapshots"])
+        shown = list(dict.fromkeys(given["snapshots"] or paths[:1]))
+        for path in shown:
+            read(path)  # what is wrong with it is said here
+        if sum(p.numel() for p in read(paths[0])[0].parameters()) < SMALL:
+            torch.set_num_threads(1)  # a character at a time is too little to share
+        page = build(paths, shown[1] if len(shown) > 1 else "")
+        import gradio as gr  # `build` has seen to it that there is one
+
+        try:
+            _, url, _ = page.launch(
+                server_name=given["host"] or "127.0.0.1",
+                server_port=given["port"],
+                share=False,
+                ssr_mode=False,
+                run_history=False,
+                footer_links=[],
+                css_paths=CSS,
+                theme=gr.themes.Default(font="system-ui", font_mono="ui-monospace"),
+                quiet=True,
+                prevent_thread_lock=True,
+            )
+        except OSError as error:
+            raise UserError(f"host={given['host']} port={given['port']}: {error}") from error
+        print(f"playground at {url} (Ctrl-C ends it)", flush=True)
+        page.block_thread()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
