@@ -7,6 +7,7 @@ configuration into the dataclasses that the application is built from.
 
 import difflib
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -20,12 +21,14 @@ from omegaconf.errors import OmegaConfBaseException
 from char_dataset import DataConfig
 from distributed import launched_size
 from errors import UserError
-from launch import LaunchConfig
+from launch import LaunchConfig, without
 from model import ARCHITECTURE, GPTConfig
 from optimizer import OptimizerConfig
 from snapshot import flatten
 from trainer import TrainerConfig
 
+CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
+CONFIG = "config.yaml"  # of a run, in its directory
 GROUPS = ("data", "model", "optimizer", "trainer", "experiment")
 
 
@@ -57,14 +60,16 @@ def register() -> None:
 
 
 def job_name(overrides: list[str]) -> str:
-    """A directory name for one job of a sweep: its overrides, shortened where they are many.
+    """A directory name for one job of a sweep: its overrides, but for those of `launch`.
 
-    The same overrides give the same name, so that the same sweep goes on where it stopped.
+    The same overrides give the same name, so that the same sweep goes on where it stopped. Others
+    give another: where characters are replaced, or many left out, it ends with a digest.
     """
-    name = re.sub(r"[^\w.,=+-]", "_", ",".join(sorted(overrides)))
-    if len(name) <= 120:
+    whole = ",".join(sorted(without(overrides, "launch."))) or "defaults"
+    name = re.sub(r"[^\w.,=+-]", "_", whole)
+    if name == whole and len(name) <= 120:
         return name
-    return f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return f"{name[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
 # Not in `register`: a job of submitit's names its directory before it calls anything of ours.

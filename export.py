@@ -14,32 +14,27 @@ import contextlib
 import math
 import os
 import shutil
-import sys
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
+from arguments import parse, run_program
 from errors import UserError, one_line
+from history import choose_snapshot
 from huggingface import to_files, unknown_token
 from model import GPTConfig
-from sharded_snapshot import put_together
+from sharded_snapshot import read_whole
 from snapshot import Snapshot
-from snapshot_files import choose_snapshot, load
-
-ARGUMENTS = ("snapshot", "run_dir", "out", "push_to")
 
 
-def parse(arguments: list[str]) -> dict[str, str | None]:
-    """The values of all `ARGUMENTS`, None for those not given."""
-    values: dict[str, str | None] = dict.fromkeys(ARGUMENTS)
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name not in values or not value:
-            known = ", ".join(f"{name}=" for name in ARGUMENTS)
-            raise UserError(f"{argument}: not an argument; there are {known}")
-        values[name] = value
-    if values["out"] is None:
-        raise UserError("out is missing: the directory to write, as in out=my_gpt")
-    return values
+@dataclass
+class ExportConfig:
+    """What to write, and where; every field is an argument, `name=value`."""
+
+    out: str  # the directory to write
+    run_dir: str | None = None  # the run; without: the newest under runs/
+    snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
+    push_to: str | None = None  # USER/NAME on the Hugging Face Hub
 
 
 def export(snapshot: Snapshot, path: str, out: str) -> None:
@@ -193,27 +188,17 @@ def push(client: Any, out: str, push_to: str) -> str:
     return f"{client.endpoint}/{push_to}"
 
 
-def main() -> None:
-    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        print(__doc__.strip())
-        return
-    try:
-        given = parse(sys.argv[1:])
-        out, push_to = given["out"], given["push_to"]
-        check_is_free(out)
-        client = hub(push_to) if push_to else None
-        path = choose_snapshot(given["snapshot"], given["run_dir"])
-        snapshot = load(path)
-        if snapshot.shards:
-            snapshot = put_together(path)
-        export(snapshot, path, out)
-        print(f"{out}: step {snapshot.step} of {path}, held-out loss {held_out_loss(snapshot)}")
-        if client is not None:
-            print(f"{push_to}: uploaded to {push(client, out, push_to)}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+def main(arguments: list[str]) -> None:
+    config = parse(ExportConfig, arguments)
+    check_is_free(config.out)
+    client = hub(config.push_to) if config.push_to else None
+    path = choose_snapshot(config.snapshot, config.run_dir)
+    snapshot = read_whole(path)
+    export(snapshot, path, config.out)
+    print(f"{config.out}: step {snapshot.step} of {path}, held-out loss {held_out_loss(snapshot)}")
+    if client is not None:
+        print(f"{config.push_to}: uploaded to {push(client, config.out, config.push_to)}")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

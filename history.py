@@ -1,7 +1,11 @@
-"""A run, read back from its directory: what `report.py` shows and compares."""
+"""Runs, read back from their directories: which is the newest, where its snapshot is, and what
+`report.py` shows and compares.
+"""
 
 import functools
+import glob
 import os
+import statistics
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,13 +15,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config import Config, plain, register
+from config import CONF, CONFIG, Config, plain, register
 from environment import ENVIRONMENT
 from errors import UserError, one_line
 from metrics import METRICS, read_lines
 from snapshot import differences, flatten
+from snapshot_files import beside, exists
+from trainer import TrainerConfig, snapshot_path
 
-CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 # What every run has for itself, or has from its text.
 OWN = (
     "run_name",
@@ -27,6 +32,54 @@ OWN = (
     "model.block_size",
     "data.fallback",
 )
+
+
+def newest_run() -> str:
+    """The directory of the run under runs/ that has logged last. Raises `UserError` without any."""
+    found = glob.glob(f"runs/**/{METRICS}", recursive=True)
+    if not found:
+        raise UserError(f"no run under runs/ has {METRICS}; train first, or give run_dir=")
+    return os.path.dirname(max(found, key=os.path.getmtime))
+
+
+def recorded_snapshot_path(run_dir: str) -> str | None:
+    """The `trainer.snapshot_path` in the `config.yaml` of a run; None where there is none.
+
+    Raises `UserError` if the file cannot be read.
+    """
+    path = os.path.join(run_dir, CONFIG)
+    if not os.path.exists(path):
+        return None
+    try:
+        return OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
+    except Exception as error:  # a file can be wrong in many ways
+        raise UserError(
+            f"{path}: cannot be read: {one_line(error)}; mend it, or move it away"
+        ) from error
+
+
+def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
+    """The path of the snapshot to read a model from: `snapshot` where it is given, or else the best
+    of the run in `run_dir`, or else of the newest run. The best is the one with the lowest held-out
+    loss; the latest stands in where nothing was evaluated.
+
+    Raises `UserError` if there is none.
+    """
+    if snapshot is not None:
+        return snapshot
+    run_dir = run_dir or newest_run()
+    recorded = recorded_snapshot_path(run_dir) or TrainerConfig.snapshot_path
+    latest = snapshot_path(TrainerConfig(snapshot_path=recorded), run_dir)
+    for path in (beside(latest, "best"), latest):
+        if exists(path):
+            return path
+    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}")
+
+
+def median_rate(lines: list[dict[str, Any]]) -> float | None:
+    """The median of the characters a second that lines of metrics have; None where none does."""
+    rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
+    return statistics.median(rates) if rates else None
 
 
 @dataclass
@@ -55,10 +108,10 @@ class Run:
             raise UserError(f"run_dir={path}: there is no {METRICS} in it")
         lines = read_lines(file, "split", "loss")
         try:
-            config = OmegaConf.to_container(OmegaConf.load(os.path.join(path, "config.yaml")))
+            config = OmegaConf.to_container(OmegaConf.load(os.path.join(path, CONFIG)))
             int(config["model"]["vocab_size"]), config["trainer"]["max_steps"]
         except Exception as error:  # a file can be wrong in many ways
-            raise UserError(f"{path}/config.yaml: cannot be read: {one_line(error)}") from error
+            raise UserError(f"{path}/{CONFIG}: cannot be read: {one_line(error)}") from error
         good = [line for line in lines if line["loss"] is not None]
         if not good:
             raise UserError(f"{file}: no step has been logged yet")

@@ -25,11 +25,12 @@ import sharding
 from config import Config
 from distributed import World, run_on_first
 from errors import UserError
+from history import choose_snapshot
 from huggingface import PER_CHARACTER
 from model import ARCHITECTURE
-from sharded_snapshot import put_together
+from sharded_snapshot import read_whole
 from snapshot import Snapshot
-from snapshot_files import choose_snapshot, is_local, load
+from snapshot_files import is_local
 
 log = logging.getLogger("gpt")
 
@@ -57,9 +58,7 @@ def read(source: str) -> Learned:
     path = source
     if is_local(source) and os.path.isdir(source):
         path = choose_snapshot(None, source)
-    snapshot = load(path)
-    if snapshot.shards:
-        snapshot = put_together(path)
+    snapshot = read_whole(path)
     description = f"{path}, step {snapshot.step}"
     if snapshot.loss is not None:
         description += f", held-out loss {snapshot.loss:.4f}"

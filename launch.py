@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
@@ -56,15 +57,30 @@ class LaunchConfig:
             )
         return torch.cuda.device_count()
 
+    def starts_others(self) -> bool:
+        """Whether others train, and this one waits: one that died could not start itself again."""
+        return self.processes() > 1 or self.max_restarts > 0
+
     def check(self) -> None:
         """Raises `UserError` if processes are to be started by one that a launcher has started."""
-        is_launched = launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ
-        if is_launched and self.processes() > 1:
+        if launched_size() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            return
+        if self.processes() > 1:
             raise UserError(
                 f"launch.nproc_per_node={self.nproc_per_node}: must be 1 under a launcher, which "
                 "has started the processes already; or leave the launcher out: python main.py "
                 f"launch.nproc_per_node={self.nproc_per_node}"
             )
+        if self.max_restarts > 0:
+            raise UserError(
+                f"launch.max_restarts={self.max_restarts}: must be 0 under a launcher, which "
+                "starts its processes again itself (torchrun --max-restarts)"
+            )
+
+
+def without(overrides: list[str], *keys: str) -> list[str]:
+    """The overrides that do not begin with one of `keys`, as in `launch.` or `run_dir=`."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(keys)]
 
 
 def arguments(hydra: Any, overrides: list[str], run_dir: str) -> list[str]:
@@ -75,11 +91,12 @@ def arguments(hydra: Any, overrides: list[str], run_dir: str) -> list[str]:
     result = ["--config-path", sources["main"], "--config-name", hydra.job.config_name]
     if "command-line" in sources:
         result += ["--config-dir", sources["command-line"]]
-    result += [o for o in overrides if not o.lstrip("+").startswith("launch.")]
+    result += [o for o in hydra.overrides.hydra if o.lstrip("+").startswith("hydra.searchpath=")]
+    result += without(overrides, "launch.")
     if not any(o.lstrip("+").startswith("experiment=") for o in overrides):
         result.append("experiment=null")  # or it would choose one
-    quoted = run_dir.replace("'", r"\'")
-    return [*result, f"run_dir='{quoted}'", "launch.nproc_per_node=1"]
+    quoted = QuotedString(run_dir, Quote.single).with_quotes()
+    return [*result, f"run_dir={quoted}", "launch.nproc_per_node=1", "launch.max_restarts=0"]
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -92,13 +109,15 @@ def is_news(record: logging.LogRecord) -> bool:
 def start(config: LaunchConfig, arguments: list[str]) -> None:
     """Runs `main.py` with `arguments` in `config.processes()` processes and waits for them.
 
-    SIGTERM, SIGINT and SIGHUP are handed on. Raises `Stopped` where the processes were asked to
-    stop, and `UserError` where one of them failed; it has said why, unless a signal ended it.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR2 are handed on. Raises `Stopped` where the processes were
+    asked to stop, and `UserError` where one of them failed; it has said why, unless a signal ended
+    it.
     """
     for name in ("agent.server", "multiprocessing"):
         logging.getLogger(f"torch.distributed.elastic.{name}.api").addFilter(is_news)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handed_on = [number for number in SIGNALS if number != signal.SIGUSR1]  # which stops nothing
+    handlers = {number: signal.getsignal(number) for number in handed_on}
     heard = [n.name for n, handler in handlers.items() if handler != signal.SIG_IGN]  # not by nohup
     with tempfile.TemporaryDirectory() as folder:
         elastic = api.LaunchConfig(

@@ -44,7 +44,7 @@ import sharding
 import slurm
 import sweep
 from char_dataset import CharDataset
-from config import Config, explain, follow_overrides, plain, register, validate
+from config import CONF, CONFIG, Config, explain, follow_overrides, plain, register, validate
 from distributed import (
     World,
     gather,
@@ -56,6 +56,7 @@ from distributed import (
 )
 from environment import ENVIRONMENT
 from errors import UserError, one_line
+from history import recorded_snapshot_path
 from metrics import LOCK, METRICS, REPORT, owned, run_directory
 from model import GPT
 from optimizer import create_optimizer
@@ -69,8 +70,6 @@ from text_files import fetch
 from trainer import Trainer, choose_amp_dtype, find_snapshot, snapshot_path
 
 log = logging.getLogger("gpt")
-CONFIG = "config.yaml"  # of a run, in its directory
-CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 trained_in: int | None = None  # the process that `train` has last been called in
 
 
@@ -98,10 +97,11 @@ def train(composed: DictConfig) -> float | None:
     global trained_in
     log_to_console()
     config = validate(composed)
-    if config.launch.processes() > 1:
+    if config.launch.starts_others():
         raise UserError(
-            f"launch.nproc_per_node={config.launch.nproc_per_node}: train() is one process; start "
-            "python main.py, or hand train to a launcher"
+            f"launch.nproc_per_node={config.launch.nproc_per_node}, "
+            f"launch.max_restarts={config.launch.max_restarts}: train() is one process, which "
+            "starts no other; start python main.py, or hand train to a launcher"
         )
     if trained_in not in (None, os.getpid()):  # a fork lacks the threads of OpenMP, and would hang
         raise UserError(
@@ -175,14 +175,10 @@ def train(composed: DictConfig) -> float | None:
         loss = trainer.train()
         if config.report and world.is_first:
             write_report(config.run_dir)
-        best = trainer.files.path
         if trainer.best is not None:
-            best = trainer.files.best
-            log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, best)
-        at = f"snapshot={best}"
-        if os.path.basename(trainer.files.path) == "gpt_snapshot.pt":
-            at = f"run_dir={os.path.dirname(trainer.files.path)}"
-        log.info("sample      python sample.py %s", at)
+            at = trainer.files.best
+            log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, at)
+        log.info("sample      python sample.py run_dir=%s", config.run_dir)
     return loss
 
 
@@ -198,15 +194,7 @@ def own_files(config: Config, stack: contextlib.ExitStack) -> None:
 
 def check_nothing_is_left_behind(config: Config) -> None:
     """Raises `UserError` if this run has its snapshots, but at another `trainer.snapshot_path`."""
-    recorded = os.path.join(config.run_dir, CONFIG)
-    if not os.path.exists(recorded):
-        return
-    try:
-        was = OmegaConf.select(OmegaConf.load(recorded), "trainer.snapshot_path")
-    except Exception as error:  # a file can be wrong in many ways
-        raise UserError(
-            f"{recorded}: cannot be read: {one_line(error)}; mend it, or move it away"
-        ) from error
+    was = recorded_snapshot_path(config.run_dir)
     if was is None or was == config.trainer.snapshot_path:
         return
     before = snapshot_path(dataclasses.replace(config.trainer, snapshot_path=was), config.run_dir)
@@ -285,10 +273,11 @@ def main(composed: DictConfig) -> float | None:
         overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as they were typed
         with contextlib.ExitStack() as stack:
             if hydra_config.mode == RunMode.MULTIRUN and launched_rank() == 0:
-                stack.enter_context(sweep.recorded(composed.run_dir, overrides))
+                job = launch.without(overrides, "launch.")
+                stack.enter_context(sweep.recorded(composed.run_dir, job))
             follow_overrides(composed, overrides)
             config = validate(composed)
-            if config.launch.processes() > 1:
+            if config.launch.starts_others():
                 arguments = launch.arguments(hydra_config, overrides, config.run_dir)
                 launch.start(config.launch, arguments)
                 return sweep.last_loss(config.run_dir)
@@ -379,6 +368,9 @@ if __name__ == "__main__":
                 "-m: the jobs of a sweep take turns, each with processes of its own: start it with "
                 f"python main.py -m launch.nproc_per_node={launched_size()} ..., without a launcher"
             )
+        for argument in sys.argv:
+            if argument.lstrip("+").startswith("launch.") and "," in argument:
+                fail(f"{argument}: is not what jobs of a sweep can differ in; give one value")
         here, others = os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # for submitit
     sys.argv[1:] = with_recipe(sys.argv[1:])

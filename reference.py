@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from errors import UserError, one_line
-from history import Run
+from history import Run, median_rate
+from launch import without
 
 CARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 FEWEST = 3  # seeds that a spread can be told from
@@ -105,7 +106,10 @@ def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:
         raise UserError("run_dirs: the runs have learned different texts")
     start = runs[0].starts[-1]
     own = ("trainer.seed=", "run_name=", "run_dir=", "launch.")
-    words = [word for word in start["overrides"] or [] if not word.startswith(own)]
+    words = without(start["overrides"] or [], *own)
+    rates = [rate for run in runs if (rate := median_rate(run.train))]
+    if not rates:
+        raise UserError("run_dirs: no line of their metrics has tokens_per_s")
     (name,) = names
     return name, {
         "command": shlex.join(["python", "main.py", *words, "trainer.seed=SEED"]),
@@ -118,7 +122,7 @@ def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:
         "torch": start["torch"],
         "precision": start["precision"],
         "text_sha256": start["text_sha256"],
-        "characters_per_s": round(statistics.median(map(speed, runs))),
+        "characters_per_s": round(statistics.median(rates)),
         "seconds": round(statistics.median(run.seconds for run in runs), 1),
         "steps": runs[0].total_steps,
         "val": spread([run.val for run in runs]),
@@ -134,11 +138,6 @@ def spread(histories: list[list[dict[str, Any]]]) -> list[list[float]]:
         values = [history[step] for history in losses]
         rows.append([step, round(statistics.mean(values), 4), round(statistics.stdev(values), 4)])
     return rows
-
-
-def speed(run: Run) -> float:
-    """The median of the characters a second that a run has logged."""
-    return statistics.median(line["tokens_per_s"] for line in run.train)
 
 
 def tolerance(reference: dict[str, Any], split: str) -> dict[int, float]:
@@ -199,9 +198,10 @@ def check(run: Run, card: dict[str, dict[str, Any]]) -> tuple[bool, list[str]]:
             )
         if run.starts and run.starts[-1]["text_sha256"] != reference["text_sha256"]:
             changed = ", ".join(filter(None, (changed, "the text, by its SHA-256")))
-        if run.train and speed(run) < 0.7 * reference["characters_per_s"]:
+        rate = median_rate(run.train)
+        if rate and rate < 0.7 * reference["characters_per_s"]:
             remarks.append(
-                f"It is slower than the reference: {speed(run):,.0f} characters a second against "
+                f"It is slower than the reference: {rate:,.0f} characters a second against "
                 f"{reference['characters_per_s']:,} ({reference['device']}, threads: "
                 f"{reference['processes'] * reference['threads']}); that says nothing of what it "
                 "learns."

@@ -17,26 +17,23 @@ import math
 import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
 
+from arguments import parse, run_program
 from errors import UserError
-from history import OWN, Run
+from history import OWN, Run, median_rate, newest_run
+from launch import without
 from metrics import METRICS, REPORT
 from reference import CARD, check, curve, load_card, save_card, tolerance
 from snapshot import flatten
 from trainer import duration
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
-COMMANDS = {
-    "report": ("run_dir", "run_dirs", "out", "reference"),
-    "check": ("run_dir", "reference"),
-    "reference": ("run_dirs", "reference"),
-}
 MOST_POINTS = 1000  # of one curve; more would not be seen
 TRAIN_HUE, VAL_HUE = 28, 215
 GOLDEN_ANGLE = 137.5  # degrees
@@ -162,7 +159,8 @@ def charts(runs: list[Run], labels: list[str], card: dict[str, Any]) -> list[Cha
                 own = TRAIN_HUE if alone and faint else hue
                 loss.append(Series(name, points, own, faint, dots=not faint and len(points) < 60))
         for series, key in ((rate, "lr"), (speed, "tokens_per_s")):
-            points = thin([(line["step"], line[key]) for line in run.train])
+            known = [line for line in run.train if line.get(key) is not None]
+            points = thin([(line["step"], line[key]) for line in known])
             if points:
                 series.append(Series(label, points, hue))
     best = runs[0].best if len(runs) == 1 else None
@@ -275,7 +273,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
         overrides = [f"experiment={run.recipe}"] if run.recipe else []
         overrides += [override(key, now) for key, (_, now) in changes(run)[0].items()]
     own = ("run_name=", "run_dir=", "launch.", "trainer.resume=", "hydra.")
-    words = [o for o in overrides if not o.lstrip("+").startswith(own)]
+    words = without(overrides, *own)
     if not any(word.startswith("experiment=") for word in words):
         words.insert(0, "experiment=null")
     launcher = ["python"]
@@ -303,7 +301,7 @@ def override(key: str, value: Any) -> str:
     if not isinstance(value, str):
         value = json.dumps(value)
     elif not re.fullmatch(r"[\w./:-]+", value):
-        value = "'" + value.replace("'", r"\'") + "'"
+        value = QuotedString(value, Quote.single).with_quotes()
     return f"{key}={value}"
 
 
@@ -320,7 +318,7 @@ def describe(run: Run, card: dict[str, Any]) -> dict[str, Any]:
     changed, unknown = changes(run)
     on_track, words = check(run, card) if unknown is None else (None, [unknown])
     steps = f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
-    rates = [line["tokens_per_s"] for line in run.train]
+    rate = median_rate(run.train)
     held_out = {line["step"]: line["loss"] for line in run.val}
     facts = {
         "best held-out loss": f"{run.best['loss']:.4f}" if run.best else "",
@@ -328,7 +326,7 @@ def describe(run: Run, card: dict[str, Any]) -> dict[str, Any]:
         "last held-out loss": f"{run.val[-1]['loss']:.4f}" if run.val else "",
         "steps": steps,
         "wall time": duration(run.seconds) if run.seconds else "",
-        "characters/s": f"{sorted(rates)[len(rates) // 2]:,.0f}" if rates else "",
+        "characters/s": f"{rate:,.0f}" if rate else "",
     }
     return {
         "run": run,
@@ -395,53 +393,63 @@ def write(run_dirs: list[str], out: str, reference: str = CARD, png: bool = Fals
 # The command line
 
 
-def parse(arguments: list[str]) -> tuple[str, dict[str, str]]:
-    """The command, and the `name=value` arguments, of which none is unknown."""
-    command = arguments[0] if arguments and "=" not in arguments[0] else "report"
-    if command not in COMMANDS:
-        raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
-    values = {}
-    for argument in arguments[arguments[:1] == [command] :]:
-        name, equals, value = argument.partition("=")
-        if not equals or name not in COMMANDS[command]:
-            known = ", ".join(f"{name}=" for name in COMMANDS[command])
-            raise UserError(f"{argument}: not an argument of {command}; there are {known}")
-        values[name] = value
-    return command, values
+@dataclass
+class CheckConfig:
+    """The arguments of `check`, `name=value`."""
+
+    run_dir: str | None = None  # without: the newest under runs/
+    reference: str = CARD  # the card
 
 
-def find_runs(values: dict[str, str]) -> list[str]:
+@dataclass
+class ReportConfig(CheckConfig):
+    """The arguments of `report`."""
+
+    run_dirs: str | None = None  # several: a list or a pattern
+    out: str | None = None  # the page; without: report.html in the run's directory
+
+
+@dataclass
+class ReferenceConfig:
+    """The arguments of `reference`."""
+
+    run_dirs: str | None = None  # a list or a pattern; without: the newest under runs/
+    reference: str = CARD  # the card to write
+
+
+COMMANDS = {"report": ReportConfig, "check": CheckConfig, "reference": ReferenceConfig}
+
+
+def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
     """The directories that `run_dir` or `run_dirs` name, or the newest run's; patterns are followed
     to the runs among what they match.
     """
-    if "run_dir" in values and "run_dirs" in values:
+    if run_dir is not None and run_dirs is not None:
         raise UserError("run_dir and run_dirs: give one of them")
-    if "run_dir" in values:
-        return [values["run_dir"]]
-    if "run_dirs" not in values:
-        found = glob.glob(f"runs/**/{METRICS}", recursive=True)
-        if not found:
-            raise UserError("no run under runs/ has metrics; train first, or give run_dir=")
-        return [os.path.dirname(max(found, key=os.path.getmtime))]
-    text = values["run_dirs"]
+    if run_dirs is None:
+        return [run_dir or newest_run()]
     try:
-        given = yaml.safe_load(text)
+        given = yaml.safe_load(run_dirs)
     except yaml.YAMLError as error:
-        raise UserError(f"run_dirs={text}: not a list such as [runs/a,runs/b]") from error
-    run_dirs = []
+        raise UserError(f"run_dirs={run_dirs}: not a list such as [runs/a,runs/b]") from error
+    found = []
     for name in given if isinstance(given, list) else [given]:
         matches = [str(name)] if os.path.isdir(str(name)) else sorted(glob.glob(str(name)))
         runs = [path for path in matches if os.path.exists(os.path.join(path, METRICS))]
         if not runs:
-            raise UserError(f"run_dirs={text}: {name} is no run's directory, and matches none")
-        run_dirs += runs
-    return list(dict.fromkeys(run_dirs))
+            raise UserError(f"run_dirs={run_dirs}: {name} is no run's directory, and matches none")
+        found += runs
+    return list(dict.fromkeys(found))
 
 
-def run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Does what the command line says; returns the exit status."""
-    command, values = parse(arguments)
-    run_dirs, card = find_runs(values), values.get("reference", CARD)
+    command = arguments[0] if arguments and "=" not in arguments[0] else "report"
+    if command not in COMMANDS:
+        raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
+    config = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
+    run_dirs = find_runs(*(vars(config).get(name) for name in ("run_dir", "run_dirs")))
+    card = config.reference
     if command == "check":
         history = Run.read(run_dirs[0])
         on_track, words = check(history, load_card(card))
@@ -454,23 +462,12 @@ def run(arguments: list[str]) -> int:
         save_card({**load_card(card), name: reference}, card)
         print(f"{name}: {card} has its reference now")
         return 0
-    folder = run_dirs[0] if len(run_dirs) == 1 else os.path.commonpath(run_dirs)
-    out = values.get("out") or os.path.join(folder, REPORT)
-    print(write(run_dirs, out, card, png=True))
+    folder = run_dirs[0]
+    if len(run_dirs) > 1:
+        folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
+    print(write(run_dirs, config.out or os.path.join(folder, REPORT), card, png=True))
     return 0
 
 
-def main() -> None:
-    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        print(__doc__.strip())
-        return
-    try:
-        status = run(sys.argv[1:])
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(main)

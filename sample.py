@@ -9,18 +9,17 @@ python sample.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt
 
 import signal
 import sys
-from dataclasses import dataclass, fields
-from typing import cast
+from dataclasses import dataclass
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from arguments import parse, run_program
 from char_dataset import encode
 from errors import UserError
+from history import choose_snapshot
 from model import GPT, GPTConfig
+from sharded_snapshot import read_whole
 from snapshot import Snapshot
-from snapshot_files import choose_snapshot, load
 
 SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
 IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
@@ -30,15 +29,15 @@ IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost litt
 class SampleConfig:
     """What to print; every field is an argument, `name=value`."""
 
-    prompt: str | None = None  # to continue; null: a newline, or the vocabulary's first character
+    prompt: str | None = None  # to continue; without: a newline, or the first character
     num_samples: int = 1  # continuations
     max_new_tokens: int = 500  # characters in each
     temperature: float = 0.8  # logits are divided by it; 0: always the likeliest character
     top_k: int | None = None  # draw among the k likeliest; null: among all
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # of the draw; null: another text every time
-    run_dir: str | None = None  # the run; null: the newest under runs/
-    snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
+    run_dir: str | None = None  # the run; without: the newest under runs/
+    snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
     device: str = "auto"  # cpu, cuda or auto
 
     def __post_init__(self):
@@ -56,38 +55,8 @@ class SampleConfig:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1")
 
 
-def parse(arguments: list[str]) -> SampleConfig:
-    """The configuration in `name=value` arguments. A prompt is taken as it is: nothing in it has a
-    meaning.
-    """
-    known = [f.name for f in fields(SampleConfig)]
-    values: dict[str, str | None] = {}
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not equals or name not in known:
-            raise UserError(
-                f"{argument}: not an argument; there are {', '.join(f'{k}=' for k in known)}"
-            )
-        values[name] = None if value == "null" and name != "prompt" else value
-    prompt = values.pop("prompt", None)  # OmegaConf would look for interpolations in it
-    if prompt == "":
-        raise UserError("prompt is empty: give at least one character, or leave it out")
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(SampleConfig), values)
-        config = cast(SampleConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    config.prompt = prompt
-    return config
-
-
 def load_model(snapshot: Snapshot, device: str) -> GPT:
     """The trained model of a snapshot, ready to generate."""
-    if snapshot.shards:
-        raise UserError(
-            "the snapshot is sharded; put it together with "
-            "python sharded_snapshot.py snapshot=FILE out=FILE and sample from that"
-        )
     model = GPT(GPTConfig(**snapshot.config["model"]))
     model.load_state_dict(snapshot.model_state)
     return model.to(device).eval()
@@ -160,23 +129,16 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
     return ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
 
 
-def main() -> None:
-    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        print(__doc__.strip())
-        return
+def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
-    try:
-        config = parse(sys.argv[1:])
-        path = choose_snapshot(config.snapshot, config.run_dir)
-        snapshot = load(path)
-        loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
-        print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
-        for i, text in enumerate(sample(config, snapshot)):
-            print("-" * 40 + "\n" if i else "", text, sep="")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    config = parse(SampleConfig, arguments)
+    path = choose_snapshot(config.snapshot, config.run_dir)
+    snapshot = read_whole(path)
+    loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
+    print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
+    for i, text in enumerate(sample(config, snapshot)):
+        print("-" * 40 + "\n" if i else "", text, sep="")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -7,20 +7,21 @@ With `trainer.snapshot_format=sharded` the tensors lie in a folder beside the sn
 out anew to however many processes read them. The snapshot itself holds all the rest, and for each
 file of that folder its size and its SHA-256. It is written last, so it is whole only if they are;
 everything that is true of snapshots (`snapshot_files.py`) stays true. The command above puts a
-sharded snapshot together into one that `sample.py` reads.
+sharded snapshot together into one file.
 """
 
 import hashlib
 import os
 import shutil
-import sys
 import uuid
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from arguments import parse, run_program
 from distributed import World, gather, run_on_first
 from errors import UserError, one_line
 from snapshot import Snapshot, SnapshotError
@@ -135,6 +136,12 @@ def put_together(path: str) -> Snapshot:
     return snapshot
 
 
+def read_whole(path: str) -> Snapshot:
+    """The snapshot at `path`, put together where it is sharded. Raises `UserError`."""
+    snapshot = load(path)
+    return put_together(path) if snapshot.shards else snapshot
+
+
 def _checked(names: list[str], folder: str, world: World) -> dict[str, list[Any]]:
     """[size, SHA-256] of each file, null for one that cannot be read; the ranks share the work."""
     own: dict[str, list[Any]] = {}
@@ -149,22 +156,24 @@ def _checked(names: list[str], folder: str, world: World) -> dict[str, list[Any]
     return {name: found[name] for name in names}
 
 
-def main() -> None:
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    try:
-        if given.keys() != {"snapshot", "out"} or not all(given.values()):
-            raise UserError("usage: python sharded_snapshot.py snapshot=FILE out=FILE")
-        if not is_local(given["out"]):
-            raise UserError(f"out={given['out']}: must be a local file")
-        if os.path.exists(given["out"]):
-            raise UserError(f"out={given['out']}: is there already")
-        content = put_together(given["snapshot"])
-        SnapshotFiles(given["out"]).write(content.to_bytes(), content.step, True, False)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    print(f"{given['out']}: step {content.step}, {len(content.model_state)} tensors")
+@dataclass
+class PutTogetherConfig:
+    """What to put together; every field is an argument, `name=value`."""
+
+    snapshot: str  # the sharded one
+    out: str  # the file to write
+
+
+def main(arguments: list[str]) -> None:
+    config = parse(PutTogetherConfig, arguments)
+    if not is_local(config.out):
+        raise UserError(f"out={config.out}: must be a local file")
+    if os.path.exists(config.out):
+        raise UserError(f"out={config.out}: is there already")
+    content = put_together(config.snapshot)
+    SnapshotFiles(config.out).write(content.to_bytes(), content.step, True, False)
+    print(f"{config.out}: step {content.step}, {len(content.model_state)} tensors")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

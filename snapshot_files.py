@@ -8,7 +8,6 @@ written the same way: whole under another name, read back and compared, and only
 """
 
 import contextlib
-import glob
 import hashlib
 import logging
 import os
@@ -40,29 +39,6 @@ def beside(path: str, kind: str) -> str:
     """
     root, extension = os.path.splitext(path)
     return f"{root}.{kind}{extension}"
-
-
-def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
-    """The path of the snapshot to read a model from: `snapshot` where it is given, or else the best
-    of the run in `run_dir`, or else of the newest run under runs/. The best is the one with the
-    lowest held-out loss; the latest stands in where nothing was evaluated.
-
-    Raises `UserError` if there is none.
-    """
-    if snapshot is not None:
-        return snapshot
-    if run_dir is None:
-        found = glob.glob("runs/**/gpt_snapshot.pt", recursive=True)
-        if not found:
-            raise UserError(
-                "no run under runs/ has a snapshot; train first, or give run_dir= or snapshot="
-            )
-        run_dir = os.path.dirname(max(found, key=os.path.getmtime))
-    latest = os.path.join(run_dir, "gpt_snapshot.pt")
-    for path in (beside(latest, "best"), latest):
-        if exists(path):
-            return path
-    raise UserError(f"run_dir={run_dir}: there is no snapshot in it")
 
 
 def is_local(path: str) -> bool:

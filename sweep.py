@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
 from errors import UserError, one_line
+from history import median_rate
 from metrics import METRICS, read_lines
 from signals import Stopped
 from trainer import format_loss
@@ -72,20 +74,19 @@ class Job:
 
     @classmethod
     def read(cls, run_dir: str) -> "Job":
-        """The job in `run_dir`. The rate is the median over its lines of metrics."""
+        """The job in `run_dir`."""
         with open(os.path.join(run_dir, JOB)) as file:
             job = yaml.safe_load(file)
         lines = read_lines(os.path.join(run_dir, METRICS), "split", "loss")
         val = [line for line in lines if line["split"] == "val"]
         best = min(val, key=lambda line: line["loss"], default={})
-        rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
         return cls(
             overrides=job["overrides"],
             steps=lines[-1]["step"] if lines else None,
             best_loss=best.get("loss"),
             best_step=best.get("step"),
             last_loss=last_loss(run_dir),
-            characters_per_s=statistics.median(rates) if rates else None,
+            characters_per_s=median_rate(lines),
             status=job["status"],
         )
 
@@ -199,10 +200,16 @@ def report(sweep_dir: str) -> None:
 
 
 class Report(Callback):
-    """Hydra's callback of `conf/config.yaml`: has a sweep end with its table, however it ends.
+    """Hydra's callback of `conf/config.yaml`: has all jobs of a sweep lie in one directory, and it
+    end with its table, however it ends.
 
-    Hydra's own call at the end comes only where no job failed.
+    Every job would compose `hydra.sweep.dir` anew, and find another where it is the recipe or the
+    run's name that differs. Hydra's own call at the end comes only where no job failed.
     """
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
-        atexit.register(report, os.path.abspath(config.hydra.sweep.dir))
+        sweep_dir = config.hydra.sweep.dir
+        quoted = QuotedString(sweep_dir, Quote.single).with_quotes()
+        with read_write(config), open_dict(config):
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted}")
+        atexit.register(report, os.path.abspath(sweep_dir))

@@ -40,7 +40,7 @@ from errors import UserError, one_line
 from metrics import METRICS, Metrics, peak_memory
 from progress import Progress
 from signals import Request, Requests, Stopped
-from snapshot import Snapshot, check_can_resume, differences
+from snapshot import Snapshot, check_can_resume, differences, flatten
 from snapshot_files import BackgroundWriter, SnapshotFiles, is_local
 
 log = logging.getLogger("gpt")
@@ -375,7 +375,9 @@ class Trainer:
     def _check(self, snapshot: Snapshot) -> None:
         dataset, path = self.train_dataset, self.files.path
         check_can_resume(snapshot, self.run_config, dataset.vocabulary, dataset.digest, path)
+        both = flatten(snapshot.config).keys() & flatten(self.run_config)
         changes = differences(snapshot.config, self.run_config)
+        changes = {key: values for key, values in changes.items() if key in both}
         if snapshot.processes != self.world.size:
             changes["processes"] = (snapshot.processes, self.world.size)
         for key, (was, now) in changes.items():

@@ -208,6 +208,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     latest.step, latest.loss = 9, 1.5
     (run_dir / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
     (run_dir / "gpt_snapshot.pt").write_bytes(latest.to_bytes())
+    (run_dir / "metrics.jsonl").touch()
     result = run("out=model", cwd=tmp_path)
     assert result.returncode == 0 and "gpt_snapshot.best.pt" in result.stdout, result.stderr
     out = tmp_path / "model"
@@ -234,39 +235,37 @@ def test_the_card_of_a_real_run_has_all_of_its_figures(tmp_path):
     assert "| characters trained on | 1,152 (0 whole epochs) |" in card  # 6 x 12 x 16
 
 
-def refused(monkeypatch, capsys, *arguments: str) -> str:
+def refused(*arguments: str) -> str:
     """The one line that `python export.py ARGUMENTS` ends with."""
-    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        export.main()
-    assert stop.value.code == 1
-    [line] = capsys.readouterr().err.splitlines()
+    with pytest.raises(UserError) as caught:
+        export.main([*arguments])
+    [line] = str(caught.value).splitlines()
     return line
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "error: out is missing"),
-        (["outt=x"], "error: outt=x: not an argument; there are snapshot="),
-        (["out="], "error: out=: not an argument"),
-        (["out=x", "snapshot=nowhere.pt"], "error: nowhere.pt: no such snapshot"),
-        (["out=x", "run_dir=nowhere"], "error: run_dir=nowhere: there is no snapshot in it"),
-        (["out=x"], "error: no run under runs/ has a snapshot"),
-        (["out=file", "snapshot=small.pt"], "error: out=file: is there already"),
-        (["out=file/x", "snapshot=small.pt"], "error: out=file/x: cannot be written"),
-        (["out=/proc/x", "snapshot=small.pt"], "error: out=/proc/x: cannot be written"),
-        (["out=x", "push_to=name"], "error: push_to=name: must be USER/NAME"),
-        (["out=x", "push_to=a/b"], "error: push_to=a/b: there is no token"),
+        ([], "out: is missing; give out=VALUE"),
+        (["outt=x"], "outt=x: not an argument; there are out="),
+        (["out="], "out=: is empty"),
+        (["out=x", "snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
+        (["out=x", "run_dir=nowhere"], "run_dir=nowhere: there is no snapshot at nowhere/"),
+        (["out=x"], "no run under runs/ has metrics.jsonl"),
+        (["out=file", "snapshot=small.pt"], "out=file: is there already"),
+        (["out=file/x", "snapshot=small.pt"], "out=file/x: cannot be written"),
+        (["out=/proc/x", "snapshot=small.pt"], "out=/proc/x: cannot be written"),
+        (["out=x", "push_to=name"], "push_to=name: must be USER/NAME"),
+        (["out=x", "push_to=a/b"], "push_to=a/b: there is no token"),
     ],
 )
-def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch, capsys):
+def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
-    assert refused(monkeypatch, capsys, *arguments).startswith(says)
+    assert refused(*arguments).startswith(says)
     assert sorted(os.listdir(tmp_path)) == ["file", "small.pt"]
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -282,14 +281,15 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("package", ["safetensors", "huggingface_hub"])
-def test_a_package_that_is_missing_is_named(package, tmp_path, monkeypatch, capsys):
+def test_a_package_that_is_missing_is_named(package, tmp_path, monkeypatch):
     (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
     monkeypatch.setitem(sys.modules, package, None)
     arguments = [f"snapshot={tmp_path / 'small.pt'}", f"out={tmp_path / 'model'}", "push_to=a/b"]
-    monkeypatch.setattr("export.hub" if package == "safetensors" else "export.load", lambda _: None)
+    other = "export.hub" if package == "safetensors" else "export.read_whole"
+    monkeypatch.setattr(other, lambda _: None)
     if package == "safetensors":
         arguments.pop()
-    assert f"pip install {package}" in refused(monkeypatch, capsys, *arguments)
+    assert f"pip install {package}" in refused(*arguments)
     assert os.listdir(tmp_path) == ["small.pt"]
 
 

@@ -166,7 +166,7 @@ def test_what_is_the_same_or_left_open_may_be_named(override, source):
     [
         (None, "thing: no such snapshot"),
         (b"some text", "thing: not a whole snapshot"),
-        ({}, "there is no snapshot in it"),
+        ({}, "there is no snapshot at "),
         ({"config.json": b"{"}, "thing: not an exported model"),
     ],
 )

@@ -57,23 +57,27 @@ def test_two_processes_from_plain_python_are_those_of_torchrun_and_a_run_goes_on
     assert metrics(ours) == metrics(theirs)
     a, b = load(str(ours / "gpt_snapshot.pt")), load(str(theirs / "gpt_snapshot.pt"))
     assert a.processes == 2 and a.config == b.config | {"run_dir": str(ours)}
-    a.config = b.config
+    a.config = {**b.config}
     assert equal(a, b)
     assert "launch" not in yaml.safe_load((ours / "config.yaml").read_text())
     ours.rename(tmp_path / "moved")
+    del a.config["report"]  # as in a snapshot of a version that had another setting instead
+    a.config["sketch"] = True
+    (tmp_path / "moved" / "gpt_snapshot.pt").write_bytes(a.to_bytes())
     result = start(*TINY, "trainer.max_steps=8", f"run_dir={tmp_path / 'moved'}")
     changes = [x.split()[4] for x in result.stdout.splitlines() if x.startswith("changed since")]
     assert set(changes) == {"processes", "run_dir", "trainer.max_steps"}, result.stdout
 
 
-def test_the_processes_compose_what_was_asked_for(tmp_path):
+@pytest.mark.parametrize("found_by", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_the_processes_compose_what_was_asked_for(found_by, tmp_path):
     recipes = tmp_path / "recipes" / "experiment"
     recipes.mkdir(parents=True)
     recipe = {"trainer": {"seed": 7}, "launch": {"nproc_per_node": 2}, "run_name": "mine"}
     (recipes / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(recipe))
     settings = [s for s in TINY if not s.startswith("experiment")]
     result = start(
-        *["--config-dir", recipes.parent, *settings, "experiment=mine", "++trainer.use_amp=false"],
+        *[found_by.format(recipes.parent), *settings, "experiment=mine", "++trainer.use_amp=false"],
         "trainer.log_every_steps=${trainer.eval_every_steps}",
         f"hydra.run.dir={tmp_path / 'run'}",
         cwd=tmp_path,
@@ -86,7 +90,7 @@ def test_the_processes_compose_what_was_asked_for(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"recipes", "run"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_a_signal_has_the_processes_save_and_the_status_is_that_of_one(tmp_path, number):
     process = begin(*LONG, TWO, f"run_dir={tmp_path}")
     wait_until(lambda: lines(tmp_path) > 5, process)
@@ -121,13 +125,14 @@ def test_a_killed_process_ends_the_run_with_one_line(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_a_killed_process_is_replaced_as_often_as_was_asked_for(tmp_path):
-    process = begin(*LONG, TWO, "launch.max_restarts=1", f"run_dir={tmp_path}")
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_process_is_replaced_as_often_as_was_asked_for(processes, tmp_path):
+    settings = [f"launch.nproc_per_node={processes}", "launch.max_restarts=1"]
+    process = begin(*LONG, *settings, f"run_dir={tmp_path}")
     wait_until(lambda: lines(tmp_path) > 5, process)
     before, logged = chaos.children(process.pid), lines(tmp_path)
-    os.kill(before[1], signal.SIGKILL)
-    wait_until(lambda: len(set(chaos.children(process.pid)) - set(before)) == 2, process)
+    os.kill(before[-1], signal.SIGKILL)
+    wait_until(lambda: len(set(chaos.children(process.pid)) - set(before)) == processes, process)
     wait_until(lambda: lines(tmp_path) > logged + 5, process)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
@@ -170,10 +175,16 @@ def test_every_field_is_explained_where_it_is_set():
         assert "  # " in line
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_processes_of_a_launcher_start_no_others(nproc, tmp_path):
-    says = "launch.nproc_per_node=2: must be 1 under a launcher"
-    refuse(*TINY, TWO, f"run_dir={tmp_path}", says=says, nproc=nproc)
+@pytest.mark.parametrize(
+    "nproc, setting, says",
+    [
+        (1, TWO, f"{TWO}: must be 1 under a launcher"),
+        (2, TWO, f"{TWO}: must be 1 under a launcher"),
+        (1, "launch.max_restarts=1", "launch.max_restarts=1: must be 0 under a launcher"),
+    ],
+)
+def test_processes_of_a_launcher_start_no_others(nproc, setting, says, tmp_path):
+    refuse(*TINY, setting, f"run_dir={tmp_path}", says=says, nproc=nproc)
 
 
 # --- Accelerate ---

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from copy import deepcopy
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -201,6 +202,12 @@ def test_a_run_from_before_there_were_records_has_a_report_too(tmp_path, card):
     assert run.recipe == "shakespeare_cpu" and run.total_steps == 1500
     html, _ = report.page([run], card)
     assert "data.block_size=64" in html and "Not on record" in html
+    lines = [json.loads(x) for x in (tmp_path / "shakespeare_cpu/metrics.jsonl").open()]
+    train = [line for line in lines if line["split"] == "train"]
+    for line in train:
+        del line["lr"], line["tokens_per_s"]
+    shown, parts = report.page([replace(run, train=train)], card)
+    assert [part.title for part in parts] == ["Loss"] and "1.4" in shown
 
 
 # --- the page ---
@@ -301,18 +308,23 @@ def test_the_page_is_dark_where_the_reader_wants_it_dark(page):
     assert dark["back"] < 0.2 < 0.3 < dark["line"] < dark["text"]
 
 
-def test_several_runs_are_laid_over_each_other_and_named_by_what_differs(tmp_path, card, capsys):
+def test_several_runs_are_laid_over_each_other_and_named_by_what_differs(
+    tmp_path, card, capsys, monkeypatch
+):
     for rate in (4e-3, 8e-3, 16e-3):
         some_run(tmp_path / f"rate={rate},seed=1", optimizer__learning_rate=rate)
-    assert report.run([f"run_dirs={tmp_path}/*"]) == 0
+    assert report.main([f"run_dirs={tmp_path}/*"]) == 0
     html = (tmp_path / "report.html").read_text()
     for rate in ("0.004", "0.008", "0.016"):
         assert f"learning_rate={rate}, held out" in html and f"<td>{rate}</td>" in html
     assert html.count('class="line faint"') == 3
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     quoted = json.dumps([str(tmp_path / name) for name in names[:2]])
-    assert report.run([f"run_dirs={quoted}", f"out={tmp_path / 'two.html'}"]) == 0
+    assert report.main([f"run_dirs={quoted}", f"out={tmp_path / 'two.html'}"]) == 0
     assert "2 runs" in (tmp_path / "two.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert report.main([f"run_dirs={json.dumps([names[0], str(tmp_path / names[1])])}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(str(tmp_path / "report.html"))
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -337,7 +349,7 @@ def test_the_commands_of_a_page_are_of_this_run_whatever_its_directory_is_called
 def test_the_curves_are_a_picture_too(tmp_path):
     pytest.importorskip("matplotlib")
     some_run(tmp_path / "a")
-    assert report.run([f"run_dir={tmp_path / 'a'}"]) == 0
+    assert report.main([f"run_dir={tmp_path / 'a'}"]) == 0
     assert (tmp_path / "a" / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -445,7 +457,7 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
 
     def make(*names):
         run_dirs = ",".join(str(tmp_path / name) for name in names)
-        return report.run(["reference", f"run_dirs=[{run_dirs}]", f"reference={file}"])
+        return report.main(["reference", f"run_dirs=[{run_dirs}]", f"reference={file}"])
 
     for names, says in (
         ("12", "2 runs with the seeds"),
@@ -459,6 +471,7 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
     assert make("1", "2", "3") == 0
     made = load_card(str(file))["shakespeare_cpu"]
     assert made["seeds"] == [1, 2, 3] and made["steps"] == 1500
+    assert made["command"] == "python main.py experiment=shakespeare_cpu trainer.seed=SEED"
     assert made["val"][0] == [500, round(falls(500), 4), 0.0]
 
 
@@ -478,7 +491,7 @@ def test_the_published_card_is_of_the_recipes_as_they_are():
     "arguments, says",
     [
         (["run_dir=nowhere"], "run_dir=nowhere: there is no metrics.jsonl in it"),
-        (["rundir=a"], "rundir=a: not an argument of report; there are run_dir="),
+        (["rundir=a"], "rundir=a: not an argument; there are run_dir="),
         (["chekc"], "chekc: not a command; there are report, check, reference"),
         (["run_dirs=[a"], "run_dirs=[a: not a list such as"),
         (["run_dirs=nowhere/*"], "nowhere/* is no run's directory, and matches none"),
@@ -489,7 +502,7 @@ def test_the_published_card_is_of_the_recipes_as_they_are():
 def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        report.run(arguments)
+        report.main(arguments)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -502,7 +515,7 @@ def test_an_error_is_one_line_and_a_status(tmp_path):
 def test_the_newest_run_is_found(tmp_path, monkeypatch):
     some_run(tmp_path / "runs" / "sweep" / "0")
     monkeypatch.chdir(tmp_path)
-    assert report.run([]) == 0
+    assert report.main([]) == 0
     assert Path("runs/sweep/0/report.html").exists()
 
 

@@ -1,6 +1,9 @@
 import pytest
 from conftest import TINY, start
 
+from errors import UserError
+from history import choose_snapshot
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
@@ -45,17 +48,30 @@ def test_the_newest_run_is_found(run_dir, tmp_path):
     assert "gpt_snapshot.best.pt" in result.stderr
 
 
+def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer:\n  snapshot_path: in/other.pt\n")
+    with pytest.raises(UserError, match=r"there is no snapshot at .*in/other\.pt"):
+        choose_snapshot(None, str(tmp_path))
+    (tmp_path / "in").mkdir()
+    for name in ("other.pt", "other.best.pt"):
+        (tmp_path / "in" / name).write_bytes((run_dir / "gpt_snapshot.pt").read_bytes())
+        assert choose_snapshot(None, str(tmp_path)) == str(tmp_path / "in" / name)
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
+        choose_snapshot(None, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
         (["prompt=漢"], "prompt: character '漢' (U+6F22) at position 0 is not in the vocabulary"),
         (["top_k=0"], "top_k=0: must be at least 1"),
         (["top_k=a"], "top_k: Value 'a' of type 'str' could not be converted to Integer"),
-        (["prompt="], "prompt is empty"),
+        (["prompt="], "prompt=: is empty"),
         (["temprature=1"], "temprature=1: not an argument; there are prompt="),
         (["snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["snapshot=/etc/hostname"], "/etc/hostname: not a whole snapshot"),
-        (["run_dir=nowhere"], "run_dir=nowhere: there is no snapshot in it"),
+        (["run_dir=nowhere"], "run_dir=nowhere: there is no snapshot at nowhere/gpt_snapshot.pt"),
     ],
 )
 def test_bad_input_gets_one_line(run_dir, arguments, says):

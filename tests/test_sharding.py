@@ -12,7 +12,7 @@ from conftest import ROOT, TINY, metrics, start
 
 import sharded_snapshot
 from errors import UserError
-from sample import load_model
+from sharded_snapshot import read_whole
 from snapshot_files import load
 from trainer import TrainerConfig
 
@@ -116,35 +116,36 @@ def test_a_run_goes_on_under_either_strategy_and_format_with_any_number_of_proce
         assert losses[line["step"], line["split"]] == pytest.approx(line["loss"], abs=1e-4)
 
 
-def test_a_sharded_snapshot_is_put_together_into_the_single_one(
-    alone, tmp_path, monkeypatch, capsys
-):
+def test_a_sharded_snapshot_is_put_together_into_the_single_one(alone, tmp_path):
     run, out = tmp_path / "run", tmp_path / "single.pt"
     begin(run, *MUON, SHARDED, nproc=2)
     snapshot = run / "gpt_snapshot.pt"
     assert not load(str(snapshot)).model_state
-    with pytest.raises(UserError, match="is sharded"):
-        load_model(load(str(snapshot)), "cpu")
     made = start(f"snapshot={snapshot}", f"out={out}", script="sharded_snapshot.py")
     assert made.returncode == 0 and made.stderr == "", made.stderr
     single, plain = load(str(out)), load(str(alone / "gpt_snapshot.pt"))
+    for path in (snapshot, out):  # what sample, export and init_from read
+        whole = read_whole(str(path))
+        assert not whole.shards and whole.model_state.keys() == single.model_state.keys()
+        assert all(
+            torch.equal(whole.model_state[n], single.model_state[n]) for n in whole.model_state
+        )
+    assert whole.config == single.config
+    sampled = start(f"run_dir={run}", "max_new_tokens=3", script="sample.py")  # as the log says
+    assert sampled.returncode == 0, sampled.stderr
     assert single.model_state.keys() == plain.model_state.keys()
     assert single.optimizer_state.keys() == plain.optimizer_state.keys()
     for name, value in plain.model_state.items():
         assert torch.allclose(single.model_state[name], value, atol=2e-3)
     for name, values in plain.optimizer_state.items():
         assert single.optimizer_state[name].keys() == values.keys()
-    load_model(single, "cpu")
     for arguments, says in (
         ([f"snapshot={snapshot}", f"out={out}"], "is there already"),
         ([f"snapshot={out}", f"out={tmp_path / 'b.pt'}"], "is not sharded"),
-        ([], "usage: "),
+        ([f"snapshot={out}"], "out: is missing"),
     ):
-        monkeypatch.setattr("sys.argv", ["sharded_snapshot.py", *arguments])
-        with pytest.raises(SystemExit) as left:
-            sharded_snapshot.main()
-        assert left.value.code == 1
-        assert says in capsys.readouterr().err
+        with pytest.raises(UserError, match=says):
+            sharded_snapshot.main(arguments)
 
 
 def test_damaged_shards_are_noticed_and_the_snapshot_before_is_used(tmp_path):

@@ -1,6 +1,7 @@
 """Sweeps: every job in its directory, and all of them in the table at the end."""
 
 import csv
+import re
 import signal
 import statistics
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from conftest import TINY, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 
+from config import job_name
 from errors import UserError
 from snapshot_files import load
 from sweep import Job, columns, read_jobs, table, table_over_seeds
@@ -36,6 +38,7 @@ def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     jobs = read_jobs(f"{run}.sweep")
+    assert not any(o.startswith("launch.") for job in jobs for o in job.overrides)
     assert [job.overrides[-2] for job in jobs] == [
         "optimizer.learning_rate=0.01",
         "optimizer.learning_rate=0.001",
@@ -73,6 +76,32 @@ def test_a_sweep_over_seeds_ends_with_their_mean_and_deviation_and_is_not_done_t
         rows = list(csv.DictReader(file))
     assert len(rows) == 6 and {row["status"] for row in rows} == {"finished"}
     assert float(rows[0]["best_loss"]) == min(float(row["best_loss"]) for row in rows)
+
+
+@pytest.mark.parametrize("swept", ["experiment=overfit,shakespeare_quick", "run_name=a,b"])
+def test_jobs_whose_recipe_or_name_differs_are_of_one_sweep(swept, tmp_path):
+    settings = [s for s in TINY if not s.startswith("experiment") or "run_name" in swept]
+    result = start("-m", *settings, swept, "trainer.max_steps=2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.sweep"]
+    jobs = read_jobs(str(tmp_path / "runs" / "run.sweep"))
+    assert [job.status for job in jobs] == ["finished"] * 2
+    assert result.stdout.splitlines()[-3:] == table(jobs)
+
+
+def test_different_jobs_have_different_directories_and_the_same_job_has_its_own():
+    jobs = [["data.path=a/b.txt"], ["data.path=a_b.txt"], ["data.path=a:b.txt"], ["x=1"], []]
+    jobs += [[f"a.long.key={'x' * 200}{end}"] for end in "ab"]
+    names = [job_name(job) for job in jobs]
+    assert len(set(names)) == len(names) and all(0 < len(name) <= 120 for name in names)
+    assert all(re.fullmatch(r"[\w.,=+-]+", name) for name in names)
+    assert job_name(["b=2", "launch.nproc_per_node=2", "a=1"]) == job_name(["a=1", "b=2"])
+
+
+def test_a_sweep_over_how_a_run_is_started_is_refused(tmp_path):
+    result = start("-m", *TINY, "launch.nproc_per_node=1,2", f"run_dir={tmp_path / 'run'}")
+    assert result.returncode == 1 and list(tmp_path.iterdir()) == []
+    assert result.stderr.startswith("error: launch.nproc_per_node=1,2: is not what jobs")
 
 
 def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_path):

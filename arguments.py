@@ -1,0 +1,60 @@
+"""The command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from errors import UserError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], arguments: list[str]) -> T:
+    """An instance of the dataclass `cls`, its fields given as `name=value`.
+
+    Texts are taken as they are: nothing in them has a meaning. Of other types, `null` is None.
+    Raises `UserError` naming an argument that is unknown, empty, missing or of the wrong type.
+    """
+    types = {f.name: f.type for f in fields(cls)}
+    texts: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or name not in types:
+            known = ", ".join(f"{name}=" for name in types)
+            raise UserError(f"{argument}: not an argument; there are {known}")
+        if not value:
+            raise UserError(f"{argument}: is empty; give a value, or leave it out")
+        if types[name] in (str, str | None):
+            texts[name] = value
+        else:
+            others[name] = None if value == "null" else value
+    for f in fields(cls):
+        if f.default is MISSING and f.name not in texts | others:
+            raise UserError(f"{f.name}: is missing; give {f.name}=VALUE")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(cls), others)
+        return cls(**texts, **{name: merged[name] for name in others})
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def run_program(program: Callable[[list[str]], int | None]) -> None:
+    """Ends the process with the status of `program(arguments)`, given those of the command line.
+
+    `--help` prints what stands at the top of the program's file. A `UserError`, and an OSError, is
+    one line and status 1.
+    """
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(sys.modules[program.__module__].__doc__.strip())
+        return
+    try:
+        status = program(arguments)
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(status)

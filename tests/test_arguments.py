@@ -1,0 +1,54 @@
+"""The command lines of the small programs."""
+
+from dataclasses import dataclass
+
+import pytest
+from conftest import start
+
+import arguments
+from errors import UserError
+
+
+@dataclass
+class Config:
+    out: str
+    text: str | None = None
+    number: int | None = 3
+    rate: float = 0.5
+    flag: bool = False
+
+    def __post_init__(self):
+        if self.text == "bad":
+            raise UserError("text=bad: is bad")
+
+
+def test_values_have_the_types_of_their_fields_and_texts_are_taken_as_they_are():
+    given = ["out=null", "text=a=${b} [c] 'd", "number=null", "rate=1e-3", "flag=true"]
+    assert arguments.parse(Config, given) == Config("null", "a=${b} [c] 'd", None, 1e-3, True)
+    assert arguments.parse(Config, ["out=1", "out=2"]) == Config("2")
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (["out=a", "nunber=1"], "nunber=1: not an argument; there are out=, text=, number="),
+        (["out"], "out: not an argument"),
+        (["out="], "out=: is empty"),
+        ([], "out: is missing; give out=VALUE"),
+        (["out=a", "number=x"], "number: Value 'x' of type 'str' could not be converted"),
+        (["out=a", "text=bad"], "text=bad: is bad"),
+    ],
+)
+def test_bad_input_gets_one_line(given, says):
+    with pytest.raises(UserError) as caught:
+        arguments.parse(Config, given)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("program", ["sample", "export", "report", "sharded_snapshot"])
+def test_a_program_explains_itself(program, tmp_path):
+    result = start("--help", script=f"{program}.py", cwd=tmp_path)
+    assert result.returncode == 0 and f"python {program}.py" in result.stdout
+    wrong = start("no=argument", script=f"{program}.py", cwd=tmp_path)
+    assert wrong.returncode == 1 and wrong.stderr.startswith("error: no=argument: not an argument")
+    assert wrong.stderr.count("\n") == 1
