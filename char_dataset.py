@@ -163,11 +163,11 @@ def encode_text(text: str) -> EncodedText:
     )
 
 
-def encode(text: str, stoi: dict[str, int]) -> torch.Tensor:
+def encode(text: str, stoi: dict[str, int], start: int = 0) -> torch.Tensor:
     """The ids of `text` under the vocabulary `stoi`; `UserError` names the first character that is
-    not in it.
+    not in it, and its position, `start` being that of the first.
     """
-    for position, character in enumerate(text):
+    for position, character in enumerate(text, start):
         if character not in stoi:
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) at position {position} is not "

@@ -12,8 +12,11 @@ Shapes in comments: B sequences, T characters, C = n_embd, H heads of D = C / H,
 """
 
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -462,8 +465,15 @@ class GPT(nn.Module):
         )
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
+    def generate(self, idx: torch.Tensor, max_new_tokens: int, **options) -> torch.Tensor:
+        """Continues `idx` (B, T >= 1) by `max_new_tokens` characters; returns (B, T +
+        max_new_tokens). `options` and errors are those of `stream`.
+        """
+        made = [ids[:, None] for ids in self.stream(idx, max_new_tokens, **options)]
+        return torch.cat((idx, *made), dim=1)
+
     @torch.no_grad()
-    def generate(
+    def stream(
         self,
         idx: torch.Tensor,
         max_new_tokens: int,
@@ -472,19 +482,22 @@ class GPT(nn.Module):
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
+        first_row: int = 0,
         use_cache: bool = True,
-    ) -> torch.Tensor:
-        """Continues `idx` (B, T >= 1) by `max_new_tokens` characters; returns (B, T +
-        max_new_tokens).
+    ) -> Iterator[torch.Tensor]:
+        """The `max_new_tokens` characters that continue `idx` (B, T >= 1), as they are made: the
+        next id of each row, int64 (B,), at a time.
 
         The model sees the last `block_size` characters. Greedy unless `do_sample`; then characters
         are drawn from the softmax of logits / `temperature`, among the `top_k` likeliest, and among
-        the fewest whose probabilities reach `top_p` (Holtzman et al., 2019); `seed` makes the draw
-        repeatable without touching the global generator. `use_cache=False` recomputes everything at
-        each character: the same result, slower.
+        the fewest whose probabilities reach `top_p` (Holtzman et al., 2019). What row i draws
+        follows from `seed` and `first_row` + i alone, on any device, so that the rows may come in
+        one batch or in several: the same, but where rounding, which depends on the batch, decides.
+        Without a `seed`, torch's global generator gives one; with it, that is left alone.
+        `use_cache=False` recomputes everything at each character: the same result, slower.
 
-        Raises ValueError for an empty `idx`, a temperature not above 0, a top_k below 1, or a top_p
-        not in (0, 1].
+        Raises ValueError, when the first character is asked for, for an empty `idx`, a temperature
+        not above 0, a top_k below 1, or a top_p not in (0, 1].
         """
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError("generate needs at least one character to start from, of shape (B, T)")
@@ -496,34 +509,42 @@ class GPT(nn.Module):
             raise ValueError(f"top_k={top_k}: must be at least 1")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
-        generator = None
-        if seed is not None:
-            generator = torch.Generator(idx.device).manual_seed(seed)
-        was_training = self.training
-        self.eval()
-        block_size, (B, start) = self.config.block_size, idx.shape
-        sequence = torch.cat((idx, idx.new_zeros(B, max_new_tokens)), dim=1)
+        block_size, (B, T) = self.config.block_size, idx.shape
+        generators = []
+        if do_sample:
+            seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+            generators = [np.random.default_rng((seed, first_row + row)) for row in range(B)]
         device, dtype = idx.device, self.tok_emb.weight.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         cache = KVCache(self.config, B, device, dtype) if use_cache else None
-        for end in range(start, start + max_new_tokens):
-            if cache is not None and end <= block_size:
-                logits, _ = self(sequence[:, cache.length : end], cache=cache)
-            else:
-                # Past block_size the window slides: every position moves, and what a key has seen
-                # has changed with it, so nothing cached is still true.
-                logits, _ = self(sequence[:, max(0, end - block_size) : end])
-            sequence[:, end] = pick(logits[:, -1], temperature, do_sample, top_k, top_p, generator)
-        self.train(was_training)
-        return sequence
+        was_training = self.training
+        self.eval()
+        try:
+            fresh = idx[:, -block_size:]
+            context = deque(fresh.split(1, dim=1), maxlen=block_size)
+            for length in range(T, T + max_new_tokens):
+                if cache is not None and length <= block_size:
+                    logits, _ = self(fresh, cache=cache)
+                else:
+                    # Past block_size the window slides: every position moves, and what a key has
+                    # seen has changed with it, so nothing cached is still true.
+                    logits, _ = self(torch.cat([*context], dim=1))
+                ids = pick(logits[:, -1], temperature, top_k, top_p, generators)
+                yield ids
+                fresh = ids[:, None]
+                context.append(fresh)
+        finally:
+            self.train(was_training)
 
 
 def pick(
-    logits: torch.Tensor, temperature: float, do_sample: bool, top_k, top_p, generator
+    logits: torch.Tensor, temperature: float, top_k, top_p, generators: list[np.random.Generator]
 ) -> torch.Tensor:
-    """One id (B,) per row of `logits` (B, V); see `GPT.generate` for the rest."""
-    if not do_sample:
+    """One id (B,) per row of `logits` (B, V), drawn with the generator of the row, or the likeliest
+    where there are none; see `GPT.stream` for the rest.
+    """
+    if not generators:
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):
@@ -537,4 +558,9 @@ def pick(
         logits = logits.masked_fill(
             (before >= top_p).scatter(1, order, before >= top_p), float("-inf")
         )
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    # Of exponential variables with these rates the first to come is each with its probability,
+    # which is how torch.multinomial draws, too.
+    times = np.empty(logits.shape)
+    for generator, row in zip(generators, times, strict=True):
+        generator.standard_exponential(out=row)
+    return (logits.softmax(dim=-1) / torch.from_numpy(times).to(logits.device)).argmax(dim=-1)

@@ -1,27 +1,44 @@
-"""Prints text from a trained model, from its snapshot alone.
+"""Prints text from a trained model, or how well it predicts a given one, from its snapshot alone.
 
 python sample.py                                            the newest run, its best snapshot
 python sample.py prompt="ROMEO:" num_samples=3              what to start from, and how many
+python sample.py prompt_file=opening.txt                    the same, from a file; -: standard input
 python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7
 python sample.py run_dir=runs/shakespeare_cpu               another run
 python sample.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt
+python sample.py score=book.txt                             the loss of a text; per_character=FILE
 """
 
+import signals
+
+if __name__ == "__main__":
+    signals.prepare()
+
+import contextlib
+import itertools
+import json
+import math
+import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
+import torch.nn.functional as F
 
 from arguments import parse, run_program
 from char_dataset import encode
-from errors import UserError
+from errors import UserError, one_line
 from history import choose_snapshot
 from model import GPT, GPTConfig
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
+from text_files import Source, reading
 
 SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
+AT_ONCE = 8192  # characters, with their context, in one batch; as many as an evaluation scores
 IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
 
 
@@ -30,6 +47,7 @@ class SampleConfig:
     """What to print; every field is an argument, `name=value`."""
 
     prompt: str | None = None  # to continue; without: a newline, or the first character
+    prompt_file: str | None = None  # it is in this file or URL, as it is; -: in standard input
     num_samples: int = 1  # continuations
     max_new_tokens: int = 500  # characters in each
     temperature: float = 0.8  # logits are divided by it; 0: always the likeliest character
@@ -38,9 +56,16 @@ class SampleConfig:
     seed: int | None = 1337  # of the draw; null: another text every time
     run_dir: str | None = None  # the run; without: the newest under runs/
     snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
+    score: str | None = None  # a file, URL or pattern: print the loss of this text, and no other
+    per_character: str | None = None  # a new file: the loss of each character, in lines of JSON
     device: str = "auto"  # cpu, cuda or auto
 
     def __post_init__(self):
+        texts = [n for n in ("prompt", "prompt_file", "score") if getattr(self, n) is not None]
+        if len(texts) > 1:
+            raise UserError(f"{'= and '.join(texts)}=: give only one of them")
+        if self.per_character is not None and self.score is None:
+            raise UserError(f"per_character={self.per_character}: needs score=FILE, the text")
         for name in ("num_samples", "max_new_tokens", "top_k"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -59,40 +84,78 @@ def load_model(snapshot: Snapshot, device: str) -> GPT:
     """The trained model of a snapshot, ready to generate."""
     model = GPT(GPTConfig(**snapshot.config["model"]))
     model.load_state_dict(snapshot.model_state)
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise UserError("the snapshot's weights are not finite: the run has diverged; take another")
     return model.to(device).eval()
 
 
-def sample(config: SampleConfig, snapshot: Snapshot) -> list[str]:
-    """`num_samples` texts, prompt included. Raises `UserError` for a prompt with an unknown
-    character.
-    """
+def choose_device(name: str) -> str:
+    """The device that `device=name` means here."""
     available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
+    if name == "cuda" and not available:
         raise UserError(
             "device=cuda: no GPU that this build of torch can use; set device=cpu or auto"
         )
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={config.device}: must be auto, cpu or cuda")
-    device = "cuda" if available and config.device != "cpu" else "cpu"
-    stoi = {character: i for i, character in enumerate(snapshot.vocabulary)}
-    prompt = opening(snapshot.vocabulary) if config.prompt is None else config.prompt
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={name}: must be auto, cpu or cuda")
+    return "cuda" if available and name != "cpu" else "cpu"
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts from the model
+
+
+def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
+    """`num_samples` texts, prompt included, each in pieces: a single text comes as it is made, the
+    prompt and then character by character.
+
+    Several are made in batches of bounded memory. Which text is which follows from the seed and its
+    number, not from how many there are, but for rounding (`GPT.stream`).
+
+    Raises `UserError` for a prompt that cannot be read, is empty, or has an unknown character.
+    """
+    device, vocabulary = choose_device(config.device), snapshot.vocabulary
+    prompt = read_prompt(config, vocabulary)
     try:
-        ids = encode(prompt, stoi).to(device)
+        ids = encode(prompt, {character: i for i, character in enumerate(vocabulary)}).to(device)
     except UserError as error:
-        raise UserError(f"prompt: {error}") from error
+        name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
+        raise UserError(f"{name}: {error}") from error
     model = load_model(snapshot, device)
     if sum(p.numel() for p in model.parameters()) < SMALL:
         torch.set_num_threads(1)  # a character at a time is too little to share
-    out = model.generate(
-        ids.expand(config.num_samples, -1),
-        config.max_new_tokens,
-        temperature=config.temperature or 1.0,
-        do_sample=config.temperature > 0,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
-    )
-    return ["".join(snapshot.vocabulary[i] for i in row) for row in out.tolist()]
+    size = max(1, AT_ONCE // model.config.block_size)
+    for first in range(0, config.num_samples, size):
+        made = model.stream(
+            ids.expand(min(size, config.num_samples - first), -1),
+            config.max_new_tokens,
+            temperature=config.temperature or 1.0,
+            do_sample=config.temperature > 0,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=config.seed,
+            first_row=first,
+        )
+        if config.num_samples == 1:
+            yield itertools.chain([prompt], (vocabulary[int(ids)] for ids in made))
+        else:
+            for row in torch.stack(list(made), dim=1).tolist():
+                yield [prompt, *(vocabulary[i] for i in row)]
+
+
+def read_prompt(config: SampleConfig, vocabulary: str) -> str:
+    """The characters to continue, of which there is at least one."""
+    if config.prompt_file is None:
+        return opening(vocabulary) if config.prompt is None else config.prompt
+    name = f"prompt_file={config.prompt_file}"
+    if config.prompt_file == "-":
+        with reading(name), open(0, "rb", closefd=False) as file:
+            prompt = file.read().decode()
+    else:
+        prompt = "".join(Source(config.prompt_file))
+    if not prompt:
+        raise UserError(f"{name}: is empty; a prompt has at least one character")
+    return prompt
 
 
 def opening(vocabulary: str) -> str:
@@ -129,16 +192,133 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
     return ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
 
 
-def main(arguments: list[str]) -> None:
+# --------------------------------------------------------------------------------------------------
+# The loss of a text
+
+
+def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
+    """The loss of the text at `config.score`, as `Trainer.evaluate` has it of the held-out text:
+    every character but the first is scored once, in windows laid end to end.
+
+    Returns (nats per character, characters scored). Where `config.per_character` names a file, it
+    gets a line `{"character": "e", "loss": 1.25}` for each of them, in nats, in their order.
+
+    Raises `UserError` for a text that cannot be read, has an unknown character or fewer than two,
+    and for a file that is there already or cannot be written.
+    """
+    total, count = 0.0, 0
+    with contextlib.ExitStack() as stack:
+        path = config.per_character
+        file = stack.enter_context(new_file(path)) if path is not None else None
+        for text, losses in score_batches(config, snapshot):
+            total += sum(losses)
+            count += len(text)
+            if file is not None:
+                for character, loss in zip(text, losses, strict=True):
+                    file.write(json.dumps({"character": character, "loss": loss}) + "\n")
+    return total / count, count
+
+
+def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[tuple[str, list[float]]]:
+    """The characters of the text and the loss of each, in nats, in batches of whole windows.
+
+    Computes in the type that the run does, so that the figure is the run's, also where that type is
+    slow on this device.
+    """
+    device = choose_device(config.device)
+    model = load_model(snapshot, device)
+    block_size = model.config.block_size
+    dtype = getattr(torch, snapshot.choices.get("amp_dtype", "float32"))
+    precision = torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)
+    num_characters = max(1, AT_ONCE // block_size) * block_size
+    for ids in read_batches(config.score, snapshot.vocabulary, num_characters):
+        ids = ids.to(device)
+        targets = ids[1:]
+        x = F.pad(ids[:-1], (0, -len(targets) % block_size)).view(-1, block_size)
+        with torch.no_grad(), precision:
+            logits = model(x)[0].flatten(0, 1)[: len(targets)]
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        yield "".join(snapshot.vocabulary[i] for i in targets.tolist()), losses.tolist()
+
+
+def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[torch.Tensor]:
+    """The ids of the text at `path`, int64 of shape (num_characters + 1,), fewer at the end; each
+    batch begins with the character that ended the one before. The text is never held whole.
+    """
+    stoi = {character: i for i, character in enumerate(vocabulary)}
+    ids, position = torch.empty(0, dtype=torch.int64), 0
+    for piece in Source(path):
+        try:
+            ids = torch.cat((ids, encode(piece, stoi, position)))
+        except UserError as error:
+            raise UserError(f"score={path}: {error}") from error
+        position += len(piece)
+        while len(ids) > num_characters:
+            yield ids[: num_characters + 1]
+            ids = ids[num_characters:]
+    if position < 2:
+        raise UserError(f"score={path}: has {position} characters; the first is not scored")
+    if len(ids) > 1:
+        yield ids
+
+
+@contextlib.contextmanager
+def new_file(path: str) -> Iterator[TextIO]:
+    """A file to write, which appears at `path` when it is whole."""
+    if os.path.lexists(path):
+        raise UserError(f"per_character={path}: is there already; give another name, or remove it")
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "w") as file:
+            yield file
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"per_character={path}: cannot be written: {one_line(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):  # it is in place, or never was there
+            os.remove(temporary)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
-    config = parse(SampleConfig, arguments)
-    path = choose_snapshot(config.snapshot, config.run_dir)
-    snapshot = read_whole(path)
-    loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
-    print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
-    for i, text in enumerate(sample(config, snapshot)):
-        print("-" * 40 + "\n" if i else "", text, sep="")
+    try:
+        config = parse(SampleConfig, arguments)
+        path = choose_snapshot(config.snapshot, config.run_dir)
+        snapshot = read_whole(path)
+        loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
+        print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
+        if config.score is None:
+            print_texts(sample(config, snapshot))
+        else:
+            print_score(*score(config, snapshot))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # the shell goes on in a line of its own
+        return 128 + signal.SIGINT
+    return 0
+
+
+def print_texts(texts: Iterable[Iterable[str]]) -> None:
+    """Prints texts one after another: to a terminal in the pieces in which they come, and otherwise
+    each as a whole.
+    """
+    for i, text in enumerate(texts):
+        if i:
+            print("-" * 40)
+        for piece in text if sys.stdout.isatty() else ["".join(text)]:
+            print(piece, end="", flush=True)
+        print()
+
+
+def print_score(loss: float, count: int) -> None:
+    print(f"characters scored   {count}")
+    print(f"nats per character  {loss:.6f}")
+    print(f"bits per character  {loss / math.log(2):.6f}")
+    print(f"perplexity          {math.exp(loss):.6f}")
 
 
 if __name__ == "__main__":
+    signals.interruptible()
     run_program(main)

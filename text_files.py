@@ -296,7 +296,7 @@ class Source:
                     kept = len(error.object) - len(piece)  # by the decoder, from the piece before
                     offset = self.num_bytes - first - kept + error.start
                     raise UserError(
-                        f"data.path={file.name}: not UTF-8: byte 0x{error.object[error.start]:02x} "
+                        f"{file.name}: not UTF-8: byte 0x{error.object[error.start]:02x} "
                         f"at offset {offset}"
                     ) from error
                 self.digest.update(piece)

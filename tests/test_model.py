@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -276,14 +277,49 @@ def test_a_seed_repeats_the_draw_and_leaves_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_characters_are_drawn_with_their_probabilities():
+    from model import pick
+
+    probabilities = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
+    logits = probabilities.log().expand(20_000, -1)
+    ids = pick(logits, 1.0, None, None, [np.random.default_rng((3, i)) for i in range(20_000)])
+    shares = ids.bincount(minlength=5) / 20_000
+    deviations = (probabilities * (1 - probabilities) / 20_000).sqrt()
+    assert ((shares - probabilities).abs() <= 4 * deviations).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_row_does_not_depend_on_its_batch_nor_on_what_comes_after(arch):
+    model = tiny(arch)
+    idx, options = torch.randint(11, (5, 3)), {"do_sample": True, "seed": 7}
+    whole = model.generate(idx, 30, **options)
+    for row in range(5):
+        alone = model.generate(idx[row : row + 1], 20, first_row=row, **options)
+        assert torch.equal(alone[0], whole[row, :23])
+    same_start = model.generate(idx[:1].expand(5, -1), 30, **options)
+    assert len(same_start.unique(dim=0)) == 5
+
+
+def test_a_stream_is_the_generated_text_one_at_a_time():
+    model = tiny(pdrop=0.5).train()
+    idx, options = torch.randint(11, (2, 4)), {"do_sample": True, "seed": 7}
+    whole = model.generate(idx, 30, **options)
+    stream = model.stream(idx, 10**12, **options)  # takes nothing for what is not asked for
+    for t in range(4, 34):
+        assert torch.equal(next(stream), whole[:, t])
+    assert torch.is_grad_enabled()  # between two characters, too
+    stream.close()
+    assert model.training
+
+
 def test_top_k_and_top_p_keep_only_the_likeliest():
     from model import pick
 
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, -1)
-    g = torch.Generator().manual_seed(0)
+    generators = [np.random.default_rng(i) for i in range(4000)]
 
     def drawn(top_k=None, top_p=None, temperature=1.0):
-        return set(pick(logits, temperature, True, top_k, top_p, g).tolist())
+        return set(pick(logits, temperature, top_k, top_p, generators).tolist())
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {0, 1} and drawn(top_k=100) == {0, 1, 2, 3}

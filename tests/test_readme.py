@@ -70,7 +70,9 @@ def test_a_command_of_the_readme_runs(line, tmp_path):
     elif "sample.py" in words:
         assert start(*TINY, "data.truncate=1", f"run_dir={run}").returncode == 0
         kept = [a for a in arguments if not a.startswith(("run_dir=", "snapshot="))]
-        result = start(*kept, f"run_dir={run}", "max_new_tokens=5", script="sample.py")
+        (tmp_path / "book.txt").write_text("A text of one's own.\n")
+        kept += [f"run_dir={run}", "max_new_tokens=5"]
+        result = start(*kept, script="sample.py", cwd=tmp_path)
     elif "export.py" in words:
         run.mkdir()
         (run / "gpt_snapshot.pt").write_bytes(model_snapshot("ab").to_bytes())

@@ -1,15 +1,57 @@
-import pytest
-from conftest import TINY, start
+import contextlib
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
 
+import pytest
+import torch
+from conftest import TINY, command, model_snapshot, start
+
+import sample as sampling
+import text_files
 from errors import UserError
 from history import choose_snapshot
+from model import GPT, GPTConfig
+from sample import SampleConfig, score
+from snapshot_files import load
+
+VOCABULARY = "\n abcdefgh"
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
-    assert start(*TINY, f"run_dir={path}").returncode == 0
+    assert start(*TINY, "trainer.use_amp=false", f"run_dir={path}").returncode == 0
     return path
+
+
+@contextlib.contextmanager
+def on_a_terminal(*arguments):
+    """`sample.py` with a terminal as its standard output: the process, and a function that reads
+    up to so many of the bytes that it shows, and none after its end.
+    """
+    terminal, shown = pty.openpty()
+    process = subprocess.Popen(
+        command(*arguments, script="sample.py"), stdout=shown, stderr=subprocess.PIPE, text=True
+    )
+    os.close(shown)
+
+    def read(most: int) -> bytes:
+        try:
+            return os.read(terminal, most)
+        except OSError:  # what Linux answers when nobody holds the other end any more
+            return b""
+
+    try:
+        yield process, read
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+        process.stderr.close()
+        os.close(terminal)
 
 
 def sample(*arguments, **kwargs):
@@ -40,6 +82,189 @@ def test_a_prompt_is_taken_as_it_is_and_a_seed_repeats(run_dir):
     assert a == b != c and a.startswith(prompt.removeprefix("prompt="))
 
 
+def test_a_terminal_shows_what_a_pipe_gets(run_dir):
+    arguments = [f"run_dir={run_dir}", "prompt=a ", "max_new_tokens=60"]
+    with on_a_terminal(*arguments) as (process, read):
+        shown = b"".join(iter(lambda: read(4096), b""))
+        assert process.wait(timeout=60) == 0
+    assert shown.decode().replace("\r\n", "\n") == sample(*arguments).stdout
+
+
+def test_characters_come_as_they_are_made_until_ctrl_c(run_dir):
+    with on_a_terminal(f"run_dir={run_dir}", "prompt=a", "max_new_tokens=100000000") as (
+        process,
+        read,
+    ):
+        shown = b""
+        while len(shown) < 20:
+            piece = read(1)
+            assert piece, process.stderr.read()
+            shown += piece
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        said = process.stderr.read().splitlines()
+    assert shown.startswith(b"a") and len(said) == 2 and said[0].startswith("[") and not said[1]
+
+
+def test_nobody_listening_is_no_error(run_dir):
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        command(f"run_dir={run_dir}", "max_new_tokens=5", script="sample.py"),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(writer)
+    assert result.returncode == -signal.SIGPIPE and len(result.stderr.splitlines()) == 1
+
+
+def test_a_prompt_file_is_continued_as_it_is(run_dir, tmp_path):
+    prompt = "two lines\nlonger than what the model sees\n\n"
+    (tmp_path / "opening.txt").write_text(prompt)
+    arguments = [f"run_dir={run_dir}", "max_new_tokens=9"]
+    given = sample(*arguments, f"prompt={prompt}").stdout
+    read = sample(*arguments, f"prompt_file={tmp_path / 'opening.txt'}").stdout
+    piped = subprocess.run(
+        command(*arguments, "prompt_file=-", script="sample.py"),
+        input=prompt,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    assert given == read == piped
+    assert given.startswith(prompt) and len(given) == len(prompt) + 9 + 1
+
+
+def test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length(monkeypatch):
+    snapshot = model_snapshot(VOCABULARY, "modern")
+
+    def texts(**settings):
+        config = SampleConfig(temperature=1.0, **settings)
+        return ["".join(text) for text in sampling.sample(config, snapshot)]
+
+    together = texts(num_samples=5, max_new_tokens=40)
+    assert len(set(together)) == 5
+    assert texts(max_new_tokens=40) == together[:1]  # streamed
+    assert texts(num_samples=2, max_new_tokens=30) == [text[:31] for text in together[:2]]
+    monkeypatch.setattr(sampling, "AT_ONCE", 2 * snapshot.config["model"]["block_size"])
+    made = []
+    monkeypatch.setattr(GPT, "forward", spied(GPT.forward, made))
+    assert texts(num_samples=5, max_new_tokens=40) == together
+    assert max(made) == 2
+
+
+def spied(forward, made: list[int]):
+    def spy(self, idx, *arguments, **settings):
+        made.append(len(idx))
+        return forward(self, idx, *arguments, **settings)
+
+    return spy
+
+
+def test_without_a_seed_every_text_is_another():
+    config = SampleConfig(seed=None, max_new_tokens=60, num_samples=2)
+    texts = [
+        "".join(text)
+        for _ in range(2)
+        for text in sampling.sample(config, model_snapshot(VOCABULARY))
+    ]
+    assert len(set(texts)) == 4
+
+
+# --- the loss of a text ---
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_score_of_the_held_out_text_is_the_runs_own(precision, run_dir, tmp_path):
+    if precision == "bfloat16":
+        run_dir = tmp_path / "run"
+        assert start(*TINY, f"trainer.amp_dtype={precision}", f"run_dir={run_dir}").returncode == 0
+    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    assert snapshot.choices["amp_dtype"] == precision and snapshot.loss_step == snapshot.step
+    text = text_files.pydoc_text()
+    text = text[: int(len(text) * snapshot.config["data"]["truncate"])]
+    held_out = text[int(len(text) * snapshot.config["data"]["train_split"]) :]
+    (tmp_path / "held_out.txt").write_text(held_out)
+    loss, count = score(SampleConfig(score=str(tmp_path / "held_out.txt")), snapshot)
+    assert count == len(held_out) - 1
+    assert loss == pytest.approx(snapshot.loss, abs=1e-6)
+
+
+def test_the_figures_are_printed(run_dir, tmp_path):
+    (tmp_path / "text.txt").write_text("some of the words in it")
+    result = sample(f"run_dir={run_dir}", f"score={tmp_path / 'text.txt'}")
+    names, values = zip(*(line.rsplit(None, 1) for line in result.stdout.splitlines()), strict=True)
+    assert names == (
+        "characters scored",
+        "nats per character",
+        "bits per character",
+        "perplexity",
+    )
+    characters, nats, bits, perplexity = map(float, values)
+    assert characters == 22
+    assert bits == pytest.approx(nats / math.log(2), abs=1e-5)
+    assert perplexity == pytest.approx(math.exp(nats), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 24, 25, 26, 49, 1000])
+def test_every_character_is_scored_once_in_windows_laid_end_to_end(length, tmp_path, monkeypatch):
+    snapshot = model_snapshot(VOCABULARY)
+    ids = torch.randint(len(VOCABULARY), (length,), generator=torch.Generator().manual_seed(0))
+    text = "".join(VOCABULARY[i] for i in ids)
+    (tmp_path / "text.txt").write_text(text)
+    model = GPT(GPTConfig(**snapshot.config["model"])).eval()
+    model.load_state_dict(snapshot.model_state)
+    expected = []
+    for first in range(0, length - 1, 24):
+        window = ids[first : first + 25]
+        with torch.no_grad():
+            logits, _ = model(window[None, :-1])
+        expected += (-logits[0].log_softmax(-1).gather(1, window[1:, None])[:, 0]).tolist()
+    # Pieces of a file and batches of windows end anywhere.
+    for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
+        monkeypatch.setattr(sampling, "AT_ONCE", at_once)
+        monkeypatch.setattr(text_files, "PIECE", piece)
+        out = tmp_path / f"{at_once}.jsonl"
+        config = SampleConfig(score=str(tmp_path / "text.txt"), per_character=str(out))
+        loss, count = score(config, snapshot)
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        assert "".join(line["character"] for line in lines) == text[1:] and count == length - 1
+        assert [line["loss"] for line in lines] == pytest.approx(expected, abs=1e-5)
+        assert loss == pytest.approx(sum(line["loss"] for line in lines) / count)
+
+
+def test_what_cannot_be_scored_is_refused_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", 16)
+    path, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
+    config = SampleConfig(score=str(path), per_character=str(out))
+
+    def refused(text: str) -> str:
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            score(config, model_snapshot(VOCABULARY))
+        return str(caught.value)
+
+    says = f"score={path}: character 'x' (U+0078) at position 100 is not in the vocabulary"
+    assert refused("ab" * 50 + "xyz").startswith(says)
+    assert "has 1 characters" in refused("a") and "has 0 characters" in refused("")
+    assert list(tmp_path.iterdir()) == [path]
+    out.write_text("precious")
+    assert f"per_character={out}: is there already" in refused("abc")
+    assert out.read_text() == "precious"
+
+
+def test_weights_that_are_not_finite_are_refused():
+    snapshot = model_snapshot(VOCABULARY)
+    snapshot.model_state["tok_emb.weight"][0, 0] = math.nan
+    with pytest.raises(UserError, match="not finite"):
+        list(sampling.sample(SampleConfig(), snapshot))
+
+
+# --- runs and errors ---
+
+
 def test_the_newest_run_is_found(run_dir, tmp_path):
     (tmp_path / "runs" / "sweep").mkdir(parents=True)
     (tmp_path / "runs" / "sweep" / "0").symlink_to(run_dir)
@@ -68,6 +293,13 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
         (["top_k=0"], "top_k=0: must be at least 1"),
         (["top_k=a"], "top_k: Value 'a' of type 'str' could not be converted to Integer"),
         (["prompt="], "prompt=: is empty"),
+        (["prompt_file=nowhere"], "nowhere: no such file"),
+        (["prompt_file=/dev/null"], "prompt_file=/dev/null: is empty"),
+        (["prompt_file=-"], "prompt_file=-: is empty"),
+        (["prompt=a", "prompt_file=b"], "prompt= and prompt_file=: give only one of them"),
+        (["prompt=a", "score=b"], "prompt= and score=: give only one of them"),
+        (["score=nowhere"], "nowhere: no such file"),
+        (["per_character=a"], "per_character=a: needs score=FILE"),
         (["temprature=1"], "temprature=1: not an argument; there are prompt="),
         (["snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["snapshot=/etc/hostname"], "/etc/hostname: not a whole snapshot"),
