@@ -159,7 +159,14 @@ class TrainerConfig:
             raise UserError(f"trainer.seed={self.seed}: must be at least 0 and below 2^63")
 
     def check_world_size(self, size: int) -> None:
-        """Raises `UserError` if `size` processes cannot share the batch equally."""
+        """Raises `UserError` if `size` processes cannot share the batch equally, or a single one is
+        to offload, which only those do that share out the model.
+        """
+        if self.offload and size == 1:
+            raise UserError(
+                "trainer.offload=true: is for several processes that share out the model; this is "
+                "one (launch.nproc_per_node=N starts N)"
+            )
         if self.batch_size % size:
             raise UserError(
                 f"trainer.batch_size={self.batch_size}: must be divisible by the number of "
@@ -1039,17 +1046,28 @@ def planned_steps(config: TrainerConfig, num_windows: int) -> int:
 def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[str, Any]) -> str:
     """The type to compute in: the one asked for, or that a snapshot's choices name, or the best:
     bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs.
+
+    Raises `UserError` for float16 with `config.offload` on a GPU.
     """
     if not config.use_amp:
         return "float32"
     if config.amp_dtype != "auto":
-        return config.amp_dtype
-    if earlier.get("amp_dtype"):
-        return earlier["amp_dtype"]
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if has_bf16 else "float32"
+        dtype = config.amp_dtype
+    elif earlier.get("amp_dtype"):
+        dtype = earlier["amp_dtype"]
+    elif device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if has_bf16 else "float16"
+    else:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        dtype = "bfloat16" if has_bf16 else "float32"
+    # GradScaler would bring its scale to gradients in the host's memory without waiting for it.
+    if dtype == "float16" and config.offload and device.type == "cuda":
+        raise UserError(
+            f"trainer.amp_dtype={config.amp_dtype}: computes in float16 here, which does not go "
+            "with trainer.offload=true on a GPU; set it to bfloat16, or trainer.use_amp=false"
+        )
+    return dtype
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
