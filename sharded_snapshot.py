@@ -3,14 +3,16 @@
     python sharded_snapshot.py snapshot=runs/NAME/gpt_snapshot.pt out=single.pt
 
 With `trainer.snapshot_format=sharded` the tensors lie in a folder beside the snapshot,
-`gpt_snapshot.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which deals them
-out anew to however many processes read them. The snapshot itself holds all the rest, and for each
-file of that folder its size and its SHA-256. It is written last, so it is whole only if they are;
-everything that is true of snapshots (`snapshot_files.py`) stays true. The command above puts a
-sharded snapshot together into one that `sample.py` reads.
+`gpt_snapshot.pt.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which deals
+them out anew to however many processes read them. The snapshot itself holds all the rest, where
+that folder is, and for each file in it its size and its SHA-256. It is written last, so it is whole
+only if they are; everything that is true of snapshots (`snapshot_files.py`) stays true. The command
+above puts a sharded snapshot together into one that `sample.py` reads.
 """
 
+import functools
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -24,13 +26,21 @@ import torch
 from distributed import World, gather, run_on_first
 from errors import UserError, one_line
 from snapshot import Snapshot, SnapshotError
-from snapshot_files import SnapshotFiles, is_local, load, shards_folder
+from snapshot_files import BackgroundWriter, SnapshotFiles, is_local, load, shards_folder
+
+warn_once = functools.cache(logging.getLogger("gpt").warning)
+
+
+def run_folder(path: str) -> str:
+    """The name of the folder for all shards of the run whose latest snapshot is at `path`."""
+    return f"{os.path.basename(path)}.shards"  # the whole name: of a.1.pt and a.2.pt each its own
 
 
 def save(
     path: str, step: int, model_state: dict, optimizer_state: dict, world: World
 ) -> dict[str, Any]:
-    """Writes tensors, plain or shared out, beside the snapshot at `path`; all ranks take part.
+    """Writes tensors, plain or shared out, beside the latest snapshot, at `path`; all ranks take
+    part.
 
     Returns what `Snapshot.shards` keeps of it. Raises OSError on every rank if it fails.
     """
@@ -39,7 +49,7 @@ def save(
     state = {f"model/{name}": value for name, value in model_state.items()}
     for name, values in optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
-    name = run_on_first(lambda: f"{step:08d}-{uuid.uuid4().hex[:8]}", world)
+    name = run_on_first(lambda: f"{run_folder(path)}/{step:08d}-{uuid.uuid4().hex[:8]}", world)
     folder = shards_folder(path, name)
     writer = checkpoint.FileSystemWriter(folder, sync_files=True)
     try:
@@ -103,23 +113,28 @@ def read(
     return model_state, optimizer_state
 
 
-def remove_unused(files: SnapshotFiles) -> None:
-    """Removes the shards that no snapshot refers to, those set aside included; none where one of
-    the run's own cannot be read.
+def remove_unused(writer: BackgroundWriter) -> None:
+    """Removes the shards that no snapshot refers to, neither those set aside nor one that `writer`
+    has yet to write. While one cannot be read, any of them may be its own: none are removed.
     """
-    parent = shards_folder(files.path, "")
+    writer.wait()  # the snapshot before is there now, or is not
+    files, unwritten = writer.files, writer.unwritten_best
+    name = run_folder(files.path)
+    parent = shards_folder(files.path, name)
     if not is_local(files.path) or not os.path.isdir(parent):
         return
-    used, own = set(), files.all()
-    for path in files.present(r"(\.\w+)*"):
+    used = {unwritten.shards.get("folder")} if unwritten else set()
+    for path in files.present(r"(\.(?!tmp|check)\w+)*"):
+        if os.path.abspath(path) == parent:  # matches where the snapshot's name has no extension
+            continue
         try:
             used.add(load(path).shards.get("folder"))
-        except SnapshotError:
-            if path in own:
-                return
-    for name in os.listdir(parent):
-        if name not in used:
-            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)  # or at the next save
+        except SnapshotError as error:
+            warn_once(f"{error}; until it is moved away, no shards are removed from {parent}")
+            return
+    for shards in os.listdir(parent):
+        if f"{name}/{shards}" not in used:
+            shutil.rmtree(os.path.join(parent, shards), ignore_errors=True)  # or at the next save
 
 
 def put_together(path: str) -> Snapshot:

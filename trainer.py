@@ -459,12 +459,7 @@ class Trainer:
 
     def _write_shards(self, model_state: dict, optimizer_state: dict) -> dict[str, Any]:
         """Writes every rank's own part beside the snapshot; OSError on all ranks if it fails."""
-
-        def remove_unused() -> None:
-            self.writer.wait()  # the snapshot before is there now, or is not
-            sharded_snapshot.remove_unused(self.files)
-
-        distributed.run_on_first(remove_unused, self.world)
+        distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), self.world)
         return sharded_snapshot.save(
             self.files.path, self.step, model_state, optimizer_state, self.world
         )
@@ -498,7 +493,7 @@ class Trainer:
                     f"{self.files.path}: the snapshot of step {self.step} was not written: "
                     f"{self.writer.error}"
                 )
-            sharded_snapshot.remove_unused(self.files)
+            sharded_snapshot.remove_unused(self.writer)
 
     def _poll(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the
