@@ -10,6 +10,7 @@ only if they are; everything that is true of snapshots (`snapshot_files.py`) sta
 above puts a sharded snapshot together into one that `sample.py` reads.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -26,7 +27,7 @@ import torch
 from distributed import World, gather, run_on_first
 from errors import UserError, one_line
 from snapshot import Snapshot, SnapshotError
-from snapshot_files import BackgroundWriter, SnapshotFiles, is_local, load, shards_folder
+from snapshot_files import BackgroundWriter, is_local, load, shards_folder
 
 warn_once = functools.cache(logging.getLogger("gpt").warning)
 
@@ -174,7 +175,16 @@ def main() -> None:
         if os.path.exists(given["out"]):
             raise UserError(f"out={given['out']}: is there already")
         content = put_together(given["snapshot"])
-        SnapshotFiles(given["out"]).write(content.to_bytes(), content.step, True, False)
+        partial = f"{given['out']}.tmp"
+        try:
+            with open(partial, "w+b") as file:  # whose bytes in memory would be all of it again
+                content.write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, given["out"])
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(partial)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

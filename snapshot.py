@@ -17,7 +17,7 @@ import typing
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -90,13 +90,21 @@ class Snapshot:
     def to_bytes(self) -> memoryview:
         """The file's content, digest included."""
         buffer = io.BytesIO()
-        torch.save({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, buffer)
-        if buffer.getbuffer()[-22:-18] != END_RECORD:
-            raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
-        buffer.seek(-2, io.SEEK_END)  # the length of the comment
-        buffer.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
-        buffer.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
+        self.write(buffer)
         return buffer.getbuffer()
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes the same into an empty file that can be read, too."""
+        torch.save({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, file)
+        file.seek(-22, io.SEEK_END)
+        if file.read(4) != END_RECORD:
+            raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
+        file.seek(-2, io.SEEK_END)  # the length of the comment
+        file.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0, io.SEEK_END)
+        file.write(digest.encode())
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
