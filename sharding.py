@@ -108,6 +108,16 @@ def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
     return result
 
 
+def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a dictionary of tensors (or of such dictionaries) in the host's memory, of what is
+    shared out only this process's share.
+    """
+    return {
+        name: copy_to_host(value) if isinstance(value, dict) else value.to("cpu", copy=True)
+        for name, value in state.items()
+    }
+
+
 def share(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This process's share of a plain `tensor`, cut as `like` is; `tensor` where that is plain, or
     of another shape (an optimizer's count of steps).

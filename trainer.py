@@ -280,6 +280,7 @@ class Trainer:
         self.best: tuple[float, int] | None = None  # held-out loss and its step
         self.newest: tuple[float, int] | None = None
         self.saved_step: int | None = None  # of the latest snapshot
+        self.owed_best: Snapshot | None = None  # whose shards could not be written
         self.metrics_lines = 0
         self.set_aside = sets_aside(config, run_dir, self.world)
         self.skipped = 0  # steps in a row whose numbers were not finite
@@ -423,22 +424,13 @@ class Trainer:
         return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
     def _capture(self) -> Snapshot:
-        """The state of the run, on rank 0; every rank contributes what only it has."""
+        """The state of the run, its tensors as they are: this rank's, and maybe shared out."""
         names = self._optimizer_names(self.bare)
         states = self.optimizer.state_dict()["state"]
-        model_state = self.bare.state_dict()
-        optimizer_state = {names[i]: values for i, values in states.items()}
-        shards = {}
-        if self.config.snapshot_format == "sharded":
-            shards = self._write_shards(model_state, optimizer_state)
-            model_state, optimizer_state = {}, {}
-        else:
-            model_state = sharding.whole_on_first(model_state, self.world)
-            optimizer_state = sharding.whole_on_first(optimizer_state, self.world)
         best, newest = self.best or (None, None), self.newest or (None, None)
         return Snapshot(
-            model_state=model_state,
-            optimizer_state=optimizer_state,
+            model_state=self.bare.state_dict(),
+            optimizer_state={names[i]: values for i, values in states.items()},
             finished_epoch=self.windows_seen // len(self.train_dataset),
             step=self.step,
             windows_seen=self.windows_seen,
@@ -454,15 +446,27 @@ class Trainer:
             text_digest=self.train_dataset.digest,
             choices=self.choices,
             config=self.run_config,
-            shards=shards,
         )
 
-    def _write_shards(self, model_state: dict, optimizer_state: dict) -> dict[str, Any]:
-        """Writes every rank's own part beside the snapshot; OSError on all ranks if it fails."""
-        distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), self.world)
-        return sharded_snapshot.save(
-            self.files.path, self.step, model_state, optimizer_state, self.world
-        )
+    def _write(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
+        """Begins to write what was captured on every rank, whole on rank 0 or first everyone's own
+        part. OSError or `UserError` on every rank if those parts cannot be written.
+        """
+        state, world = (snapshot.model_state, snapshot.optimizer_state), self.world
+        if self.config.snapshot_format == "sharded":
+            distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), world)
+            shards = sharded_snapshot.save(self.files.path, snapshot.step, *state, world)
+            snapshot = dataclasses.replace(
+                snapshot, model_state={}, optimizer_state={}, shards=shards
+            )
+        else:
+            model_state, optimizer_state = (sharding.whole_on_first(part, world) for part in state)
+            snapshot = dataclasses.replace(
+                snapshot, model_state=model_state, optimizer_state=optimizer_state
+            )
+        if self.writer and self.metrics:
+            # A snapshot vouches for the lines of the steps before it, so they go first.
+            self.writer.write(snapshot, latest, best, self.metrics.sync)
 
     def _save(self, latest: bool, best: bool) -> None:
         """Begins to write the latest snapshot, the best one, or both. Every rank calls it; rank 0
@@ -473,16 +477,22 @@ class Trainer:
         self._check_finite()
         if latest:
             self.saved_step = self.step
+        snapshot = self._capture()
         try:
-            snapshot = self._capture()
+            if self.owed_best is not None and not best:
+                self._write(self.owed_best, latest=False, best=True)
+            self.owed_best = None
+            self._write(snapshot, latest, best)
         except (OSError, UserError) as error:  # of shards, on every rank
             self.saved_step = None
+            if best:
+                self.owed_best = dataclasses.replace(
+                    snapshot,
+                    model_state=sharding.copy_to_host(snapshot.model_state),
+                    optimizer_state=sharding.copy_to_host(snapshot.optimizer_state),
+                )
             if self.writer:
                 self.writer.failed(self.step, error)
-            return
-        if self.writer and self.metrics:
-            # A snapshot vouches for the lines of the steps before it, so they go first.
-            self.writer.write(snapshot, latest, best, self.metrics.sync)
 
     def _finish_saving(self) -> None:
         """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""

@@ -78,7 +78,7 @@ def test_an_overflow_in_one_share_makes_all_leave_the_step_out(seen):
 
 
 def test_states_are_put_together_and_shared_out_again_exactly(seen):
-    assert seen["whole"] and seen["shared"]
+    assert seen["whole"] and seen["shared"] and seen["copied"]
 
 
 def begin(run, *settings, nproc):

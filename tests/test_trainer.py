@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import equal
 
+import sharded_snapshot
 from char_dataset import CharDataset, DataConfig
 from distributed import World
 from errors import UserError
@@ -640,6 +641,35 @@ def test_a_best_snapshot_that_could_not_be_written_is_made_up_for(parts, tmp_pat
     trainer.train()
     assert load(str(tmp_path / "gpt_snapshot.best.pt")).step == 2
     assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_best_snapshot_whose_shards_could_not_be_written_is_made_up_for(
+    parts, tmp_path, monkeypatch, failures
+):
+    trainer = make(parts, tmp_path, max_steps=5, eval_every_steps=1, snapshot_format="sharded")
+    losses = iter([3.0, 2.0, 2.5, 2.7, 2.2])
+    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    trainer._save_is_due = lambda: trainer.step in (1, 3, 4, 5)
+    save, tries, best = sharded_snapshot.save, [], []
+
+    def failing(path, step, *state):
+        if trainer.step == 2:
+            best.append(weights(trainer).clone())
+        if step == 2 and len(tries) < failures:
+            tries.append(trainer.step)
+            raise OSError(28, "No space left on device")
+        return save(path, step, *state)
+
+    monkeypatch.setattr(sharded_snapshot, "save", failing)
+    trainer.train()
+    assert tries == [2, 3][:failures]
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
+    written = sharded_snapshot.put_together(str(tmp_path / "gpt_snapshot.best.pt"))
+    assert (written.step, written.best_step, written.best_loss) == (2, 2, 2.0)
+    of = {id(p): name for name, p in trainer.bare.named_parameters()}
+    names = [of[id(p)] for p in trainer.parameters]
+    assert torch.equal(torch.cat([written.model_state[n].flatten() for n in names]), best[0])
 
 
 def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
