@@ -24,7 +24,7 @@ from launch import LaunchConfig
 from model import ARCHITECTURE, GPTConfig
 from optimizer import OptimizerConfig
 from snapshot import flatten
-from trainer import TrainerConfig
+from trainer_config import TrainerConfig
 
 GROUPS = ("data", "model", "optimizer", "trainer", "experiment")
 

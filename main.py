@@ -66,7 +66,8 @@ from snapshot import Snapshot
 from snapshot_files import exists, is_local
 from text_cache import prepare
 from text_files import fetch
-from trainer import Trainer, choose_amp_dtype, find_snapshot, snapshot_path
+from trainer import Trainer, find_snapshot
+from trainer_config import choose_amp_dtype, snapshot_path
 
 log = logging.getLogger("gpt")
 CONFIG = "config.yaml"  # of a run, in its directory

@@ -17,7 +17,7 @@ from errors import UserError
 from sample import load_model
 from snapshot import Snapshot
 from snapshot_files import BackgroundWriter, SnapshotFiles, beside, check_shards, load
-from trainer import TrainerConfig, choose_amp_dtype
+from trainer_config import TrainerConfig, choose_amp_dtype
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 MUON = ["optimizer=muon", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
