@@ -60,13 +60,14 @@ from metrics import LOCK, METRICS, REPORT, owned, run_directory
 from model import GPT
 from optimizer import create_optimizer
 from sample import draw
+from saver import find_snapshot
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import exists, is_local
 from text_cache import prepare
 from text_files import fetch
-from trainer import Trainer, find_snapshot
+from trainer import Trainer
 from trainer_config import choose_amp_dtype, snapshot_path
 
 log = logging.getLogger("gpt")

@@ -11,6 +11,7 @@ above puts a sharded snapshot together into one that `sample.py` reads.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -37,20 +38,19 @@ def run_folder(path: str) -> str:
     return f"{os.path.basename(path)}.shards"  # the whole name: of a.1.pt and a.2.pt each its own
 
 
-def save(
-    path: str, step: int, model_state: dict, optimizer_state: dict, world: World
-) -> dict[str, Any]:
-    """Writes tensors, plain or shared out, beside the latest snapshot, at `path`; all ranks take
-    part.
+def save(path: str, snapshot: Snapshot, world: World) -> Snapshot:
+    """Writes the tensors of `snapshot`, plain or shared out, beside the latest one, at `path`; all
+    ranks take part.
 
-    Returns what `Snapshot.shards` keeps of it. Raises OSError on every rank if it fails.
+    Returns what is left to write: `snapshot` with shards. Raises OSError on every rank if it fails.
     """
     from torch.distributed import checkpoint  # takes a second; only for those who use it
 
-    state = {f"model/{name}": value for name, value in model_state.items()}
-    for name, values in optimizer_state.items():
+    state = {f"model/{name}": value for name, value in snapshot.model_state.items()}
+    for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
-    name = run_on_first(lambda: f"{run_folder(path)}/{step:08d}-{uuid.uuid4().hex[:8]}", world)
+    own = f"{snapshot.step:08d}-{uuid.uuid4().hex[:8]}"
+    name = run_on_first(lambda: f"{run_folder(path)}/{own}", world)
     folder = shards_folder(path, name)
     writer = checkpoint.FileSystemWriter(folder, sync_files=True)
     try:
@@ -68,7 +68,8 @@ def save(
     files = _checked(listings[0], folder, world)
     if [None, None] in files.values():
         raise OSError(f"{folder}: what was written cannot be read")
-    return {"folder": name, "files": files}
+    shards = {"folder": name, "files": files}
+    return dataclasses.replace(snapshot, model_state={}, optimizer_state={}, shards=shards)
 
 
 def read(

@@ -28,21 +28,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 import distributed
-import sharded_snapshot
 import sharding
 import signals
 from char_dataset import IGNORE, window_order
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError, one_line
-from metrics import METRICS, Metrics
+from metrics import Metrics
+from saver import Saver, find_snapshot, optimizer_state
 from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences
-from snapshot_files import BackgroundWriter, SnapshotFiles
-from trainer_config import TrainerConfig, choose_amp_dtype, planned_steps, snapshot_path
+from trainer_config import TrainerConfig, choose_amp_dtype, planned_steps
 
 log = logging.getLogger("gpt")
 
-SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has been followed
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
@@ -151,8 +149,8 @@ class Trainer:
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
         self.run_config = run_config or {"trainer": dataclasses.asdict(config)}
-        self.files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
-        self.writer = BackgroundWriter(self.files) if self.world.is_first else None
+        self.saver = Saver(config, run_dir, self.world)
+        self.files = self.saver.files
         self.requests, self.agreement = Requests(), Agreement(self.world)
         self.save_asked = False
 
@@ -166,10 +164,7 @@ class Trainer:
         self.step = 0
         self.best: tuple[float, int] | None = None  # held-out loss and its step
         self.newest: tuple[float, int] | None = None
-        self.saved_step: int | None = None  # of the latest snapshot
-        self.owed_best: Snapshot | None = None  # whose shards could not be written
         self.metrics_lines = 0
-        self.set_aside = sets_aside(config, run_dir, self.world)
         self.skipped = 0  # steps in a row whose numbers were not finite
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
@@ -268,56 +263,22 @@ class Trainer:
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
     def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
-        own = bare.state_dict()
-        if snapshot.shards:
-
-            def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-                like = own[name]
-                return (
-                    torch.empty_like(like) if like.shape == size else torch.empty(size, dtype=dtype)
-                )
-
-            model_state, optimizer_state = sharded_snapshot.read(
-                self.files.path, snapshot.shards, empty, self.world
-            )
-        else:
-            model_state = {
-                name: sharding.share(tensor, own[name]) if name in own else tensor
-                for name, tensor in snapshot.model_state.items()
-            }
-            optimizer_state = {
-                name: {key: sharding.share(value, own[name]) for key, value in values.items()}
-                for name, values in snapshot.optimizer_state.items()
-            }
-        bare.load_state_dict(model_state)
-        names = self._optimizer_names(bare)
-        own = self.optimizer.state_dict()
-        own["state"] = {
-            i: optimizer_state[name] for i, name in enumerate(names) if name in optimizer_state
-        }
-        self.optimizer.load_state_dict(own)
+        self.saver.restore(snapshot, bare, self.optimizer)
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
-        self.step = self.saved_step = snapshot.step
+        self.step = snapshot.step
         self.metrics_lines = snapshot.metrics_lines
         if snapshot.best_loss is not None:
             self.best = (snapshot.best_loss, snapshot.best_step)
         if snapshot.loss is not None:
             self.newest = (snapshot.loss, snapshot.loss_step)
 
-    def _optimizer_names(self, bare: nn.Module) -> list[str]:
-        """The names of the optimizer's parameters, in its own order."""
-        name_of = {id(parameter): name for name, parameter in bare.named_parameters()}
-        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
-
     def _capture(self) -> Snapshot:
         """The state of the run, its tensors as they are: this rank's, and maybe shared out."""
-        names = self._optimizer_names(self.bare)
-        states = self.optimizer.state_dict()["state"]
         best, newest = self.best or (None, None), self.newest or (None, None)
         return Snapshot(
             model_state=self.bare.state_dict(),
-            optimizer_state={names[i]: values for i, values in states.items()},
+            optimizer_state=optimizer_state(self.bare, self.optimizer),
             finished_epoch=self.windows_seen // len(self.train_dataset),
             step=self.step,
             windows_seen=self.windows_seen,
@@ -335,72 +296,20 @@ class Trainer:
             config=self.run_config,
         )
 
-    def _write(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
-        """Begins to write what was captured on every rank, whole on rank 0 or first everyone's own
-        part. OSError or `UserError` on every rank if those parts cannot be written.
-        """
-        state, world = (snapshot.model_state, snapshot.optimizer_state), self.world
-        if self.config.snapshot_format == "sharded":
-            distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), world)
-            shards = sharded_snapshot.save(self.files.path, snapshot.step, *state, world)
-            snapshot = dataclasses.replace(
-                snapshot, model_state={}, optimizer_state={}, shards=shards
-            )
-        else:
-            model_state, optimizer_state = (sharding.whole_on_first(part, world) for part in state)
-            snapshot = dataclasses.replace(
-                snapshot, model_state=model_state, optimizer_state=optimizer_state
-            )
-        if self.writer and self.metrics:
-            # A snapshot vouches for the lines of the steps before it, so they go first.
-            self.writer.write(snapshot, latest, best, self.metrics.sync)
-
     def _save(self, latest: bool, best: bool) -> None:
-        """Begins to write the latest snapshot, the best one, or both. Every rank calls it; rank 0
-        writes.
-        """
-        if not (latest or best):
-            return
-        self._check_finite()
-        if latest:
-            self.saved_step = self.step
-        snapshot = self._capture()
-        try:
-            if self.owed_best is not None and not best:
-                self._write(self.owed_best, latest=False, best=True)
-            self.owed_best = None
-            self._write(snapshot, latest, best)
-        except (OSError, UserError) as error:  # of shards, on every rank
-            self.saved_step = None
-            if best:
-                self.owed_best = dataclasses.replace(
-                    snapshot,
-                    model_state=sharding.copy_to_host(snapshot.model_state),
-                    optimizer_state=sharding.copy_to_host(snapshot.optimizer_state),
-                )
-            if self.writer:
-                self.writer.failed(self.step, error)
-
-    def _finish_saving(self) -> None:
-        """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""
-        if self.writer:
-            self.writer.wait()
-            if self.writer.error:
-                raise UserError(
-                    f"{self.files.path}: the snapshot of step {self.step} was not written: "
-                    f"{self.writer.error}"
-                )
-            sharded_snapshot.remove_unused(self.writer)
+        """Begins to write the latest snapshot, the best one, or both; every rank calls it."""
+        if latest or best:
+            self._check_finite()
+            # A snapshot vouches for the lines of the steps before it, so they go first.
+            self.saver.save(self._capture(), latest, best, lambda: self.metrics.sync())
 
     def _poll(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the
         run if one of them was asked to stop, or cannot write its snapshots.
         """
         request = self.requests.take()
-        if self.writer:
-            self.writer.poll()
-            if self.writer.failures >= self.config.max_save_failures:
-                request = Request.GIVE_UP
+        if self.saver.gives_up():
+            request = Request.GIVE_UP
         agreed = Request(self.agreement(request))
         if agreed > Request.SAVE:
             raise _StopRequested(agreed)
@@ -409,20 +318,13 @@ class Trainer:
     def _stop(self, request: Request) -> None:
         """Saves, says how to go on, and raises `Stopped`."""
         if request == Request.GIVE_UP:
-            why = self.writer.error if self.writer else "rank 0 has the reason"
             raise UserError(
                 f"step {self.step}: {self.config.max_save_failures} snapshots in a row could not "
-                f"be written (trainer.max_save_failures): {why}"
+                f"be written (trainer.max_save_failures): {self.saver.why()}"
             )
-
-        def is_saved() -> bool:
-            if self.writer:
-                self.writer.wait()
-            return self.saved_step == self.step and not (self.writer and self.writer.error)
-
-        if not distributed.run_on_first(is_saved, self.world):
+        if not distributed.run_on_first(lambda: self.saver.has_saved(self.step), self.world):
             self._save(latest=True, best=False)
-        distributed.run_on_first(self._finish_saving, self.world)
+        distributed.run_on_first(lambda: self.saver.finish(self.step), self.world)
         stopped = Stopped(request)
         log.info(
             "%s: stopped after step %d of %d; the same command%s goes on from %s",
@@ -469,14 +371,13 @@ class Trainer:
             try:
                 with naming_the_silent(self.world, lambda: f"after step {self.step}"):
                     distributed.run_on_first(self._open_files, self.world)
-                    self.set_aside = False
                     self._announce()
                     try:
                         self._train()
                         self.agreement.finish()
                     except _StopRequested as stop:
                         self._stop(stop.request)
-                self._finish_saving()
+                self.saver.finish(self.step)
             except (RuntimeError, OSError, EOFError) as error:
                 if not self._loader_has_died():
                     raise
@@ -490,22 +391,14 @@ class Trainer:
                     # Or the interpreter would wait for them, and they do not hear its SIGTERM.
                     self.batches._shutdown_workers()
                 self.batches = None
-                if self.writer:
-                    self.writer.wait()  # after an error, too: what was good then is worth having
+                self.saver.wait()  # after an error, too: what was good then is worth having
                 if self.metrics:
                     self.metrics.close()
                     self.metrics_lines = self.metrics.lines
         return self.newest[0] if self.newest else None
 
     def _open_files(self) -> None:
-        """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
-        self.files.check_writable()
-        if self.set_aside:
-            history = os.path.join(self.run_dir, METRICS)
-            paths = [*self.files.all(), *([history] if os.path.exists(history) else [])]
-            for moved in self.files.set_aside(paths):
-                log.info("trainer.resume=never: what was there is now %s", moved)
-            open(os.path.join(self.run_dir, SET_ASIDE), "w").close()
+        self.saver.open()
         evaluated = self.newest is not None and self.newest[1] == self.step
         self.metrics = Metrics(self.run_dir, self.step, evaluated, self.metrics_lines)
 
@@ -519,7 +412,7 @@ class Trainer:
         self.stopwatch = Stopwatch(self.step)
         self.model.train()
         if self.step and self._evaluation_is_due():  # a stop came before it
-            self.saved_step = None
+            self.saver.saved_step = None
             self._evaluate_and_save()
         while self.step < self.total_steps:
             loss, norm = self._train_step()
@@ -551,7 +444,7 @@ class Trainer:
         return due or self.step == self.total_steps
 
     def _save_is_due(self) -> bool:
-        if self.saved_step == self.step:
+        if self.saver.saved_step == self.step:
             return False
         epochs, steps = self.config.save_every, self.config.save_every_steps
         if self.save_asked or self.step == self.total_steps:
@@ -870,49 +763,6 @@ class Stopwatch:
         started = time.perf_counter()
         yield
         self.started += time.perf_counter() - started
-
-
-def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot | None:
-    """The snapshot to go on from, read and verified by rank 0 and handed to all; None to start
-    anew.
-
-    None with `resume=never`, too; what is there is set aside when training begins. Raises
-    `UserError` on every rank if snapshots exist but none is good, or if there is none and
-    `resume=must`.
-    """
-    if sets_aside(config, run_dir, world):
-        return None
-    files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
-
-    def find() -> tuple[bytes, str] | None:
-        found = files.find(log.warning)
-        if found is None and config.resume == "must":
-            raise UserError(f"trainer.resume=must: there is no snapshot at {files.path}")
-        return found
-
-    found = distributed.run_on_first(find, world)
-    if found is None:
-        return None
-    snapshot = Snapshot.from_bytes(*found)
-    log.info("resuming from %s, step %d", found[1], snapshot.step)
-    return snapshot
-
-
-def sets_aside(config: TrainerConfig, run_dir: str, world: World) -> bool:
-    """Whether what an earlier start left is to be renamed: `resume=never`, unless that has been
-    done and torchrun has started this very run again.
-    """
-    if config.resume != "never":
-        return False
-    restart, done = distributed.is_restart(world), os.path.join(run_dir, SET_ASIDE)
-
-    def is_done() -> bool:
-        if not restart:
-            with contextlib.suppress(FileNotFoundError):  # of another start
-                os.remove(done)
-        return os.path.exists(done)
-
-    return not distributed.run_on_first(is_done, world)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -224,12 +224,7 @@ def test_offload_is_refused_where_it_does_nothing_or_races():
 
 def some_shards(writer: BackgroundWriter, step: int) -> Snapshot:
     """A snapshot whose shards have been written, but not the snapshot itself."""
-    snapshot = some_snapshot(step)
-    snapshot.shards = sharded_snapshot.save(
-        writer.files.path, step, snapshot.model_state, snapshot.optimizer_state, ALONE
-    )
-    snapshot.model_state = snapshot.optimizer_state = {}
-    return snapshot
+    return sharded_snapshot.save(writer.files.path, some_snapshot(step), ALONE)
 
 
 def write(writer: BackgroundWriter, snapshot: Snapshot, latest=True, best=False) -> None:
