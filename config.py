@@ -25,7 +25,7 @@ from launch import LaunchConfig, without
 from model import ARCHITECTURE, GPTConfig
 from optimizer import OptimizerConfig
 from snapshot import flatten
-from trainer import TrainerConfig
+from trainer_config import TrainerConfig
 
 CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 CONFIG = "config.yaml"  # of a run, in its directory

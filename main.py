@@ -61,13 +61,15 @@ from metrics import LOCK, METRICS, REPORT, owned, run_directory
 from model import GPT
 from optimizer import create_optimizer
 from sample import draw
+from saver import find_snapshot
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import exists, is_local
 from text_cache import prepare
 from text_files import fetch
-from trainer import Trainer, choose_amp_dtype, find_snapshot, snapshot_path
+from trainer import Trainer
+from trainer_config import choose_amp_dtype, snapshot_path
 
 log = logging.getLogger("gpt")
 trained_in: int | None = None  # the process that `train` has last been called in

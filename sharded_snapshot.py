@@ -3,20 +3,23 @@
     python sharded_snapshot.py snapshot=runs/NAME/gpt_snapshot.pt out=single.pt
 
 With `trainer.snapshot_format=sharded` the tensors lie in a folder beside the snapshot,
-`gpt_snapshot.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which deals them
-out anew to however many processes read them. The snapshot itself holds all the rest, and for each
-file of that folder its size and its SHA-256. It is written last, so it is whole only if they are;
-everything that is true of snapshots (`snapshot_files.py`) stays true. The command above puts a
-sharded snapshot together into one file.
+`gpt_snapshot.pt.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which deals
+them out anew to however many processes read them. The snapshot itself holds all the rest, where
+that folder is, and for each file in it its size and its SHA-256. It is written last, so it is whole
+only if they are; everything that is true of snapshots (`snapshot_files.py`) stays true. The command
+above puts a sharded snapshot together into one file.
 """
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
+import logging
 import os
 import shutil
 import uuid
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +28,29 @@ from arguments import parse, run_program
 from distributed import World, gather, run_on_first
 from errors import UserError, one_line
 from snapshot import Snapshot, SnapshotError
-from snapshot_files import SnapshotFiles, is_local, load, shards_folder
+from snapshot_files import BackgroundWriter, is_local, load, shards_folder
+
+warn_once = functools.cache(logging.getLogger("gpt").warning)
 
 
-def save(
-    path: str, step: int, model_state: dict, optimizer_state: dict, world: World
-) -> dict[str, Any]:
-    """Writes tensors, plain or shared out, beside the snapshot at `path`; all ranks take part.
+def run_folder(path: str) -> str:
+    """The name of the folder for all shards of the run whose latest snapshot is at `path`."""
+    return f"{os.path.basename(path)}.shards"  # the whole name: of a.1.pt and a.2.pt each its own
 
-    Returns what `Snapshot.shards` keeps of it. Raises OSError on every rank if it fails.
+
+def save(path: str, snapshot: Snapshot, world: World) -> Snapshot:
+    """Writes the tensors of `snapshot`, plain or shared out, beside the latest one, at `path`; all
+    ranks take part.
+
+    Returns what is left to write: `snapshot` with shards. Raises OSError on every rank if it fails.
     """
     from torch.distributed import checkpoint  # takes a second; only for those who use it
 
-    state = {f"model/{name}": value for name, value in model_state.items()}
-    for name, values in optimizer_state.items():
+    state = {f"model/{name}": value for name, value in snapshot.model_state.items()}
+    for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
-    name = run_on_first(lambda: f"{step:08d}-{uuid.uuid4().hex[:8]}", world)
+    own = f"{snapshot.step:08d}-{uuid.uuid4().hex[:8]}"
+    name = run_on_first(lambda: f"{run_folder(path)}/{own}", world)
     folder = shards_folder(path, name)
     writer = checkpoint.FileSystemWriter(folder, sync_files=True)
     try:
@@ -58,7 +68,8 @@ def save(
     files = _checked(listings[0], folder, world)
     if [None, None] in files.values():
         raise OSError(f"{folder}: what was written cannot be read")
-    return {"folder": name, "files": files}
+    shards = {"folder": name, "files": files}
+    return dataclasses.replace(snapshot, model_state={}, optimizer_state={}, shards=shards)
 
 
 def read(
@@ -104,23 +115,28 @@ def read(
     return model_state, optimizer_state
 
 
-def remove_unused(files: SnapshotFiles) -> None:
-    """Removes the shards that no snapshot refers to, those set aside included; none where one of
-    the run's own cannot be read.
+def remove_unused(writer: BackgroundWriter) -> None:
+    """Removes the shards that no snapshot refers to, neither those set aside nor one that `writer`
+    has yet to write. While one cannot be read, any of them may be its own: none are removed.
     """
-    parent = shards_folder(files.path, "")
+    writer.wait()  # the snapshot before is there now, or is not
+    files, unwritten = writer.files, writer.unwritten_best
+    name = run_folder(files.path)
+    parent = shards_folder(files.path, name)
     if not is_local(files.path) or not os.path.isdir(parent):
         return
-    used, own = set(), files.all()
-    for path in files.present(r"(\.\w+)*"):
+    used = {unwritten.shards.get("folder")} if unwritten else set()
+    for path in files.present(r"(\.(?!tmp|check)\w+)*"):
+        if os.path.abspath(path) == parent:  # matches where the snapshot's name has no extension
+            continue
         try:
             used.add(load(path).shards.get("folder"))
-        except SnapshotError:
-            if path in own:
-                return
-    for name in os.listdir(parent):
-        if name not in used:
-            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)  # or at the next save
+        except SnapshotError as error:
+            warn_once(f"{error}; until it is moved away, no shards are removed from {parent}")
+            return
+    for shards in os.listdir(parent):
+        if f"{name}/{shards}" not in used:
+            shutil.rmtree(os.path.join(parent, shards), ignore_errors=True)  # or at the next save
 
 
 def put_together(path: str) -> Snapshot:
@@ -156,7 +172,7 @@ def _checked(names: list[str], folder: str, world: World) -> dict[str, list[Any]
     return {name: found[name] for name in names}
 
 
-@dataclass
+@dataclasses.dataclass
 class PutTogetherConfig:
     """What to put together; every field is an argument, `name=value`."""
 
@@ -171,7 +187,16 @@ def main(arguments: list[str]) -> None:
     if os.path.exists(config.out):
         raise UserError(f"out={config.out}: is there already")
     content = put_together(config.snapshot)
-    SnapshotFiles(config.out).write(content.to_bytes(), content.step, True, False)
+    partial = f"{config.out}.tmp"
+    try:
+        with open(partial, "w+b") as file:  # whose bytes in memory would be all of it again
+            content.write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, config.out)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
     print(f"{config.out}: step {content.step}, {len(content.model_state)} tensors")
 
 

@@ -108,17 +108,29 @@ def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
     return result
 
 
+def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a dictionary of tensors (or of such dictionaries) in the host's memory, of what is
+    shared out only this process's share.
+    """
+    return {
+        name: copy_to_host(value) if isinstance(value, dict) else value.to("cpu", copy=True)
+        for name, value in state.items()
+    }
+
+
 def share(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This process's share of a plain `tensor`, cut as `like` is; `tensor` where that is plain, or
     of another shape (an optimizer's count of steps).
     """
     if not is_shared(like) or tensor.shape != like.shape:
         return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    here = tensor.to(like.to_local().device)
-    # Every rank cuts its share from what it holds itself: nobody sends anything.
-    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+    # Every rank cuts its share from what it holds itself: nobody sends anything, and no device
+    # gets more than its share, which distribute_tensor, on a GPU's mesh, would not keep on a CPU.
+    result = torch.empty_like(like, dtype=tensor.dtype)
+    local, mesh = result.to_local(), like.device_mesh
+    first = -(-len(tensor) // mesh.size()) * mesh.get_local_rank()
+    local.copy_(tensor[first : first + len(local)])
+    return result
 
 
 def map_matrices(

@@ -17,18 +17,20 @@ import typing
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from errors import UserError, one_line
 
-FORMAT = 4  # 3: another order of the windows; 4: shards
+FORMAT = 4  # 3: another order of the windows; 4: shards, without which it is 3
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
 # All that the pickle in a snapshot refers to; torch allows more, some of which takes memory.
 REFERENCES = r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
+# Where shards may lie: names below the snapshot's own folder, that lead nowhere else.
+SHARDS_FOLDER, SHARDS_FILE = r"[^/\0]+\.shards/[\w-]+", r"\.?\w[\w.-]*"
 
 
 class SnapshotError(UserError):
@@ -60,7 +62,8 @@ class Snapshot:
         choices: what every `auto` setting came to mean in this run.
         config: the whole resolved configuration, plain types.
         shards: of a sharded snapshot, which leaves the first two fields empty, where the tensors
-            are: see `sharded_snapshot.py`.
+            are: `folder`, relative to that of the snapshot, and `files`, the name of each to its
+            [size, SHA-256]; see `sharded_snapshot.py`.
         format: the version of this layout.
     """
 
@@ -87,13 +90,21 @@ class Snapshot:
     def to_bytes(self) -> memoryview:
         """The file's content, digest included."""
         buffer = io.BytesIO()
-        torch.save({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, buffer)
-        if buffer.getbuffer()[-22:-18] != END_RECORD:
-            raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
-        buffer.seek(-2, io.SEEK_END)  # the length of the comment
-        buffer.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
-        buffer.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
+        self.write(buffer)
         return buffer.getbuffer()
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes the same into an empty file that can be read, too."""
+        torch.save({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, file)
+        file.seek(-22, io.SEEK_END)
+        if file.read(4) != END_RECORD:
+            raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
+        file.seek(-2, io.SEEK_END)  # the length of the comment
+        file.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0, io.SEEK_END)
+        file.write(digest.encode())
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
@@ -107,6 +118,8 @@ class Snapshot:
         try:
             check_contents(content)
             fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if fields.get("format") == 3:
+                fields |= {"format": FORMAT, "shards": {}}
             if fields.get("format") == FORMAT:
                 check_fields(cls, fields, len(content))
         except Exception as error:  # a file made by hand can be wrong in any way
@@ -115,7 +128,8 @@ class Snapshot:
             ) from error
         if fields.get("format") != FORMAT:
             raise SnapshotError(
-                f"{name}: snapshot format {fields.get('format')}, this application reads {FORMAT}"
+                f"{name}: snapshot format {fields.get('format')}, this application reads 3 and "
+                f"{FORMAT}"
             )
         return cls(**fields)
 
@@ -196,6 +210,8 @@ def check_fields(cls: type, fields: dict[str, Any], size: int) -> None:
     for group in ("data", "model", "optimizer", "trainer"):
         if not isinstance(fields["config"].get(group, {}), dict):
             raise ValueError(f"config.{group} is {fields['config'][group]!r}")
+    if fields["shards"]:
+        check_shards_field(fields["shards"])
     left = size  # a value takes a byte of the file at least, and a tensor all of its own
     counted: set[tuple] = set()  # one of two names, as a tied head is, is in the file once
 
@@ -214,6 +230,22 @@ def check_fields(cls: type, fields: dict[str, Any], size: int) -> None:
                 count(one)
 
     count(fields)
+
+
+def check_shards_field(shards: dict[str, Any]) -> None:
+    """Raises ValueError unless `shards` is as `Snapshot` describes it, with names that stay in the
+    snapshot's folder. The metadata, which is a pickle, must be among what has a digest.
+    """
+    folder, files = shards.get("folder"), shards.get("files")
+    if not isinstance(folder, str) or not re.fullmatch(SHARDS_FOLDER, folder):
+        raise ValueError(f"shards.folder is {folder!r}, not NAME.shards/NAME")
+    if not isinstance(files, dict) or ".metadata" not in files:
+        raise ValueError("shards.files does not name the shards and their .metadata")
+    for name, about in files.items():
+        if not isinstance(name, str) or not re.fullmatch(SHARDS_FILE, name):
+            raise ValueError(f"shards.files has {name!r}, which is not the plain name of a file")
+        if not isinstance(about, list) or [type(value) for value in about] != [int, str]:
+            raise ValueError(f"shards.files has {about!r} for {name}, not its size and SHA-256")
 
 
 # What a run may not change when it goes on: the result would be neither the old run's nor the new

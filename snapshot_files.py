@@ -103,12 +103,11 @@ def load(path: str) -> Snapshot:
     return Snapshot.from_bytes(read(path), path)
 
 
-def shards_folder(path: str, name: str) -> str:
-    """Where the shards called `name` of a sharded snapshot at `path` lie, whichever of the run's
-    snapshots it is.
+def shards_folder(path: str, folder: str) -> str:
+    """Where the shards lie that the snapshot at `path` knows as `folder`; any of the run's
+    snapshots will do, as they all lie side by side.
     """
-    folder, file = os.path.split(os.path.abspath(path))
-    return os.path.join(folder, f"{file.split('.')[0]}.shards", name)
+    return os.path.join(os.path.dirname(os.path.abspath(path)), folder)
 
 
 def check_shards(path: str, snapshot: Snapshot) -> None:
@@ -345,16 +344,17 @@ class BackgroundWriter:
 
     Training waits only for a copy of the tensors on their device, and for the save before, where
     saves are closer together than a save takes. A save that fails is logged; `failures` counts
-    those in a row, `error` is the newest. A best snapshot is kept until it could be written.
+    those in a row, `error` is the newest. A best snapshot is kept, as `unwritten_best`, until it
+    could be written.
     """
 
     def __init__(self, files: SnapshotFiles):
         self.files = files
         self.failures, self.error = 0, ""
+        self.unwritten_best: Snapshot | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot", give_way)
         self._pending: Future[None] | None = None
         self._step = 0
-        self._unwritten_best: Snapshot | None = None
 
     def write(
         self,
@@ -382,16 +382,16 @@ class BackgroundWriter:
                 torch.cuda.current_stream().wait_event(ready)
                 snapshot = snapshot.map_tensors(lambda tensor: tensor.cpu())
         if best:
-            self._unwritten_best = snapshot
+            self.unwritten_best = snapshot
         first()
-        if self._unwritten_best is not None and self._unwritten_best is not snapshot:
-            self._write_files(self._unwritten_best, latest=False, best=True)
+        if self.unwritten_best is not None and self.unwritten_best is not snapshot:
+            self._write_files(self.unwritten_best, latest=False, best=True)
         self._write_files(snapshot, latest, best)
 
     def _write_files(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
         self.files.write(snapshot.to_bytes(), snapshot.step, latest, best)
         if best:
-            self._unwritten_best = None
+            self.unwritten_best = None
 
     def failed(self, step: int, error: Exception) -> None:
         """Takes note of a save that could not be written."""

@@ -19,7 +19,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,22 +29,20 @@ from torch.utils.data import DataLoader, Dataset
 
 import distributed
 import kernels
-import sharded_snapshot
 import sharding
 import signals
-import trackers
 from char_dataset import IGNORE, window_order
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError, one_line
-from metrics import METRICS, Metrics, peak_memory
+from metrics import Metrics, peak_memory
 from progress import Progress
+from saver import Saver, find_snapshot, optimizer_state
 from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences, flatten
-from snapshot_files import BackgroundWriter, SnapshotFiles, is_local
+from trainer_config import TrainerConfig, choose_amp_dtype, planned_steps
 
 log = logging.getLogger("gpt")
 
-SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has been followed
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
@@ -64,114 +61,6 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "T4": 65e12,
 }
-
-
-@dataclass
-class TrainerConfig:
-    """How long, in which portions, and on what to train; the fields are explained in
-    `conf/trainer/`.
-    """
-
-    max_epochs: int | None = 10
-    max_steps: int | None = None
-    batch_size: int = 64
-    micro_batch_size: int | None = None
-    grad_norm_clip: float | None = 1.0
-    data_loader_workers: int = 0
-    snapshot_path: str = "gpt_snapshot.pt"
-    save_every: int | None = 1
-    save_every_steps: int | None = None
-    keep_snapshots: int | None = None
-    snapshot_format: str = "single"
-    max_save_failures: int = 3
-    eval_every_steps: int | None = None
-    log_every_steps: int = 10
-    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    use_amp: bool = True
-    amp_dtype: str = "auto"
-    seed: int = 1337
-    device: str = "auto"
-    threads: int | None = None
-    compile: str = "auto"
-    deterministic: str = "auto"
-    strategy: str = "ddp"
-    offload: bool = False
-    resume: str = "auto"
-    on_nonfinite: str = "stop"
-    timeout_s: float = 600.0
-
-    def __post_init__(self):
-        self.compile, self.deterministic = self.compile.lower(), self.deterministic.lower()
-        choices = {
-            "amp_dtype": ("auto", "bfloat16", "float16"),
-            "device": ("auto", "cpu", "cuda"),
-            "compile": ("auto", "true", "false"),
-            "deterministic": ("auto", "true", "false"),
-            "strategy": ("ddp", "fsdp"),
-            "snapshot_format": ("single", "sharded"),
-            "resume": ("auto", "must", "never"),
-            "on_nonfinite": ("stop", "skip"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise UserError(
-                    f"trainer.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}"
-                )
-        positive = [
-            "max_epochs",
-            "max_steps",
-            "batch_size",
-            "micro_batch_size",
-            "save_every",
-            "save_every_steps",
-            "keep_snapshots",
-            "max_save_failures",
-            "eval_every_steps",
-            "log_every_steps",
-            "threads",
-            "timeout_s",
-        ]
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"trainer.{name}={value}: must be above 0")
-        trackers.check(self.trackers)
-        if self.max_epochs is None and self.max_steps is None:
-            raise UserError(
-                "trainer.max_epochs and trainer.max_steps are both null: one must say when to stop"
-            )
-        if self.grad_norm_clip is not None and not self.grad_norm_clip > 0:
-            raise UserError(
-                f"trainer.grad_norm_clip={self.grad_norm_clip}: must be above 0, or null not to "
-                "clip"
-            )
-        if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):
-            raise UserError(
-                f"trainer.snapshot_path={self.snapshot_path}: sharded snapshots "
-                "(trainer.snapshot_format) need a folder that all hosts see, not a URL"
-            )
-        if self.offload and self.strategy != "fsdp":
-            raise UserError("trainer.offload=true: goes with trainer.strategy=fsdp")
-        if self.data_loader_workers < 0:
-            raise UserError(
-                f"trainer.data_loader_workers={self.data_loader_workers}: must not be negative"
-            )
-        if self.threads is not None and self.threads > 1024:
-            raise UserError(f"trainer.threads={self.threads}: must be at most 1024")
-        if not self.timeout_s <= 1e6:
-            raise UserError(f"trainer.timeout_s={self.timeout_s}: must be at most 1e6 seconds")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"trainer.seed={self.seed}: must be at least 0 and below 2^63")
-
-    def check_world_size(self, size: int) -> None:
-        """Raises `UserError` if `size` processes cannot share the batch equally."""
-        if self.batch_size % size:
-            raise UserError(
-                f"trainer.batch_size={self.batch_size}: must be divisible by the number of "
-                f"processes, {size}; the "
-                f"nearest that are: {self.batch_size // size * size or size}, "
-                f"{-(-self.batch_size // size) * size}"
-            )
 
 
 class MicroBatches(Dataset):
@@ -262,8 +151,8 @@ class Trainer:
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
         self.run_config = run_config or {"trainer": dataclasses.asdict(config)}
-        self.files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
-        self.writer = BackgroundWriter(self.files) if self.world.is_first else None
+        self.saver = Saver(config, run_dir, self.world)
+        self.files = self.saver.files
         self.requests, self.agreement = Requests(), Agreement(self.world)
         self.save_asked = False
 
@@ -277,9 +166,7 @@ class Trainer:
         self.step = 0
         self.best: tuple[float, int] | None = None  # held-out loss and its step
         self.newest: tuple[float, int] | None = None
-        self.saved_step: int | None = None  # of the latest snapshot
         self.metrics_lines = 0
-        self.set_aside = sets_aside(config, run_dir, self.world)
         self.skipped = 0  # steps in a row whose numbers were not finite
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
@@ -384,65 +271,22 @@ class Trainer:
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
     def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
-        own = bare.state_dict()
-        if snapshot.shards:
-
-            def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-                like = own[name]
-                return (
-                    torch.empty_like(like) if like.shape == size else torch.empty(size, dtype=dtype)
-                )
-
-            model_state, optimizer_state = sharded_snapshot.read(
-                self.files.path, snapshot.shards, empty, self.world
-            )
-        else:
-            model_state = {
-                name: sharding.share(tensor, own[name]) if name in own else tensor
-                for name, tensor in snapshot.model_state.items()
-            }
-            optimizer_state = {
-                name: {key: sharding.share(value, own[name]) for key, value in values.items()}
-                for name, values in snapshot.optimizer_state.items()
-            }
-        bare.load_state_dict(model_state)
-        names = self._optimizer_names(bare)
-        own = self.optimizer.state_dict()
-        own["state"] = {
-            i: optimizer_state[name] for i, name in enumerate(names) if name in optimizer_state
-        }
-        self.optimizer.load_state_dict(own)
+        self.saver.restore(snapshot, bare, self.optimizer)
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
-        self.step = self.saved_step = snapshot.step
+        self.step = snapshot.step
         self.metrics_lines = snapshot.metrics_lines
         if snapshot.best_loss is not None:
             self.best = (snapshot.best_loss, snapshot.best_step)
         if snapshot.loss is not None:
             self.newest = (snapshot.loss, snapshot.loss_step)
 
-    def _optimizer_names(self, bare: nn.Module) -> list[str]:
-        """The names of the optimizer's parameters, in its own order."""
-        name_of = {id(parameter): name for name, parameter in bare.named_parameters()}
-        return [name_of[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
-
     def _capture(self) -> Snapshot:
-        """The state of the run, on rank 0; every rank contributes what only it has."""
-        names = self._optimizer_names(self.bare)
-        states = self.optimizer.state_dict()["state"]
-        model_state = self.bare.state_dict()
-        optimizer_state = {names[i]: values for i, values in states.items()}
-        shards = {}
-        if self.config.snapshot_format == "sharded":
-            shards = self._write_shards(model_state, optimizer_state)
-            model_state, optimizer_state = {}, {}
-        else:
-            model_state = sharding.whole_on_first(model_state, self.world)
-            optimizer_state = sharding.whole_on_first(optimizer_state, self.world)
+        """The state of the run, its tensors as they are: this rank's, and maybe shared out."""
         best, newest = self.best or (None, None), self.newest or (None, None)
         return Snapshot(
-            model_state=model_state,
-            optimizer_state=optimizer_state,
+            model_state=self.bare.state_dict(),
+            optimizer_state=optimizer_state(self.bare, self.optimizer),
             finished_epoch=self.windows_seen // len(self.train_dataset),
             step=self.step,
             windows_seen=self.windows_seen,
@@ -458,61 +302,22 @@ class Trainer:
             text_digest=self.train_dataset.digest,
             choices=self.choices,
             config=self.run_config,
-            shards=shards,
-        )
-
-    def _write_shards(self, model_state: dict, optimizer_state: dict) -> dict[str, Any]:
-        """Writes every rank's own part beside the snapshot; OSError on all ranks if it fails."""
-
-        def remove_unused() -> None:
-            self.writer.wait()  # the snapshot before is there now, or is not
-            sharded_snapshot.remove_unused(self.files)
-
-        distributed.run_on_first(remove_unused, self.world)
-        return sharded_snapshot.save(
-            self.files.path, self.step, model_state, optimizer_state, self.world
         )
 
     def _save(self, latest: bool, best: bool) -> None:
-        """Begins to write the latest snapshot, the best one, or both. Every rank calls it; rank 0
-        writes.
-        """
-        if not (latest or best):
-            return
-        self._check_finite()
-        if latest:
-            self.saved_step = self.step
-        try:
-            snapshot = self._capture()
-        except (OSError, UserError) as error:  # of shards, on every rank
-            self.saved_step = None
-            if self.writer:
-                self.writer.failed(self.step, error)
-            return
-        if self.writer and self.metrics:
+        """Begins to write the latest snapshot, the best one, or both; every rank calls it."""
+        if latest or best:
+            self._check_finite()
             # A snapshot vouches for the lines of the steps before it, so they go first.
-            self.writer.write(snapshot, latest, best, self.metrics.sync)
-
-    def _finish_saving(self) -> None:
-        """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""
-        if self.writer:
-            self.writer.wait()
-            if self.writer.error:
-                raise UserError(
-                    f"{self.files.path}: the snapshot of step {self.step} was not written: "
-                    f"{self.writer.error}"
-                )
-            sharded_snapshot.remove_unused(self.files)
+            self.saver.save(self._capture(), latest, best, lambda: self.metrics.sync())
 
     def _poll(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the
         run if one of them was asked to stop, or cannot write its snapshots.
         """
         request = self.requests.take()
-        if self.writer:
-            self.writer.poll()
-            if self.writer.failures >= self.config.max_save_failures:
-                request = Request.GIVE_UP
+        if self.saver.gives_up():
+            request = Request.GIVE_UP
         agreed = Request(self.agreement(request))
         if agreed > Request.SAVE:
             raise _StopRequested(agreed)
@@ -521,20 +326,13 @@ class Trainer:
     def _stop(self, request: Request) -> None:
         """Saves, says how to go on, and raises `Stopped`."""
         if request == Request.GIVE_UP:
-            why = self.writer.error if self.writer else "rank 0 has the reason"
             raise UserError(
                 f"step {self.step}: {self.config.max_save_failures} snapshots in a row could not "
-                f"be written (trainer.max_save_failures): {why}"
+                f"be written (trainer.max_save_failures): {self.saver.why()}"
             )
-
-        def is_saved() -> bool:
-            if self.writer:
-                self.writer.wait()
-            return self.saved_step == self.step and not (self.writer and self.writer.error)
-
-        if not distributed.run_on_first(is_saved, self.world):
+        if not distributed.run_on_first(lambda: self.saver.has_saved(self.step), self.world):
             self._save(latest=True, best=False)
-        distributed.run_on_first(self._finish_saving, self.world)
+        distributed.run_on_first(lambda: self.saver.finish(self.step), self.world)
         stopped = Stopped(request)
         log.info(
             "%s: stopped after step %d of %d; the same command%s goes on from %s",
@@ -582,14 +380,13 @@ class Trainer:
             try:
                 with naming_the_silent(self.world, lambda: f"after step {self.step}"):
                     distributed.run_on_first(self._open_files, self.world)
-                    self.set_aside = False
                     self._announce()
                     try:
                         self._train()
                         self.agreement.finish()
                     except _StopRequested as stop:
                         self._stop(stop.request)
-                self._finish_saving()
+                self.saver.finish(self.step)
             except (RuntimeError, OSError, EOFError) as error:
                 if not self._loader_has_died():
                     raise
@@ -603,8 +400,7 @@ class Trainer:
                     # Or the interpreter would wait for them, and they do not hear its SIGTERM.
                     self.batches._shutdown_workers()
                 self.batches = None
-                if self.writer:
-                    self.writer.wait()  # after an error, too: what was good then is worth having
+                self.saver.wait()  # after an error, too: what was good then is worth having
                 if self.progress:
                     self.progress.close()
                 if self.metrics:
@@ -613,14 +409,7 @@ class Trainer:
         return self.newest[0] if self.newest else None
 
     def _open_files(self) -> None:
-        """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
-        self.files.check_writable()
-        if self.set_aside:
-            others = (os.path.join(self.run_dir, name) for name in (METRICS, "tensorboard"))
-            paths = [*self.files.all(), *filter(os.path.exists, others)]
-            for moved in self.files.set_aside(paths):
-                log.info("trainer.resume=never: what was there is now %s", moved)
-            open(os.path.join(self.run_dir, SET_ASIDE), "w").close()
+        self.saver.open()
         evaluated = self.newest is not None and self.newest[1] == self.step
         self.metrics = Metrics(
             self.run_dir,
@@ -642,7 +431,7 @@ class Trainer:
         self.progress = Progress(self.step, self.total_steps, shown=self.world.is_first)
         self.model.train()
         if self.step and self._evaluation_is_due():  # a stop came before it
-            self.saved_step = None
+            self.saver.saved_step = None
             self._evaluate_and_save()
         while self.step < self.total_steps:
             loss, norm = self._train_step()
@@ -687,7 +476,7 @@ class Trainer:
         return min(step, self.total_steps)
 
     def _save_is_due(self) -> bool:
-        if self.saved_step == self.step:
+        if self.saver.saved_step == self.step:
             return False
         epochs, steps = self.config.save_every, self.config.save_every_steps
         if self.save_asked or self.step == self.total_steps:
@@ -1008,85 +797,6 @@ class Stopwatch:
         started = time.perf_counter()
         yield
         self.started += time.perf_counter() - started
-
-
-def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
-    """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute
-    or a URL.
-    """
-    path = config.snapshot_path.removeprefix("file://").removeprefix("local://")
-    return os.path.join(run_dir, path) if is_local(path) else path
-
-
-def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot | None:
-    """The snapshot to go on from, read and verified by rank 0 and handed to all; None to start
-    anew.
-
-    None with `resume=never`, too; what is there is set aside when training begins. Raises
-    `UserError` on every rank if snapshots exist but none is good, or if there is none and
-    `resume=must`.
-    """
-    if sets_aside(config, run_dir, world):
-        return None
-    files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
-
-    def find() -> tuple[bytes, str] | None:
-        found = files.find(log.warning)
-        if found is None and config.resume == "must":
-            raise UserError(f"trainer.resume=must: there is no snapshot at {files.path}")
-        return found
-
-    found = distributed.run_on_first(find, world)
-    if found is None:
-        return None
-    snapshot = Snapshot.from_bytes(*found)
-    log.info("resuming from %s, step %d", found[1], snapshot.step)
-    return snapshot
-
-
-def sets_aside(config: TrainerConfig, run_dir: str, world: World) -> bool:
-    """Whether what an earlier start left is to be renamed: `resume=never`, unless that has been
-    done and torchrun has started this very run again.
-    """
-    if config.resume != "never":
-        return False
-    restart, done = distributed.is_restart(world), os.path.join(run_dir, SET_ASIDE)
-
-    def is_done() -> bool:
-        if not restart:
-            with contextlib.suppress(FileNotFoundError):  # of another start
-                os.remove(done)
-        return os.path.exists(done)
-
-    return not distributed.run_on_first(is_done, world)
-
-
-def planned_steps(config: TrainerConfig, num_windows: int) -> int:
-    """Optimizer steps of the whole run: `max_steps`, or enough for `max_epochs` to see every
-    window, or the fewer.
-    """
-    plans = []
-    if config.max_steps is not None:
-        plans.append(config.max_steps)
-    if config.max_epochs is not None:
-        plans.append(-(-config.max_epochs * num_windows // config.batch_size))
-    return min(plans)
-
-
-def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[str, Any]) -> str:
-    """The type to compute in: the one asked for, or that a snapshot's choices name, or the best:
-    bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs.
-    """
-    if not config.use_amp:
-        return "float32"
-    if config.amp_dtype != "auto":
-        return config.amp_dtype
-    if earlier.get("amp_dtype"):
-        return earlier["amp_dtype"]
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if has_bf16 else "float32"
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -121,8 +121,13 @@ full = [v.full_tensor() for v in model.state_dict().values()]
 if world.is_first:
     seen["whole"] = all(torch.equal(a, b) for a, b in zip(state.values(), full, strict=True))
 back = [sharding.share(f, v) for f, v in zip(full, model.state_dict().values(), strict=True)]
+copy = sharding.copy_to_host({"model": model.state_dict()})["model"]
 pairs = zip(back, model.state_dict().values(), strict=True)
 seen["shared"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+for value in model.state_dict().values():
+    value.to_local().zero_()
+pairs = zip(copy.values(), full, strict=True)
+seen["copied"] = all(torch.equal(sharding.whole(a), b) for a, b in pairs)
 if world.is_first:
     print(json.dumps(seen))
 sys.stdout.flush()

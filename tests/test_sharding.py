@@ -5,17 +5,21 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, start
+from conftest import ROOT, TINY, metrics, some_snapshot, start
 
 import sharded_snapshot
+from distributed import World
 from errors import UserError
 from sharded_snapshot import read_whole
-from snapshot_files import load
-from trainer import TrainerConfig
+from snapshot import Snapshot
+from snapshot_files import BackgroundWriter, SnapshotFiles, beside, check_shards, load
+from trainer_config import TrainerConfig, choose_amp_dtype
 
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 MUON = ["optimizer=muon", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 FSDP = "trainer.strategy=fsdp"
@@ -74,7 +78,7 @@ def test_an_overflow_in_one_share_makes_all_leave_the_step_out(seen):
 
 
 def test_states_are_put_together_and_shared_out_again_exactly(seen):
-    assert seen["whole"] and seen["shared"]
+    assert seen["whole"] and seen["shared"] and seen["copied"]
 
 
 def begin(run, *settings, nproc):
@@ -152,9 +156,9 @@ def test_damaged_shards_are_noticed_and_the_snapshot_before_is_used(tmp_path):
     run = tmp_path / "run"
     settings = [SHARDED, "trainer.save_every_steps=2"]
     begin(run, *settings, nproc=0)
-    kept = {load(str(path)).shards["folder"] for path in run.glob("gpt_snapshot*.pt")}
-    assert {p.name for p in (run / "gpt_snapshot.shards").iterdir()} == kept
-    (shards,) = [run / "gpt_snapshot.shards" / load(str(run / "gpt_snapshot.pt")).shards["folder"]]
+    used = {run / load(str(path)).shards["folder"] for path in run.glob("gpt_snapshot*.pt")}
+    assert set((run / "gpt_snapshot.pt.shards").iterdir()) == used
+    shards = run / load(str(run / "gpt_snapshot.pt")).shards["folder"]
     data = next(shards.glob("*.distcp"))
     whole = data.read_bytes()
     data.write_bytes(whole[:-9] + b"\0" + whole[-8:])  # a changed byte
@@ -201,3 +205,92 @@ def test_fsdp_compiles(alone, tmp_path):
 def test_what_cannot_be_is_refused(settings, says):
     with pytest.raises(UserError, match=says):
         TrainerConfig(**settings)
+
+
+def test_offload_is_refused_where_it_does_nothing_or_races():
+    config = TrainerConfig(strategy="fsdp", offload=True, amp_dtype="float16")
+    with pytest.raises(UserError, match=r"trainer\.offload=true: is for several processes"):
+        config.check_world_size(1)
+    config.check_world_size(2)
+    with pytest.raises(UserError, match=r"amp_dtype=float16: .* trainer\.offload=true"):
+        choose_amp_dtype(config, torch.device("cuda"), {})
+    assert choose_amp_dtype(config, torch.device("cpu"), {}) == "float16"
+    config.amp_dtype = "auto"
+    with pytest.raises(UserError, match=r"amp_dtype=auto: computes in float16 here"):
+        choose_amp_dtype(config, torch.device("cuda"), {"amp_dtype": "float16"})
+
+
+# --- which shards belong to whom ---
+
+
+def some_shards(writer: BackgroundWriter, step: int) -> Snapshot:
+    """A snapshot whose shards have been written, but not the snapshot itself."""
+    return sharded_snapshot.save(writer.files.path, some_snapshot(step), ALONE)
+
+
+def write(writer: BackgroundWriter, snapshot: Snapshot, latest=True, best=False) -> None:
+    writer.write(snapshot, latest, best)
+    writer.wait()
+
+
+def kept(writer: BackgroundWriter) -> list[int]:
+    """The steps whose shards are there once the unused ones are removed."""
+    sharded_snapshot.remove_unused(writer)
+    folder = f"{writer.files.path}.shards"
+    return sorted(int(name.split("-")[0]) for name in os.listdir(folder))
+
+
+@pytest.fixture
+def writer(tmp_path) -> BackgroundWriter:
+    return BackgroundWriter(SnapshotFiles(str(tmp_path / "lr0.001.pt")))
+
+
+@pytest.mark.parametrize("name", ["lr0.003.pt", "lr0.001.ckpt", "lr0"])
+def test_runs_side_by_side_leave_each_other_their_shards(tmp_path, writer, name):
+    other = BackgroundWriter(SnapshotFiles(str(tmp_path / name)))
+    for step in (1, 2, 3):
+        for each in (writer, other):
+            write(each, some_shards(each, step), best=step == 1)
+            assert kept(each) == list(range(1, step + 1))
+    for each in (writer, other):
+        for path in each.files.all():
+            check_shards(path, load(path))
+        assert each.files.all() == [each.files.path, each.files.previous, each.files.best]
+
+
+def test_shards_are_those_of_snapshots_set_aside_and_numbered_too(writer):
+    writer.files.keep = 1
+    for step in (1, 2):
+        write(writer, some_shards(writer, step))
+    writer.files.set_aside()
+    for step in (3, 4, 5):
+        write(writer, some_shards(writer, step))
+    assert kept(writer) == [1, 2, 4, 5]
+
+
+def test_a_best_snapshot_that_is_still_to_be_written_keeps_its_shards(writer, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    write(writer, some_shards(writer, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.files, "_put", fail)
+        write(writer, some_shards(writer, 2), best=True)
+    assert kept(writer) == [1, 2]
+    write(writer, some_shards(writer, 3))
+    assert load(writer.files.best).step == 2
+    check_shards(writer.files.best, load(writer.files.best))
+
+
+@pytest.mark.parametrize("kind", ["prev", "damaged1"])
+def test_nothing_is_removed_while_a_snapshot_cannot_be_read_and_that_is_said_once(
+    writer, caplog, kind
+):
+    for step in (1, 2, 3):
+        write(writer, some_shards(writer, step))
+    path = Path(beside(writer.files.path, kind))
+    path.write_bytes(b"damaged")
+    assert kept(writer) == kept(writer) == [1, 2, 3]
+    assert caplog.text.count(f"{path}: not a whole snapshot") == 1
+    path.unlink()
+    assert kept(writer) == ([3] if kind == "prev" else [2, 3])

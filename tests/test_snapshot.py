@@ -29,6 +29,14 @@ def test_torch_reads_the_file_without_trusting_it(tmp_path):
     assert torch.equal(fields["model_state"]["b"], some_snapshot().model_state["b"])
 
 
+def test_the_format_before_shards_is_read():
+    fields = dataclasses.asdict(some_snapshot()) | {"format": 3}
+    del fields["shards"]
+    buffer = io.BytesIO()
+    torch.save(fields, buffer)
+    assert equal(Snapshot.from_bytes(sealed(buffer.getvalue()), "s.pt"), some_snapshot())
+
+
 def test_a_tensor_of_two_names_is_stored_once():
     weight = torch.randn(1000)
     tied = Snapshot({"a": weight, "b": weight}, {}).map_tensors(torch.clone)
@@ -129,10 +137,18 @@ def grow(data: bytes) -> bytes:
         (lambda: saved(extra=1), "its fields are"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
         (lambda: with_pickle(b""), "pickle exhausted"),
-        (lambda: saved(format=1), "snapshot format 1, this application reads 4"),
+        (lambda: saved(format=1), "snapshot format 1, this application reads 3 and 4"),
         (lambda: saved(config=bomb()), "declare more bytes"),
         (lambda: saved(config={"data": 5}), "config.data is 5"),
         (lambda: saved(step=-3), "its step is -3"),
+        (lambda: saved(shards={"files": SHARDS["files"]}), "shards.folder is None"),
+        (lambda: saved(shards=SHARDS | {"folder": "../a.shards/b"}), "folder is '../a.shards/b'"),
+        (lambda: saved(shards=SHARDS | {"folder": "a.shards/.."}), "folder is 'a.shards/..'"),
+        (lambda: saved(shards=SHARDS | {"files": {}}), "does not name the shards"),
+        (lambda: shard_files(**{"../x": [1, "ab"]}), "'../x', which is not the plain name"),
+        (lambda: shard_files(**{"..": [1, "ab"]}), "'..', which is not the plain name"),
+        (lambda: shard_files(x=["1", "ab"]), "'ab'. for x, not its size and SHA-256"),
+        (lambda: shard_files(x=None), "None for x, not its size and SHA-256"),
     ],
 )
 def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_taken(content, says):
@@ -142,6 +158,13 @@ def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_ta
         Snapshot.from_bytes(content, "s.pt")
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
     assert taken < 200_000
+
+
+SHARDS = {"folder": "s.pt.shards/00000005-ab", "files": {".metadata": [3, "ab"]}}
+
+
+def shard_files(**files) -> bytes:
+    return saved(shards=SHARDS | {"files": SHARDS["files"] | files})
 
 
 def bomb() -> dict:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import equal
 
+import sharded_snapshot
 from char_dataset import CharDataset, DataConfig
 from distributed import World
 from errors import UserError
@@ -449,7 +450,7 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
         "evaluation": (trainer.test_dataset, "tiles"),
         "save": (trainer.files, "_put"),
     }[moment]
-    call, write = getattr(owner, name), trainer.writer.write
+    call, write = getattr(owner, name), trainer.saver.writer.write
     done = threading.Event()
 
     def acting(*args):
@@ -460,7 +461,7 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
 
     setattr(owner, name, acting)
     if moment == "save":  # is another thread's: it may come late
-        trainer.writer.write = lambda *args: (
+        trainer.saver.writer.write = lambda *args: (
             write(*args),
             trainer.step == step and done.wait(30),
         )
@@ -540,7 +541,9 @@ def test_training_goes_on_after_a_save_that_fails_but_not_after_the_last(parts, 
         raise OSError(28, "No space left on device")
 
     trainer.files._put = lambda *a: fail() if trainer.step == 4 else put(*a)
-    trainer.writer.poll = trainer.writer.wait  # the failure is known when the next step begins
+    trainer.saver.writer.poll = (
+        trainer.saver.writer.wait
+    )  # the failure is known when the next step begins
     assert math.isfinite(trainer.train())
     assert "snapshot of step 4 was not written" in caplog.text
     assert load(str(tmp_path / "a" / "gpt_snapshot.pt")).step == 6
@@ -559,7 +562,7 @@ def test_too_many_failed_saves_in_a_row_end_the_run(parts, tmp_path):
         raise OSError(5, "Input/output error")
 
     trainer.files._put = lambda *a: put(*a) if trainer.step < 3 else fail()
-    trainer.writer.poll = trainer.writer.wait
+    trainer.saver.writer.poll = trainer.saver.writer.wait
     with pytest.raises(UserError, match=r"step 4: 2 snapshots in a row .*max_save_failures.*Input"):
         trainer.train()
     assert load(str(tmp_path / "gpt_snapshot.pt")).step == 2
@@ -636,10 +639,39 @@ def test_a_best_snapshot_that_could_not_be_written_is_made_up_for(parts, tmp_pat
         raise OSError(28, "No space left on device")
 
     trainer.files._put = lambda *a: fail() if trainer.step == 2 else put(*a)
-    trainer.writer.poll = trainer.writer.wait
+    trainer.saver.writer.poll = trainer.saver.writer.wait
     trainer.train()
     assert load(str(tmp_path / "gpt_snapshot.best.pt")).step == 2
     assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_best_snapshot_whose_shards_could_not_be_written_is_made_up_for(
+    parts, tmp_path, monkeypatch, failures
+):
+    trainer = make(parts, tmp_path, max_steps=5, eval_every_steps=1, snapshot_format="sharded")
+    losses = iter([3.0, 2.0, 2.5, 2.7, 2.2])
+    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    trainer._save_is_due = lambda: trainer.step in (1, 3, 4, 5)
+    save, tries, best = sharded_snapshot.save, [], []
+
+    def failing(path, snapshot, world):
+        if trainer.step == 2:
+            best.append(weights(trainer).clone())
+        if snapshot.step == 2 and len(tries) < failures:
+            tries.append(trainer.step)
+            raise OSError(28, "No space left on device")
+        return save(path, snapshot, world)
+
+    monkeypatch.setattr(sharded_snapshot, "save", failing)
+    trainer.train()
+    assert tries == [2, 3][:failures]
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
+    written = sharded_snapshot.put_together(str(tmp_path / "gpt_snapshot.best.pt"))
+    assert (written.step, written.best_step, written.best_loss) == (2, 2, 2.0)
+    of = {id(p): name for name, p in trainer.bare.named_parameters()}
+    names = [of[id(p)] for p in trainer.parameters]
+    assert torch.equal(torch.cat([written.model_state[n].flatten() for n in names]), best[0])
 
 
 def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
@@ -655,8 +687,11 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
         put(*args)
 
     trainer.files._put = once
-    write = trainer.writer.write
-    trainer.writer.write = lambda *args: (write(*args), trainer.writer._pending.exception(30))
+    write = trainer.saver.writer.write
+    trainer.saver.writer.write = lambda *args: (
+        write(*args),
+        trainer.saver.writer._pending.exception(30),
+    )
     with pytest.raises(Stopped):
         trainer.train()
     assert tries and load(str(tmp_path / "gpt_snapshot.pt")).step == trainer.step == 4

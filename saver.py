@@ -1,0 +1,224 @@
+"""How a run's state gets into its snapshots and back, with every process taking part.
+
+`Saver` joins what a snapshot is (`snapshot.py`), where it lies (`snapshot_files.py`), and how its
+tensors are put together or written in shards (`sharding.py`, `sharded_snapshot.py`). What else is
+in a snapshot is the trainer's.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+import distributed
+import sharded_snapshot
+import sharding
+from distributed import World
+from errors import UserError
+from metrics import METRICS
+from snapshot import Snapshot
+from snapshot_files import BackgroundWriter, SnapshotFiles
+from trainer_config import TrainerConfig, snapshot_path
+
+log = logging.getLogger("gpt")
+
+SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has been followed
+
+
+class Saver:
+    """The snapshots of the run in `run_dir`. All ranks have one, to save and restore together; rank
+    0 writes.
+
+    Attributes:
+        files: where they are.
+        writer: on rank 0; None on the others.
+        saved_step: that of the latest snapshot; None where it could not be written.
+    """
+
+    def __init__(self, config: TrainerConfig, run_dir: str, world: World):
+        self.config, self.run_dir, self.world = config, run_dir, world
+        self.files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
+        self.writer = BackgroundWriter(self.files) if world.is_first else None
+        self.saved_step: int | None = None
+        self._owed_best: Snapshot | None = None  # whose shards could not be written
+        self._sets_aside = sets_aside(config, run_dir, world)
+
+    def open(self) -> None:
+        """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
+        self.files.check_writable()
+        if self._sets_aside:
+            others = (os.path.join(self.run_dir, name) for name in (METRICS, "tensorboard"))
+            paths = [*self.files.all(), *filter(os.path.exists, others)]
+            for moved in self.files.set_aside(paths):
+                log.info("trainer.resume=never: what was there is now %s", moved)
+            open(os.path.join(self.run_dir, SET_ASIDE), "w").close()
+            self._sets_aside = False
+
+    def restore(
+        self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Gives the tensors of `snapshot` to the bare `model` and its `optimizer`, shared out as
+        these are.
+        """
+        own = model.state_dict()
+        if snapshot.shards:
+
+            def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+                like = own[name]
+                return (
+                    torch.empty_like(like) if like.shape == size else torch.empty(size, dtype=dtype)
+                )
+
+            model_state, optimizer_state = sharded_snapshot.read(
+                self.files.path, snapshot.shards, empty, self.world
+            )
+        else:
+            model_state = {
+                name: sharding.share(tensor, own[name]) if name in own else tensor
+                for name, tensor in snapshot.model_state.items()
+            }
+            optimizer_state = {
+                name: {key: sharding.share(value, own[name]) for key, value in values.items()}
+                for name, values in snapshot.optimizer_state.items()
+            }
+        model.load_state_dict(model_state)
+        names = _names(model, optimizer)
+        own = optimizer.state_dict()
+        own["state"] = {
+            i: optimizer_state[name] for i, name in enumerate(names) if name in optimizer_state
+        }
+        optimizer.load_state_dict(own)
+        self.saved_step = snapshot.step
+
+    def save(self, snapshot: Snapshot, latest: bool, best: bool, first: Callable[[], None]) -> None:
+        """Begins to write the latest snapshot, the best one, or both; `first()` is done before.
+
+        The tensors of `snapshot` are as they are on each rank, and may be shared out. A save that
+        fails is logged; a best one is written with the next save.
+        """
+        if latest:
+            self.saved_step = snapshot.step
+        try:
+            if self._owed_best is not None and not best:
+                self._write(self._owed_best, False, True, first)
+            self._owed_best = None
+            self._write(snapshot, latest, best, first)
+        except (OSError, UserError) as error:  # of shards, on every rank
+            self.saved_step = None
+            if best:
+                self._owed_best = _with_states(snapshot, sharding.copy_to_host)
+            if self.writer:
+                self.writer.failed(snapshot.step, error)
+
+    def _write(self, snapshot: Snapshot, latest: bool, best: bool, first) -> None:
+        """Begins to write a snapshot, or first everyone's part of it; OSError or `UserError` on
+        every rank if these cannot be written.
+        """
+        world = self.world
+        if self.config.snapshot_format == "sharded":
+            distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), world)
+            snapshot = sharded_snapshot.save(self.files.path, snapshot, world)
+        else:
+            snapshot = _with_states(snapshot, lambda state: sharding.whole_on_first(state, world))
+        if self.writer:
+            self.writer.write(snapshot, latest, best, first)
+
+    def gives_up(self) -> bool:
+        """Whether this rank has seen as many saves in a row fail as may."""
+        if self.writer:
+            self.writer.poll()
+        return self.writer is not None and self.writer.failures >= self.config.max_save_failures
+
+    def why(self) -> str:
+        """What the newest failure was, as far as this rank knows."""
+        return self.writer.error if self.writer else "rank 0 has the reason"
+
+    def has_saved(self, step: int) -> bool:
+        """Waits for the save under way; whether, on rank 0, the latest snapshot is of `step`."""
+        self.wait()
+        return self.saved_step == step and not (self.writer and self.writer.error)
+
+    def wait(self) -> None:
+        """Waits for the save under way, which only rank 0 has."""
+        if self.writer:
+            self.writer.wait()
+
+    def finish(self, step: int) -> None:
+        """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""
+        if self.writer:
+            self.writer.wait()
+            if self.writer.error:
+                raise UserError(
+                    f"{self.files.path}: the snapshot of step {step} was not written: "
+                    f"{self.writer.error}"
+                )
+            sharded_snapshot.remove_unused(self.writer)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state of each parameter of the bare `model` that has one, by its name."""
+    names = _names(model, optimizer)
+    return {names[i]: values for i, values in optimizer.state_dict()["state"].items()}
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's parameters, in its own order."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _with_states(snapshot: Snapshot, change: Callable[[dict], dict]) -> Snapshot:
+    """`snapshot` with `change` of the states of model and optimizer."""
+    return dataclasses.replace(
+        snapshot,
+        model_state=change(snapshot.model_state),
+        optimizer_state=change(snapshot.optimizer_state),
+    )
+
+
+def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot | None:
+    """The snapshot to go on from, read and verified by rank 0 and handed to all; None to start
+    anew.
+
+    None with `resume=never`, too; what is there is set aside when training begins. Raises
+    `UserError` on every rank if snapshots exist but none is good, or if there is none and
+    `resume=must`.
+    """
+    if sets_aside(config, run_dir, world):
+        return None
+    files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
+
+    def find() -> tuple[bytes, str] | None:
+        found = files.find(log.warning)
+        if found is None and config.resume == "must":
+            raise UserError(f"trainer.resume=must: there is no snapshot at {files.path}")
+        return found
+
+    found = distributed.run_on_first(find, world)
+    if found is None:
+        return None
+    snapshot = Snapshot.from_bytes(*found)
+    log.info("resuming from %s, step %d", found[1], snapshot.step)
+    return snapshot
+
+
+def sets_aside(config: TrainerConfig, run_dir: str, world: World) -> bool:
+    """Whether what an earlier start left is to be renamed: `resume=never`, unless that has been
+    done and torchrun has started this very run again.
+    """
+    if config.resume != "never":
+        return False
+    restart, done = distributed.is_restart(world), os.path.join(run_dir, SET_ASIDE)
+
+    def is_done() -> bool:
+        if not restart:
+            with contextlib.suppress(FileNotFoundError):  # of another start
+                os.remove(done)
+        return os.path.exists(done)
+
+    return not distributed.run_on_first(is_done, world)
