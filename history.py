@@ -21,7 +21,7 @@ from errors import UserError, one_line
 from metrics import METRICS, read_lines
 from snapshot import differences, flatten
 from snapshot_files import beside, exists
-from trainer import TrainerConfig, snapshot_path
+from trainer_config import TrainerConfig, snapshot_path
 
 # What every run has for itself, or has from its text.
 OWN = (
@@ -34,12 +34,18 @@ OWN = (
 )
 
 
+def runs() -> list[str]:
+    """The directories of the runs under runs/, the one that has logged last first."""
+    found = glob.glob(f"runs/**/{METRICS}", recursive=True)
+    return [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime, reverse=True)]
+
+
 def newest_run() -> str:
     """The directory of the run under runs/ that has logged last. Raises `UserError` without any."""
-    found = glob.glob(f"runs/**/{METRICS}", recursive=True)
+    found = runs()
     if not found:
         raise UserError(f"no run under runs/ has {METRICS}; train first, or give run_dir=")
-    return os.path.dirname(max(found, key=os.path.getmtime))
+    return found[0]
 
 
 def recorded_snapshot_path(run_dir: str) -> str | None:

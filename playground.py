@@ -11,23 +11,21 @@ It needs Gradio (pip install -r requirements-playground.txt), no network, and re
 
 import contextlib
 import functools
-import glob
 import html
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
 
 import torch
 
+from arguments import parse, run_program
 from char_dataset import encode
 from errors import UserError, one_line
-from model import GPT, KVCache, pick
+from history import choose_snapshot, runs
+from model import GPT
 from sample import SMALL, SampleConfig, load_model
-from snapshot_files import choose_snapshot, load
+from sharded_snapshot import read_whole
 
 CSS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates", "playground.css")
 LONGEST = 2000  # characters of a prompt, and of what continues it
@@ -41,35 +39,34 @@ CLICK = """element.addEventListener('click', event => {
 });"""
 
 
-def parse(arguments: list[str]) -> dict[str, Any]:
-    """`run_dir`, `snapshots` (a list), `host` and `port` from `name=value` arguments; None stands
-    for what is not given. Raises `UserError`.
-    """
-    values: dict[str, Any] = dict.fromkeys(("run_dir", "snapshots", "host", "port"))
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not equals or name not in values:
-            known = ", ".join(f"{name}=" for name in values)
-            raise UserError(f"{argument}: not an argument; there are {known}")
-        values[name] = value
-    if values["run_dir"] and values["snapshots"]:
-        raise UserError("run_dir and snapshots: give one of them")
-    if values["snapshots"] is not None:
-        values["snapshots"] = [s.strip() for s in values["snapshots"].strip("[]").split(",")]
-    port = values["port"]
-    if port is not None:
-        if not port.isdecimal() or not 1 <= int(port) < 2**16:
-            raise UserError(f"port={port}: must be a number from 1 to 65535")
-        values["port"] = int(port)
-    return values
+@dataclass
+class PlaygroundConfig:
+    """What to show, and where; every field is an argument, `name=value`."""
+
+    run_dir: str | None = None  # the run that is shown first; without: the newest under runs/
+    snapshots: str | None = None  # or files or URLs, [a.pt,b.pt]; the first two are side by side
+    host: str = "127.0.0.1"  # the address to listen at
+    port: int | None = None  # without: 7860, or the next that is free
+
+    def __post_init__(self):
+        if self.run_dir and self.snapshots:
+            raise UserError("run_dir and snapshots: give one of them")
+        if self.port is not None and not 1 <= self.port < 2**16:
+            raise UserError(f"port={self.port}: must be a number from 1 to 65535")
+
+    def named(self) -> list[str]:
+        """The snapshots that are given."""
+        return [s.strip() for s in (self.snapshots or "").strip("[]").split(",") if s.strip()]
 
 
-def find_snapshots(run_dir: str | None, snapshots: list[str] | None) -> list[str]:
+def find_snapshots(config: PlaygroundConfig) -> list[str]:
     """Those that are given, and then the best of each run under runs/, newest first."""
-    runs = glob.glob("runs/**/gpt_snapshot.pt", recursive=True)
-    runs = [os.path.dirname(r) for r in sorted(runs, key=os.path.getmtime, reverse=True)]
-    given = snapshots or [choose_snapshot(None, run_dir)]
-    return list(dict.fromkeys([*given, *(choose_snapshot(None, run) for run in runs)]))
+    others = []
+    for run in runs():
+        with contextlib.suppress(UserError):  # it has not saved yet
+            others.append(choose_snapshot(None, run))
+    first = config.named() or [choose_snapshot(None, config.run_dir)]
+    return list(dict.fromkeys([*first, *others]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,7 +76,7 @@ def find_snapshots(run_dir: str | None, snapshots: list[str] | None) -> list[str
 @functools.lru_cache(maxsize=4)
 def read(path: str) -> tuple[GPT, str, str]:
     """The model of a snapshot, its vocabulary, and a line on it. Raises `UserError`."""
-    snapshot = load(path)
+    snapshot = read_whole(path)
     model = load_model(snapshot, "cuda" if torch.cuda.is_available() else "cpu")
     size = sum(p.numel() for p in model.parameters())
     loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
@@ -101,34 +98,6 @@ class Text:
         return "".join(self.vocabulary[i] for i in self.ids)
 
 
-@torch.no_grad()
-def stream(model: GPT, ids: list[int], config: SampleConfig) -> Iterator[int]:
-    """The ids that continue `ids`, without end, each as soon as it is drawn."""
-    device, block_size = model.tok_emb.weight.device, model.config.block_size
-    generator = torch.Generator(device)
-    if config.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(config.seed)
-    cache = KVCache(model.config, 1, device, model.tok_emb.weight.dtype)
-    sequence = torch.tensor([ids], device=device)
-    while True:
-        if sequence.size(1) <= block_size:
-            logits, _ = model(sequence[:, cache.length :], cache=cache)
-        else:  # the window slides, and nothing cached is still true
-            logits, _ = model(sequence[:, -block_size:])
-        drawn = pick(
-            logits[:, -1],
-            config.temperature or 1.0,
-            config.temperature > 0,
-            config.top_k,
-            config.top_p,
-            generator,
-        )
-        sequence = torch.cat((sequence, drawn[:, None]), dim=1)
-        yield int(drawn)
-
-
 def start(path: str, config: SampleConfig) -> tuple[Text, Iterator[int]]:
     """The prompt as the snapshot at `path` knows it, and what it will be continued by. Raises
     `UserError` for a prompt that is empty, too long, or has an unknown character.
@@ -146,7 +115,16 @@ def start(path: str, config: SampleConfig) -> tuple[Text, Iterator[int]]:
     except UserError as error:
         raise UserError(f"prompt: {error}") from error
     text = Text(path, vocabulary, ids, len(ids), config.temperature)
-    return text, islice(stream(model, list(ids), config), config.max_new_tokens)
+    made = model.stream(
+        torch.tensor([ids], device=model.tok_emb.weight.device),
+        config.max_new_tokens,
+        temperature=config.temperature or 1.0,
+        do_sample=config.temperature > 0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
+    return text, map(int, made)
 
 
 def look(text: Text, at: int, layer: int, head: int) -> tuple[list[tuple[str, float]], list[float]]:
@@ -258,7 +236,14 @@ def build(paths: list[str], second: str):
     def generate(first, second, prompt, temperature, top_k, top_p, length, seed):
         """Both texts, and their HTML, at each character; without a second snapshot, one."""
         with messages():
-            config = SampleConfig(prompt, 1, length, temperature, top_k or None, top_p, seed)
+            config = SampleConfig(
+                prompt=prompt,
+                max_new_tokens=length,
+                temperature=temperature,
+                top_k=top_k or None,
+                top_p=top_p,
+                seed=seed,
+            )
             texts, streams = zip(*(start(p, config) for p in (first, second) if p), strict=True)
             due = 0.0
             for made in zip(*streams, strict=True):
@@ -355,42 +340,35 @@ def build(paths: list[str], second: str):
     return page.queue(api_open=False, default_concurrency_limit=1)  # so many at once wait
 
 
-def main() -> None:
-    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        print(__doc__.strip())
-        return
-    try:
-        given = parse(sys.argv[1:])
-        paths = find_snapshots(given["run_dir"], given["snapshots"])
-        shown = list(dict.fromkeys(given["snapshots"] or paths[:1]))
-        for path in shown:
-            read(path)  # what is wrong with it is said here
-        if sum(p.numel() for p in read(paths[0])[0].parameters()) < SMALL:
-            torch.set_num_threads(1)  # a character at a time is too little to share
-        page = build(paths, shown[1] if len(shown) > 1 else "")
-        import gradio as gr  # `build` has seen to it that there is one
+def main(arguments: list[str]) -> None:
+    config = parse(PlaygroundConfig, arguments)
+    paths = find_snapshots(config)
+    shown = list(dict.fromkeys(config.named() or paths[:1]))
+    for path in shown:
+        read(path)  # what is wrong with it is said here
+    if sum(p.numel() for p in read(paths[0])[0].parameters()) < SMALL:
+        torch.set_num_threads(1)  # a character at a time is too little to share
+    page = build(paths, shown[1] if len(shown) > 1 else "")
+    import gradio as gr  # `build` has seen to it that there is one
 
-        try:
-            _, url, _ = page.launch(
-                server_name=given["host"] or "127.0.0.1",
-                server_port=given["port"],
-                share=False,
-                ssr_mode=False,
-                run_history=False,
-                footer_links=[],
-                css_paths=CSS,
-                theme=gr.themes.Default(font="system-ui", font_mono="ui-monospace"),
-                quiet=True,
-                prevent_thread_lock=True,
-            )
-        except OSError as error:
-            raise UserError(f"host={given['host']} port={given['port']}: {error}") from error
-        print(f"playground at {url} (Ctrl-C ends it)", flush=True)
-        page.block_thread()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    try:
+        _, url, _ = page.launch(
+            server_name=config.host,
+            server_port=config.port,
+            share=False,
+            ssr_mode=False,
+            run_history=False,
+            footer_links=[],
+            css_paths=CSS,
+            theme=gr.themes.Default(font="system-ui", font_mono="ui-monospace"),
+            quiet=True,
+            prevent_thread_lock=True,
+        )
+    except OSError as error:
+        raise UserError(f"host={config.host} port={config.port}: {error}") from error
+    print(f"playground at {url} (Ctrl-C ends it)", flush=True)
+    page.block_thread()
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

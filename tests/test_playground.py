@@ -13,7 +13,9 @@ import torch
 from conftest import ROOT, TINY, command, model_snapshot, start, wait_until
 
 import playground
+from arguments import parse
 from errors import UserError
+from playground import PlaygroundConfig, find_snapshots
 from sample import SampleConfig
 
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz<>&{}$`"
@@ -95,13 +97,13 @@ def test_what_cannot_be_shown_is_said(small, act, says):
     [
         (["prot=1"], "prot=1: not an argument; there are run_dir=, snapshots=, host=, port="),
         (["port=0"], "port=0: must be a number from 1 to 65535"),
-        (["port=x"], "port=x: must be a number from 1 to 65535"),
+        (["port=x"], "port: Value 'x' of type 'str' could not be converted to Integer"),
         (["run_dir=a", "snapshots=[b]"], "run_dir and snapshots: give one of them"),
     ],
 )
 def test_a_bad_argument_is_refused(arguments, says):
     with pytest.raises(UserError, match=re.escape(says)):
-        playground.parse(arguments)
+        parse(PlaygroundConfig, arguments)
 
 
 def test_the_given_snapshots_come_first_and_every_run_is_offered(tmp_path, monkeypatch):
@@ -109,13 +111,15 @@ def test_the_given_snapshots_come_first_and_every_run_is_offered(tmp_path, monke
     for run in ("a", "b"):
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "gpt_snapshot.pt").touch()
+        (tmp_path / "runs" / run / "metrics.jsonl").touch()
     (tmp_path / "runs" / "a" / "gpt_snapshot.best.pt").touch()
-    given = playground.parse(["snapshots=[x.pt, y.pt]"])["snapshots"]
+    config = parse(PlaygroundConfig, ["snapshots=[x.pt, y.pt]"])
+    given = config.named()
     assert given == ["x.pt", "y.pt"]
-    found = playground.find_snapshots(None, given)
+    found = find_snapshots(config)
     runs = {"runs/a/gpt_snapshot.best.pt", "runs/b/gpt_snapshot.pt"}
     assert found[:2] == given and set(found[2:]) == runs and len(found) == 4
-    assert playground.find_snapshots("runs/a", None)[0] == "runs/a/gpt_snapshot.best.pt"
+    assert find_snapshots(PlaygroundConfig(run_dir="runs/a"))[0] == "runs/a/gpt_snapshot.best.pt"
 
 
 def test_a_missing_gradio_and_a_missing_snapshot_are_one_line(tmp_path):
