@@ -224,6 +224,13 @@ def address_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware does; where it does not, bfloat16 is slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def keep_freed_memory() -> None:
     """Has glibc keep freed memory for the next allocation instead of returning it to the kernel.
 

@@ -71,19 +71,32 @@ static inline vector multiply(vector sum, group one, const group *columns) {
 }
 #endif
 
-// a where the mask has all bits, b where it has none.
-static inline vector choose(integers mask, vector a, vector b) {
-    return (vector)((mask & (integers)a) | (~mask & (integers)b));
+// What the compiler's vectors lack. `larger` gives b where one of both is a nan.
+#ifdef __AVX512F__
+static inline vector larger(vector a, vector b) {
+    return (vector)_mm512_max_ps((__m512)a, (__m512)b);
 }
 
-static inline vector larger(vector a, vector b) { return choose(a > b, a, b); }
+static inline vector where_positive(vector x, vector yes, vector no) {
+    __mmask16 positive = _mm512_cmp_ps_mask((__m512)x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    return (vector)_mm512_mask_blend_ps(positive, (__m512)no, (__m512)yes);
+}
+
+static inline float sum_of(vector x) { return _mm512_reduce_add_ps((__m512)x); }
+
+static inline float largest_of(vector x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+static inline vector larger(vector a, vector b) {
+    return (vector)_mm256_max_ps((__m256)a, (__m256)b);
+}
+
+static inline vector where_positive(vector x, vector yes, vector no) {
+    __m256 positive = _mm256_cmp_ps((__m256)x, _mm256_setzero_ps(), _CMP_GT_OQ);
+    return (vector)_mm256_blendv_ps((__m256)no, (__m256)yes, positive);
+}
 
 static inline float sum_of(vector x) {
-    float lanes[LANES];
-    put(lanes, x);
-    for (int n = LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
-    return lanes[0];
+    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
 }
 
 static inline float largest_of(vector x) {
@@ -91,10 +104,12 @@ static inline float largest_of(vector x) {
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
 }
+#endif
 
-// 2^x, within 2e-7 of it, for x up to 127; 0 below -126. A nan stays one.
+// 2^x, within 2e-7 of it, for x up to 127; 0 from -127 down. A nan stays one.
 static inline vector exp2_of(vector x) {
     const float round = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
+    x = larger(all(-127), x);
     vector whole = x + round - round, rest = x - whole;
     vector sum = all(1.5403530e-4f);  // Taylor's series of 2^rest, |rest| <= 1/2
     sum = sum * rest + 1.3333558e-3f;
@@ -104,7 +119,7 @@ static inline vector exp2_of(vector x) {
     sum = sum * rest + 6.9314718e-1f;
     sum = sum * rest + 1.0f;
     integers exponent = (__builtin_convertvector(whole, integers) + 127) << 23;
-    return choose(x < -126.0f, all(0), sum * (vector)exponent);
+    return sum * (vector)exponent;
 }
 
 // c (HEIGHT, LANES V) = a b, or c += a b if `more`, over `groups` of the inner dimension. Group p of
@@ -524,7 +539,7 @@ static inline vector normal(vector x, vector *bell) {
     sum = sum * t + 0.254829592f;
     *bell = exp2_of(x * x * (-0.5f * LOG2_E));
     vector tail = sum * t * *bell * 0.5f;
-    return choose(x > 0.0f, 1.0f - tail, tail);
+    return where_positive(x, 1.0f - tail, tail);
 }
 
 // y (n) = x times the normal distribution's share up to x; n a multiple of 16.

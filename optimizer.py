@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+import distributed
 import sharding
 from errors import UserError
 from schedule import SCHEDULES
@@ -83,12 +84,15 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, lis
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """For each of (N, R, C) matrices one near U V' of its singular value decomposition, in
-    bfloat16: a Newton-Schulz iteration, whose singular values end between about 0.7 and 1.2.
+    """For each of (N, R, C) matrices one near U V' of its singular value decomposition, by a
+    Newton-Schulz iteration, whose singular values end between about 0.7 and 1.2: in bfloat16 where
+    the hardware computes in it.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(1) > matrices.size(2)  # lie down: the smaller of the two products
-    x = (matrices.mT if tall else matrices).bfloat16()
+    x = matrices.mT if tall else matrices
+    if distributed.computes_in_bfloat16(x.device):
+        x = x.bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(ITERATIONS):
         gram = x @ x.mT

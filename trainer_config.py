@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import distributed
 import trackers
 from errors import UserError
 from snapshot_files import is_local
@@ -158,12 +159,10 @@ def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[
         dtype = config.amp_dtype
     elif earlier.get("amp_dtype"):
         dtype = earlier["amp_dtype"]
-    elif device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if has_bf16 else "float16"
+    elif distributed.computes_in_bfloat16(device):
+        dtype = "bfloat16"
     else:
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        dtype = "bfloat16" if has_bf16 else "float32"
+        dtype = "float16" if device.type == "cuda" else "float32"
     # GradScaler would bring its scale to gradients in the host's memory without waiting for it.
     if dtype == "float16" and config.offload and device.type == "cuda":
         raise UserError(
