@@ -387,9 +387,9 @@ def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_p
 
 def test_the_plain_configuration_is_plain():
     def check(value):
-        assert isinstance(value, dict | str | int | float | bool | None)
-        if isinstance(value, dict):
-            [check(v) for v in value.values()]
+        assert isinstance(value, dict | list | str | int | float | bool | None)
+        if isinstance(value, dict | list):
+            [check(v) for v in (value.values() if isinstance(value, dict) else value)]
 
     check(plain(composed("experiment=overfit")))
 

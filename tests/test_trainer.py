@@ -121,14 +121,16 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
 
 
 @pytest.mark.parametrize("use_amp", [True, False])
-def test_compiling_is_chosen_on_a_cpu_for_long_float32_runs_alone(
-    parts, tmp_path, use_amp, monkeypatch
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_compiling_is_chosen_on_a_cpu_for_long_float32_runs_without_kernels_alone(
+    parts, tmp_path, use_amp, has_kernels, monkeypatch
 ):
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/g++")
+    monkeypatch.setattr("kernels.library", lambda _: object() if has_kernels else None)
     for steps, pays in ((10, False), (10**9, True)):
         settings = {"use_amp": use_amp, "amp_dtype": "bfloat16"}
         run = make(parts, tmp_path, max_steps=steps, **settings)
-        assert run.choices["compile"] == (pays and not use_amp)
+        assert run.choices["compile"] == (pays and not use_amp and not has_kernels)
 
 
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
