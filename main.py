@@ -335,8 +335,12 @@ def with_recipe(arguments: list[str]) -> list[str]:
     names = {argument.split("=")[0].lstrip("+~") for argument in arguments}
     if names & {"experiment", "--hydra-help", "--version"}:
         return arguments
-    gpu = torch.cuda.is_available() and "trainer.device=cpu" not in arguments
-    recipe = "shakespeare_gpu" if gpu else "shakespeare_cpu"
+    if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
+        recipe = "shakespeare_gpu"
+    elif distributed.computes_in_bfloat16(torch.device("cpu")):
+        recipe = "shakespeare_cpu"
+    else:
+        recipe = "shakespeare_float32"
     if names.isdisjoint(
         {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
     ):

@@ -1,6 +1,7 @@
 """The program as its users start it: the command line, the recipes, and every bad input."""
 
 import os
+import re
 import subprocess
 import time
 
@@ -10,6 +11,7 @@ from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
+from main import with_recipe
 from snapshot_files import load
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -170,8 +172,15 @@ def test_without_arguments_the_recipe_for_this_machine_is_chosen_and_said(tmp_pa
     result = start("data=pydoc", "trainer.max_steps=1", f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     first = result.stdout.splitlines()[0]
-    assert "shakespeare_cpu" in first or "shakespeare_gpu" in first
+    assert re.match("recipe      shakespeare_(cpu|float32|gpu), which fits this machine", first)
     assert "experiment=NAME" in first and "nanogpt_baby" in first
+
+
+@pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])
+def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monkeypatch):
+    monkeypatch.setattr("distributed.computes_in_bfloat16", lambda _: has_bfloat16)
+    chosen = with_recipe(["trainer.device=cpu", "data=pydoc"])
+    assert chosen == [f"experiment=shakespeare_{recipe}", "trainer.device=cpu", "data=pydoc"]
 
 
 def test_a_run_directory_holds_what_the_contract_says(tmp_path):
