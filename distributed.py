@@ -31,6 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 import slurm
 from errors import UserError
 
+# The process that has last trained. In this module, as submitit pickles what is in `main` and takes
+# it along into a job's next turn, which is another process but no copy.
+trained_in: int | None = None
+
 
 @dataclass(frozen=True)
 class World:
@@ -134,6 +138,19 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
                 f"(trainer.timeout_s): {' '.join(str(error).split())[:200]}"
             ) from error
     return World(rank, size, local_rank, local_size, chosen, store)
+
+
+def check_not_copied() -> None:
+    """Takes note that this process trains. Raises `UserError` in a fork of one that has: it lacks
+    the threads of OpenMP, and would hang.
+    """
+    global trained_in
+    if trained_in not in (None, os.getpid()):
+        raise UserError(
+            "this process is a copy of one that has trained, and torch's threads are not in it: "
+            "restart the session, and start the processes before anything else trains in it"
+        )
+    trained_in = os.getpid()
 
 
 def check_launcher() -> None:

@@ -72,7 +72,6 @@ from trainer import Trainer
 from trainer_config import choose_amp_dtype, snapshot_path
 
 log = logging.getLogger("gpt")
-trained_in: int | None = None  # the process that `train` has last been called in
 
 
 def configure(*overrides: str) -> DictConfig:
@@ -96,7 +95,6 @@ def train(composed: DictConfig) -> float | None:
     """Builds everything from a composed configuration and trains, in this process; returns the last
     held-out loss, nats per character. Raises `UserError`.
     """
-    global trained_in
     log_to_console()
     config = validate(composed)
     if config.launch.starts_others():
@@ -105,12 +103,7 @@ def train(composed: DictConfig) -> float | None:
             f"launch.max_restarts={config.launch.max_restarts}: train() is one process, which "
             "starts no other; start python main.py, or hand train to a launcher"
         )
-    if trained_in not in (None, os.getpid()):  # a fork lacks the threads of OpenMP, and would hang
-        raise UserError(
-            "this process is a copy of one that has trained, and torch's threads are not in it: "
-            "restart the session, and start the processes before anything else trains in it"
-        )
-    trained_in = os.getpid()
+    distributed.check_not_copied()
     if config.trainer.snapshot_path in (CONFIG, METRICS, ENVIRONMENT, LOCK, REPORT, "main.log"):
         raise UserError(
             f"trainer.snapshot_path={config.trainer.snapshot_path}: the run has another file of "
@@ -392,11 +385,10 @@ if __name__ == "__main__":
             raise
         fail(" ".join(str(error).splitlines()[:2]))  # before all that the job has printed
     except OSError as error:
-        if error.filename is None or not any(a.startswith("hydra.") for a in sys.argv):
+        given = any(a.startswith("hydra.") or a in ("-m", "--multirun") for a in sys.argv)
+        if error.filename is None or not given:
             raise
-        fail(
-            f"{error.filename}: {error.strerror}"
-        )  # Hydra could not make the directory it was given
+        fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not make
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from the last snapshot", 128 + signal.SIGINT)
     distributed.leave(0)

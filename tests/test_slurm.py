@@ -388,5 +388,7 @@ def test_a_job_of_submitit_that_is_ended_saves_and_the_sweep_says_so(begun, tmp_
     assert process.wait(timeout=60) == 1
     step = load(str(job_of(sweep) / "gpt_snapshot.pt")).step
     assert f"SIGTERM: stopped after step {step} of 100000" in logs(sweep)
-    last = (tmp_path / "out").read_text().splitlines()[-1]
-    assert last.startswith("error: Job ") and "has not produced any output" in last
+    out = (tmp_path / "out").read_text().splitlines()
+    (error,) = [line for line in out if line.startswith("error: ")]
+    assert error.startswith("error: Job ") and "has not produced any output" in error
+    assert out[-1].endswith("stopped")  # the table of the sweep

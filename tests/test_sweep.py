@@ -144,6 +144,14 @@ def test_a_sweep_under_a_launcher_is_refused_with_the_command_that_works(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sweep_whose_directory_cannot_be_made_gets_one_line(tmp_path):
+    (tmp_path / "run.sweep").write_text("my thesis\n")
+    result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}")
+    assert result.returncode == 1
+    assert result.stderr == f"error: {tmp_path / 'run.sweep'}: File exists\n"
+    assert (tmp_path / "run.sweep").read_text() == "my thesis\n"
+
+
 def test_jobs_are_told_apart_by_what_they_do_not_share_and_the_best_comes_first():
     jobs = [job("lr=2", loss=1.0), job("lr=1"), job("lr=3", loss=None, status="failed")]
     assert [line.split()[0] for line in table(jobs)] == ["overrides", "lr=2", "lr=1", "lr=3"]
