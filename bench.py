@@ -650,6 +650,9 @@ def main() -> None:
         name, *arguments = sys.argv[2:]
         print(json.dumps(globals()[name](*arguments)))
         return
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        return
     settings = {"sections": ",".join(SECTIONS), "rounds": "3", "nanogpt": ""}
     only_report = sys.argv[1:] == ["report"]
     for argument in [] if only_report else sys.argv[1:]:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import html
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -236,16 +237,18 @@ def build(paths: list[str], second: str):
     def generate(first, second, prompt, temperature, top_k, top_p, length, seed):
         """Both texts, and their HTML, at each character; without a second snapshot, one."""
         with messages():
+            if not first:
+                raise UserError("snapshot is empty: choose one")
             config = SampleConfig(
                 prompt=prompt,
-                max_new_tokens=length,
+                max_new_tokens=int(length),  # a request made by hand may have 2.5
                 temperature=temperature,
-                top_k=top_k or None,
+                top_k=int(top_k) or None,
                 top_p=top_p,
                 seed=seed,
             )
             texts, streams = zip(*(start(p, config) for p in (first, second) if p), strict=True)
-            due = 0.0
+            length, due = config.max_new_tokens, 0.0
             for made in zip(*streams, strict=True):
                 for text, i in zip(texts, made, strict=True):
                     text.ids.append(i)
@@ -340,8 +343,23 @@ def build(paths: list[str], second: str):
     return page.queue(api_open=False, default_concurrency_limit=1)  # so many at once wait
 
 
+def check_host(host: str) -> None:
+    """Raises `UserError` for an address that this machine cannot listen at: Gradio would try a
+    hundred ports there, for minutes.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"host={host}: cannot listen there: {one_line(error)}") from error
+
+
 def main(arguments: list[str]) -> None:
     config = parse(PlaygroundConfig, arguments)
+    check_host(config.host)
     paths = find_snapshots(config)
     shown = list(dict.fromkeys(config.named() or paths[:1]))
     for path in shown:

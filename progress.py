@@ -2,9 +2,22 @@
 
 import contextlib
 import logging
+import os
 import sys
+from typing import TextIO
 
 log = logging.getLogger("gpt")
+
+
+def size(file: TextIO) -> tuple[int, int]:
+    """The columns and rows of a terminal that a line may fill. Those that nothing sits in front of
+    (`script` in a job, `docker exec -t`) say 0: they are taken for the usual 80 and 24.
+    """
+    try:
+        columns, rows = os.get_terminal_size(file.fileno())
+    except OSError:  # it has gone away
+        columns, rows = 0, 0
+    return (columns or 80) - 1, (rows or 24) - 1
 
 
 class Progress:
@@ -28,14 +41,17 @@ class Progress:
         class Bar(tqdm):
             monitor_interval = 0  # no thread: there may be forks
 
+        columns, rows = size(sys.stdout)
         self.bar = Bar(
             total=total_steps,
             initial=step,
             file=sys.stdout,
             leave=False,
-            dynamic_ncols=True,
+            ncols=columns,
+            nrows=rows,
             bar_format="{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt} | {remaining} left{desc}",
         )
+        self.bar.dynamic_ncols = size  # tqdm's own shows nothing where the size is not known
         for handler in log.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(self)

@@ -11,6 +11,7 @@ Also `out=FILE` for the page, and `reference=FILE` for another card than docs/re
 the page, `report.png` has its curves where matplotlib is installed.
 """
 
+import contextlib
 import glob
 import json
 import math
@@ -25,7 +26,7 @@ import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from arguments import parse, run_program
-from errors import UserError
+from errors import UserError, one_line
 from history import OWN, Run, median_rate, newest_run
 from launch import without
 from metrics import METRICS, REPORT
@@ -375,16 +376,23 @@ def write(run_dirs: list[str], out: str, reference: str = CARD, png: bool = Fals
     """Writes the page of the runs in `run_dirs` to `out`, whole or not at all, and with `png` a
     picture beside it, where matplotlib is installed; returns what it has written, in words.
 
-    Raises `UserError` for a directory that is not a run's.
+    Raises `UserError` for a directory that is not a run's, and where `out` cannot be written.
     """
     html, parts = page([Run.read(path) for path in run_dirs], load_card(reference))
-    with open(f"{out}.tmp", "w", encoding="utf-8") as file:
-        file.write(html)
-    os.replace(f"{out}.tmp", out)
     picture = f"{os.path.splitext(out)[0]}.png"
+    try:
+        with open(f"{out}.tmp", "w", encoding="utf-8") as file:
+            file.write(html)
+        os.replace(f"{out}.tmp", out)
+        drawn = png and draw_png(parts, picture)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written: {one_line(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):  # it is in place, or never was there
+            os.remove(f"{out}.tmp")
     if not png:
         return out
-    if draw_png(parts, picture):
+    if drawn:
         return f"{out} and {picture}"
     return f"{out} (and a .png, too, after pip install matplotlib)"
 

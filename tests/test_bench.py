@@ -21,3 +21,5 @@ def test_a_measurement_is_made_and_one_that_does_not_exist_is_refused():
     for argument in ("sections=steps", "round=3", "rounds=0"):
         run = start(argument, script="bench.py")
         assert run.returncode == 1 and argument in run.stderr and "Traceback" not in run.stderr
+    run = start("--help", script="bench.py")
+    assert run.returncode == 0 and "sections=" in run.stdout

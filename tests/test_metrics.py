@@ -280,13 +280,15 @@ def test_peak_memory_is_in_bytes_and_never_falls():
 # --- the live line ---
 
 
-def on_a_terminal(arguments: list[str], columns: int = 120, key: bytes = b"", **kwargs):
+def on_a_terminal(
+    arguments: list[str], columns: int = 120, rows: int = 40, key: bytes = b"", **kwargs
+):
     """Runs a command on a terminal of its own; returns its exit status and all it wrote.
 
     `key` is pressed once the live line has a loss. Fails after a minute and a half.
     """
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen(
         arguments,
         cwd=ROOT,
@@ -393,6 +395,13 @@ def test_a_narrow_terminal_gets_one_line_too(tmp_path):
     assert status == 0
     live = [x for x in re.split(r"[\r\n]", written) if re.match(r" *\d+% .*\d+/6", x)]
     assert live and max(map(len, live)) <= 40
+
+
+def test_a_terminal_that_does_not_know_its_size_gets_one_of_the_usual_width(tmp_path):
+    pytest.importorskip("tqdm")
+    _, written = on_a_terminal(command(*TINY, f"run_dir={tmp_path}"), columns=0, rows=0)
+    live = [x for x in re.split(r"[\r\n]", written) if re.match(r" *\d+% .*\d+/6", x)]
+    assert live and max(map(len, live)) <= 80
 
 
 def test_without_tqdm_a_terminal_gets_plain_lines_and_a_hint(tmp_path):

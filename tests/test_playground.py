@@ -146,6 +146,13 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     assert f"port={port}" in result.stderr
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_is_not_of_this_machine_is_one_line_at_once(host):
+    result = start(f"host={host}", script="playground.py")
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith(f"error: host={host}: cannot listen there: ")
+
+
 # --- the page ---
 
 

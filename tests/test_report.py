@@ -521,3 +521,13 @@ def test_the_newest_run_is_found(tmp_path, monkeypatch):
 
 def test_every_setting_that_cannot_move_the_loss_exists():
     assert set(HARMLESS) <= set(KNOWN)
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    (tmp_path / "page.html").mkdir()
+    monkeypatch.setattr(report, "page", lambda *_: ("text", []))
+    monkeypatch.setattr(report.Run, "read", lambda _: None)
+    for out in (tmp_path / "page.html", tmp_path / "nowhere" / "page.html"):
+        with pytest.raises(UserError, match=f"^out={out}: cannot be written: "):
+            report.write(["run"], str(out))
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
