@@ -23,7 +23,7 @@ from snapshot import differences, flatten
 from snapshot_files import beside, exists
 from trainer_config import TrainerConfig, snapshot_path
 
-# What every run has for itself, or has from its text.
+# What every run has for itself, has from its text, or has no say in what it learns.
 OWN = (
     "run_name",
     "run_dir",
@@ -31,6 +31,9 @@ OWN = (
     "model.vocab_size",
     "model.block_size",
     "data.fallback",
+    "report",
+    "samples",
+    "trainer.trackers",
 )
 
 

@@ -36,6 +36,7 @@ from trainer import duration
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 MOST_POINTS = 1000  # of one curve; more would not be seen
+LONGEST_LABEL = 48  # characters; more would leave no room for the curves
 TRAIN_HUE, VAL_HUE = 28, 215
 GOLDEN_ANGLE = 137.5  # degrees
 
@@ -249,11 +250,11 @@ def draw_png(parts: list[Chart], path: str) -> bool:
 
 
 def name_runs(runs: list[Run]) -> list[str]:
-    """A short name for each of several runs: the settings in which they differ, or their
-    directories.
+    """A short name for each of several runs: the settings in which they differ, or where these are
+    many, their directories.
     """
     names = [", ".join(f"{k.split('.')[-1]}={v}" for k, v in row.items()) for row in apart(runs)]
-    if len(set(names)) < len(runs):
+    if len(set(names)) < len(runs) or max(map(len, names)) > LONGEST_LABEL:
         names = [os.path.basename(os.path.normpath(run.path)) for run in runs]
     return names if len(set(names)) == len(runs) else [run.path for run in runs]
 

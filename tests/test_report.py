@@ -531,3 +531,14 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypat
         with pytest.raises(UserError, match=f"^out={out}: cannot be written: "):
             report.write(["run"], str(out))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_runs_that_differ_in_many_settings_are_named_by_their_directories(tmp_path):
+    few = [
+        some_run(tmp_path / n, optimizer__learning_rate=r) for n, r in (("a", 1e-3), ("b", 2e-3))
+    ]
+    assert report.name_runs(few) == ["learning_rate=0.001", "learning_rate=0.002"]
+    many = {
+        f"optimizer__{name}": 0.5 for name in ("learning_rate", "weight_decay", "beta1", "beta2")
+    }
+    assert report.name_runs([some_run(tmp_path / "c", **many), few[1]]) == ["c", "b"]
