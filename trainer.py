@@ -398,7 +398,9 @@ class Trainer:
             finally:
                 if self.config.data_loader_workers and self.batches is not None:
                     # Or the interpreter would wait for them, and they do not hear its SIGTERM.
-                    self.batches._shutdown_workers()
+                    # One that has died may be noticed only here: torch raises, and ends the others.
+                    with contextlib.suppress(RuntimeError):
+                        self.batches._shutdown_workers()
                 self.batches = None
                 self.saver.wait()  # after an error, too: what was good then is worth having
                 if self.progress:
