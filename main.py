@@ -262,7 +262,7 @@ def main(composed: DictConfig) -> float | None:
         apart = (is_local(path) and not os.path.isabs(path)) or composed.run_dir in path
         if hydra_config.mode == RunMode.MULTIRUN and not apart:
             fail(
-                f"trainer.snapshot_path={path}: is the same for all jobs of the sweep; leave it "
+                f"trainer.snapshot_path={path}: every job of a sweep has its own; leave it "
                 "relative, or put ${run_dir} into it"
             )
         overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as they were typed

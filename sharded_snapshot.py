@@ -186,6 +186,8 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"out={config.out}: must be a local file")
     if os.path.exists(config.out):
         raise UserError(f"out={config.out}: is there already")
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(config.out))):
+        raise UserError(f"out={config.out}: there is no directory {folder}")
     content = put_together(config.snapshot)
     partial = f"{config.out}.tmp"
     try:

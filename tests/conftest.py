@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from model import GPT, GPTConfig
 from snapshot import Snapshot
@@ -59,9 +60,13 @@ def start(
     **kwargs,
 ):
     """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
+    line = command(*arguments, nproc=nproc, script=script, launcher=launcher)
+    cwd = kwargs.pop("cwd", ROOT)
+    if not (nproc or launcher or kwargs):
+        return warm.run(line, cwd, timeout)
     return subprocess.run(
-        command(*arguments, nproc=nproc, script=script, launcher=launcher),
-        cwd=kwargs.pop("cwd", ROOT),
+        line,
+        cwd=cwd,
         env={**os.environ, **kwargs.pop("env", {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,

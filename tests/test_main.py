@@ -58,6 +58,8 @@ def test_every_recipe_runs_two_steps(recipe, tmp_path):
         "trainer.batch_size=2",
         "trainer.device=cpu",
         "trainer.compile=false",
+        "report=false",
+        "samples=false",
         f"data.truncate={0.02 if recipe == 'mingpt_ddp' else 0.012}",
         f"run_dir={tmp_path}",
     )
@@ -422,7 +424,7 @@ def test_a_broken_record_of_the_configuration_gets_one_line(tmp_path):
 def test_two_runs_do_not_share_their_snapshots(tmp_path):
     shared = f"trainer.snapshot_path={tmp_path / 'shared.pt'}"
     sweep = [*TINY, "optimizer.learning_rate=1e-3,1e-2", f"run_dir={tmp_path / 'run'}"]
-    refuse("-m", *sweep, shared, says="is the same for all jobs of the sweep")
+    refuse("-m", *sweep, shared, says="every job of a sweep has its own")
     apart = "trainer.snapshot_path='memory://${run_dir}/s.pt'"
     result = start("-m", *sweep, apart)
     assert result.returncode == 0 and result.stdout.count("step 6/6 | held-out") == 2

@@ -24,12 +24,20 @@ COMMANDS = [
 SHORT = [s for s in TINY if not s.startswith(("experiment", "model", "trainer.batch_size"))]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a run that ended, for the commands that only read one."""
+    run = tmp_path_factory.mktemp("readme") / "runs" / "run.sweep" / "job"
+    assert start(*TINY, "data.truncate=1", f"run_dir={run}").returncode == 0
+    return run
+
+
 def test_there_are_commands():
     assert len(COMMANDS) >= 8
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_readme_runs(line, tmp_path):
+def test_a_command_of_the_readme_runs(line, tmp_path, request):
     words, launcher = shlex.split(line), ()
     if words[0] == "make":
         result = subprocess.run(
@@ -61,18 +69,16 @@ def test_a_command_of_the_readme_runs(line, tmp_path):
         nproc, arguments = 0, words[2:]
     run = tmp_path / "run"
     if "report.py" in words:
-        run = tmp_path / "runs" / "run.sweep" / "job"
-        assert start(*TINY, f"run_dir={run}").returncode == 0
+        run = request.getfixturevalue("finished")
         kept = [f"run_dir={run}" if a.startswith("run_dir=") else a for a in arguments]
-        result = start(*kept, script="report.py", cwd=tmp_path)
+        result = start(*kept, script="report.py", cwd=run.parents[2])
     elif "playground.py" in words:
         parse(playground.PlaygroundConfig, arguments)  # test_playground.py runs it
         return
     elif "sample.py" in words:
-        assert start(*TINY, "data.truncate=1", f"run_dir={run}").returncode == 0
         kept = [a for a in arguments if not a.startswith(("run_dir=", "snapshot="))]
         (tmp_path / "book.txt").write_text("A text of one's own.\n")
-        kept += [f"run_dir={run}", "max_new_tokens=5"]
+        kept += [f"run_dir={request.getfixturevalue('finished')}", "max_new_tokens=5"]
         result = start(*kept, script="sample.py", cwd=tmp_path)
     elif "export.py" in words:
         run.mkdir()

@@ -147,6 +147,7 @@ def test_a_sharded_snapshot_is_put_together_into_the_single_one(alone, tmp_path)
         ([f"snapshot={snapshot}", f"out={out}"], "is there already"),
         ([f"snapshot={out}", f"out={tmp_path / 'b.pt'}"], "is not sharded"),
         ([f"snapshot={out}"], "out: is missing"),
+        ([f"snapshot={snapshot}", f"out={tmp_path / 'none' / 'c.pt'}"], "there is no directory"),
     ):
         with pytest.raises(UserError, match=says):
             sharded_snapshot.main(arguments)
