@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sample test test-all chaos bench playground lint clean
+.PHONY: help train ddp sample test test-all chaos bench playground lint typecheck clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +40,12 @@ lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 
+typecheck: $(VENV)/.installed-dev  ## check types, a minute long the first time
+	$(RUN) -m mypy
+
 clean:  ## remove the environment and every cache; runs/ and the texts in data/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__ data/cache \
-		"$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ tests/__pycache__ \
+		data/cache "$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
 
 # Each stamp is written last, so an interrupted install is done again.
 $(VENV)/.installed: requirements.txt

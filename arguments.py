@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -19,6 +19,7 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     Texts are taken as they are: nothing in them has a meaning. Of other types, `null` is None.
     Raises `UserError` naming an argument that is unknown, empty, missing or of the wrong type.
     """
+    assert is_dataclass(cls)
     types = {f.name: f.type for f in fields(cls)}
     texts: dict[str, str] = {}
     others: dict[str, Any] = {}
@@ -37,7 +38,7 @@ def parse(cls: type[T], arguments: list[str]) -> T:
         if f.default is MISSING and f.name not in texts | others:
             raise UserError(f"{f.name}: is missing; give {f.name}=VALUE")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), others)
+        merged: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
         return cls(**texts, **{name: merged[name] for name in others})
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
@@ -51,7 +52,7 @@ def run_program(program: Callable[[list[str]], int | None]) -> None:
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        print(sys.modules[program.__module__].__doc__.strip())
+        print((sys.modules[program.__module__].__doc__ or "").strip())
         return
     try:
         status = program(arguments)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from optimizer import OptimizerConfig, create_optimizer
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "docs" / "benchmarks.json"
 LEARNING_RATE = 1e-3
-NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+NO_DROPOUT: dict[str, Any] = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 
 # layers, heads, width, characters of context, windows a step, measured steps
 SIZES = {
@@ -241,17 +242,15 @@ def _train(model, data, batch_size, steps, clock, optimizer="adamw") -> None:
         log_every_steps=steps,
     )
     settings = OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, model, create_optimizer(model, settings), data, run_dir=folder)
-        plain = trainer._train_step
 
-        def timed():
-            result = plain()
+    class Timed(Trainer):
+        def _train_step(self):
+            result = super()._train_step()
             clock.tick()
             return result
 
-        trainer._train_step = timed
-        trainer.train()
+    with tempfile.TemporaryDirectory() as folder:
+        Timed(config, model, create_optimizer(model, settings), data, run_dir=folder).train()
 
 
 class _Windows(torch.utils.data.Dataset):
@@ -390,7 +389,7 @@ def _command(*arguments, directory: str | Path = ROOT, environment: dict | None 
 # --------------------------------------------------------------------------------------------------
 # Rounds, and the report
 
-SECTIONS = {
+SECTIONS: dict[str, list[tuple[Any, ...]]] = {
     "step": [(step, size, trainer) for size in SIZES for trainer in TRAINERS],
     "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "shakespeare_cpu", "nanogpt_cpu")],
     "generate": [(generate, model) for model in ("4L/2H/128", "6L/6H/384")],

@@ -200,7 +200,7 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
     order = np.empty_like(positions)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        key = _mix(_mix(np.uint64([seed])) ^ np.uint64(epoch))
+        key = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
         keys = _mix(key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one a pass
         first = np.argsort(keys)  # window of each pass
         sizes = (num_windows - first + stride - 1) // stride
@@ -221,8 +221,8 @@ def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray, largest: i
     Arbitrary Finite Domains", 2002: methods "generalised Feistel" and "cycle walking"), with the
     mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function.
     """
-    a = math.isqrt(largest - 1) + 1
-    a, b = np.uint64(a), np.uint64(-(-largest // a))
+    side = math.isqrt(largest - 1) + 1
+    a, b = np.uint64(side), np.uint64(-(-largest // side))
     value, sizes = value.astype(np.uint64), sizes.astype(np.uint64)
     value = _permute(value, a, b, keys)
     while (outside := value >= sizes).any():
@@ -231,7 +231,8 @@ def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray, largest: i
 
 
 def _permute(value: np.ndarray, a: np.uint64, b: np.uint64, key: np.ndarray) -> np.ndarray:
-    left, right = value // b, value % b
+    left: np.ndarray = value // b
+    right: np.ndarray = value % b
     # Each round adds a hash of one half to the other: a bijection.
     for round_number in range(0, 6, 2):
         left = (left + _mix(right ^ _mix(key + np.uint64(round_number))) % a) % a

@@ -180,7 +180,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
     agreed. Raises `dist.DistError` after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    me, name, everyone = uuid.uuid4().hex, "", []
+    me, name = uuid.uuid4().hex, ""
+    everyone: list[str] = []
     store.set(f"arrived/{rank}", me)
     while time.monotonic() < deadline:
         if rank == 0:
@@ -410,13 +411,14 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         message = " ".join(str(error).split())
         about_peers = re.search(r"gloo|nccl|connection|timed? ?out", message, re.IGNORECASE)
-        if world.store is None or not about_peers:
+        store = world.store
+        if store is None or not about_peers:
             raise
         silent = ["the process that holds the store"]
 
         def ask() -> None:
             with contextlib.suppress(dist.DistError, RuntimeError):  # no answer is the answer
-                silent[:] = silent_ranks(world)
+                silent[:] = silent_ranks(store, world)
 
         # Not waited for: behind a link that is down, a call to the store outlives its own timeout.
         asking = threading.Thread(target=ask, daemon=True)
@@ -429,17 +431,17 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
         raise UserError(f"{doing()}: {', '.join(silent)} {verb} not answer: {message}") from error
 
 
-def silent_ranks(world: World) -> list[str]:
+def silent_ranks(store: dist.Store, world: World) -> list[str]:
     """Leaves word in the store that this rank has noticed a failure; returns who has not done so
     within 3 s. Raises what the store does.
     """
     silent = []
-    world.store.set(f"noticed/{world.rank}", "")
+    store.set(f"noticed/{world.rank}", "")
     deadline = time.monotonic() + 3
     for rank in set(range(world.size)) - {world.rank}:
         left = max(0.1, deadline - time.monotonic())
         try:
-            world.store.wait([f"noticed/{rank}"], timedelta(seconds=left))
+            store.wait([f"noticed/{rank}"], timedelta(seconds=left))
         except dist.DistError:
-            silent.append(f"rank {rank} ({world.store.get(f'who/{rank}').decode()})")
+            silent.append(f"rank {rank} ({store.get(f'who/{rank}').decode()})")
     return silent

@@ -22,7 +22,7 @@ from arguments import parse, run_program
 from errors import UserError, one_line
 from history import choose_snapshot
 from huggingface import to_files, unknown_token
-from model import GPTConfig
+from model import CompleteConfig, GPTConfig
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 
@@ -43,7 +43,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
 
     Raises `UserError` if `out` is there already and not empty, or cannot be written.
     """
-    config = GPTConfig(**snapshot.config["model"])
+    config = GPTConfig(**snapshot.config["model"]).complete()
     files = to_files(config, snapshot.model_state, snapshot.vocabulary)
     files["README.md"] = model_card(snapshot, config, path).encode()
     parent, name = os.path.split(os.path.abspath(out))
@@ -72,7 +72,7 @@ def check_is_free(out: str) -> None:
         raise UserError(f"out={out}: is there already; give another name, or remove it")
 
 
-def model_card(snapshot: Snapshot, config: GPTConfig, path: str) -> str:
+def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
     """`README.md`: what the model is, how it was trained and how well, and how to use it."""
     data, optimizer, trainer = (
         snapshot.config.get(group, {}) for group in ("data", "optimizer", "trainer")
@@ -115,7 +115,7 @@ def model_card(snapshot: Snapshot, config: GPTConfig, path: str) -> str:
     ]
     if config.arch == "gpt2" and not config.bias:
         notes.append("It was trained without biases; Transformers' GPT-2 has them: they are zero.")
-    notes = "\n\n".join(notes)
+    paragraphs = "\n\n".join(notes)
     name = snapshot.config.get("run_name", "run")
     prompt = "\n" if "\n" in snapshot.vocabulary else snapshot.vocabulary[0]
     return f"""---
@@ -139,7 +139,7 @@ print(pipeline("text-generation", "PATH_OR_NAME")({prompt!r})[0]["generated_text
 |---|---|
 {table}
 
-{notes}
+{paragraphs}
 """
 
 
@@ -196,7 +196,7 @@ def main(arguments: list[str]) -> None:
     snapshot = read_whole(path)
     export(snapshot, path, config.out)
     print(f"{config.out}: step {snapshot.step} of {path}, held-out loss {held_out_loss(snapshot)}")
-    if client is not None:
+    if config.push_to:
         print(f"{config.push_to}: uploaded to {push(client, config.out, config.push_to)}")
 
 

@@ -117,7 +117,7 @@ class Run:
             raise UserError(f"run_dir={path}: there is no {METRICS} in it")
         lines = read_lines(file, "split", "loss")
         try:
-            config = OmegaConf.to_container(OmegaConf.load(os.path.join(path, CONFIG)))
+            config = cast(dict, OmegaConf.to_container(OmegaConf.load(os.path.join(path, CONFIG))))
             int(config["model"]["vocab_size"]), config["trainer"]["max_steps"]
         except Exception as error:  # a file can be wrong in many ways
             raise UserError(f"{path}/{CONFIG}: cannot be read: {one_line(error)}") from error
@@ -126,7 +126,7 @@ class Run:
             raise UserError(f"{file}: no step has been logged yet")
         return cls(
             path=path,
-            config=cast(dict, config),
+            config=config,
             starts=read_lines(os.path.join(path, ENVIRONMENT)),
             train=[line for line in good if line["split"] == "train"],
             val=[line for line in good if line["split"] == "val"],

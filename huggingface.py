@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from errors import UserError, one_line
-from model import NORM_EPS, ROPE_BASE, SOFTCAP, GPTConfig
+from model import NORM_EPS, ROPE_BASE, SOFTCAP, CompleteConfig, GPTConfig
 
 WEIGHTS = "model.safetensors"
 
@@ -63,7 +63,7 @@ def unknown_token(vocabulary: str) -> str:
 
 
 def to_files(
-    config: GPTConfig, weights: dict[str, torch.Tensor], vocabulary: str
+    config: CompleteConfig, weights: dict[str, torch.Tensor], vocabulary: str
 ) -> dict[str, bytes]:
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from.
 
@@ -125,7 +125,7 @@ def _is_transposed(arch: str, ours: str, tensor: torch.Tensor) -> bool:
     return arch == "gpt2" and ours in BIASED and tensor.dim() == 2
 
 
-def model_json(config: GPTConfig) -> dict[str, Any]:
+def model_json(config: CompleteConfig) -> dict[str, Any]:
     """`config.json`; the unknown token pads batches of texts, too."""
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": config.vocab_size}
     common = {"vocab_size": config.vocab_size + 1, "dtype": "float32", **ids}
@@ -157,7 +157,7 @@ def model_json(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def fixed(config: GPTConfig) -> dict[str, Any]:
+def fixed(config: CompleteConfig) -> dict[str, Any]:
     """What Transformers lets one choose, and all models of this architecture and size share."""
     if config.arch == "gpt2":
         return {
@@ -286,7 +286,7 @@ def _characters(tokenizer: dict[str, Any], folder: str) -> tuple[str, torch.Tens
     return vocabulary, torch.tensor([ids[character] for character in vocabulary])
 
 
-def _config(given: dict[str, Any], vocab_size: int, folder: str) -> GPTConfig:
+def _config(given: dict[str, Any], vocab_size: int, folder: str) -> CompleteConfig:
     """What a `config.json` says; `UserError` where it says what no `GPT` has."""
     archs = {"gpt2": "gpt2", "nanochat": "modern"}
     if given["model_type"] not in archs:
@@ -305,7 +305,7 @@ def _config(given: dict[str, Any], vocab_size: int, folder: str) -> GPTConfig:
         block_size=given["n_positions" if gpt2 else "max_position_embeddings"],
         vocab_size=vocab_size,
         tie_weights=given["tie_word_embeddings"] if gpt2 else None,
-    )
+    ).complete()
     for name, value in fixed(config).items():
         if given.get(name) != value:
             raise UserError(

@@ -82,7 +82,8 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
     Gives `config` the architecture and the sizes of where the run begins. Raises `UserError` on
     every rank.
     """
-    if config.init_from is None:
+    source = config.init_from
+    if source is None:
         return None
     if snapshot is not None:
         log.info("init_from   was for the beginning: this run goes on from its own snapshot")
@@ -91,12 +92,12 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
 
     def read_named() -> Learned:
         try:
-            return read(config.init_from)
+            return read(source)
         except UserError as error:
-            raise UserError(f"init_from={config.init_from}: {error}") from error
+            raise UserError(f"init_from={source}: {error}") from error
 
     learned = run_on_first(read_named, world)
-    adopt(config, learned.architecture, f"init_from={config.init_from}")
+    adopt(config, learned.architecture, f"init_from={source}")
     log.info("init_from   %s", learned.description)
     return learned
 

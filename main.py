@@ -23,7 +23,7 @@ import logging
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import hydra
 import torch
@@ -143,7 +143,7 @@ def train(composed: DictConfig) -> float | None:
         optimizer = create_optimizer(model, config.optimizer)
 
         def sample() -> list[str]:
-            return draw(trainer.bare, dataset.vocabulary, world.device)
+            return draw(cast(GPT, trainer.bare), dataset.vocabulary, world.device)
 
         trainer = Trainer(
             config.trainer,
@@ -265,7 +265,7 @@ def main(composed: DictConfig) -> float | None:
                 f"trainer.snapshot_path={path}: every job of a sweep has its own; leave it "
                 "relative, or put ${run_dir} into it"
             )
-        overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as they were typed
+        overrides = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task))  # as typed
         with contextlib.ExitStack() as stack:
             if hydra_config.mode == RunMode.MULTIRUN and launched_rank() == 0:
                 job = launch.without(overrides, "launch.")
@@ -286,7 +286,7 @@ def main(composed: DictConfig) -> float | None:
             try:  # its own handler puts the job back into the queue, on rank 0
                 signal.raise_signal(signal.SIGUSR2)
             except SystemExit as leaving:
-                status = leaving.code
+                status = cast(int, leaving.code)
         distributed.leave(status)
     except UserError as error:
         if hydra_config.mode == RunMode.MULTIRUN:

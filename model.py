@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -93,6 +94,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"model.{name}={value}: must be at least 1")
+        assert self.n_embd is not None and self.n_head is not None  # as checked above
         if self.n_embd % self.n_head:
             raise UserError(
                 f"model.n_embd={self.n_embd}: must be divisible by model.n_head={self.n_head}"
@@ -119,6 +121,25 @@ class GPTConfig:
             if getattr(self, name) is None:
                 setattr(self, name, self.arch == "gpt2")
 
+    def complete(self) -> "CompleteConfig":
+        """Itself; raises `UserError` if `vocab_size` or `block_size` is still missing."""
+        for name in ("vocab_size", "block_size"):
+            if getattr(self, name) is None:
+                raise UserError(f"model.{name} is missing: take it from the data set")
+        return cast(CompleteConfig, self)
+
+
+class CompleteConfig(GPTConfig):
+    """How type checkers see a `GPTConfig` that is complete: nothing a model needs is None."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    block_size: int
+    bias: bool
+    tie_weights: bool
+
 
 class KVCache:
     """Keys and values of the characters seen so far, for one `generate` call.
@@ -129,7 +150,7 @@ class KVCache:
     """
 
     def __init__(
-        self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
+        self, config: CompleteConfig, batch_size: int, device: torch.device, dtype: torch.dtype
     ):
         shape = (
             config.n_layer,
@@ -207,7 +228,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x)
 
 
-def make_norm(config: GPTConfig) -> nn.Module:
+def make_norm(config: CompleteConfig) -> nn.Module:
     return RMSNorm() if config.arch == "modern" else LayerNorm(config.n_embd, bias=config.bias)
 
 
@@ -235,7 +256,7 @@ class CausalSelfAttention(nn.Module):
     2017).
     """
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: CompleteConfig, layer: int):
         super().__init__()
         self.layer = layer
         self.n_head = config.n_head
@@ -303,7 +324,7 @@ class MLP(nn.Module):
     "Primer", 2021).
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: CompleteConfig):
         super().__init__()
         self.modern = config.arch == "modern"
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
@@ -319,7 +340,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream (pre-norm, as in GPT-2)."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: CompleteConfig, layer: int):
         super().__init__()
         self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config, layer)
@@ -338,10 +359,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        for name in ("vocab_size", "block_size"):
-            if getattr(config, name) is None:
-                raise UserError(f"model.{name} is missing: take it from the data set")
-        self.config = config
+        self.config = config = config.complete()
         self.tok_emb = Embedding(config.vocab_size, config.n_embd)
         self.pos_emb = (
             Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -67,7 +68,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, lis
     (nanoGPT does, minGPT does not). `no_decay`: biases, norms, and else the embeddings. `model` may
     be wrapped, in DDP say: only the names of its parameters count.
     """
-    groups = {"hidden": [], "decay": [], "no_decay": []}
+    groups: dict[str, list[nn.Parameter]] = {"hidden": [], "decay": [], "no_decay": []}
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -209,11 +210,13 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     group's peak learning rate is its `initial_lr`; the trainer multiplies it by the schedule.
     """
     groups = parameter_groups(model, config)
-    adamw = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
-    rest = [
+    betas = (config.beta1, config.beta2)
+    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
+    rest: list[dict[str, Any]] = [
         {"params": groups["decay"], "weight_decay": config.weight_decay},
         {"params": groups["no_decay"], "weight_decay": 0.0},
     ]
+    optimizer: torch.optim.Optimizer
     if config.name == "muon":
         muon = {
             "lr": config.learning_rate,

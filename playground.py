@@ -216,8 +216,8 @@ def name(character: str) -> str:
     return html.escape(character) if character.isprintable() else f"U+{ord(character):04X}"
 
 
-def build(paths: list[str], second: str):
-    """The page for the snapshots at `paths`, with the first of them and perhaps `second`."""
+def build(paths: list[str], beside: str):
+    """The page for the snapshots at `paths`, with the first of them and perhaps one `beside` it."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when it is imported
     try:
         import gradio as gr
@@ -290,7 +290,7 @@ def build(paths: list[str], second: str):
         with gr.Row():
             first = gr.Dropdown(paths, value=paths[0], label="snapshot", min_width=320)
             second = gr.Dropdown(
-                [("none", ""), *paths], value=second, label="beside it", min_width=320
+                [("none", ""), *paths], value=beside, label="beside it", min_width=320
             )
         prompt = gr.Textbox(label="prompt", lines=2, placeholder="what to go on from")
         with gr.Row():

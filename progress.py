@@ -74,6 +74,7 @@ class Progress:
 
     def write(self, text: str) -> None:
         """Writes above the line; the log's handlers take this for their stream."""
+        assert self.bar is not None  # `close` takes the handlers back
         with self.bar.external_write_mode(sys.stdout):
             sys.stdout.write(text)
 

@@ -85,8 +85,8 @@ def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:
     Raises `UserError` unless they are finished runs of one unchanged recipe with at least `FEWEST`
     seeds, all different.
     """
-    names = {run.recipe for run in runs}
-    if len(names) != 1 or names == {None}:
+    name, names = runs[0].recipe, {run.recipe for run in runs}
+    if name is None or len(names) > 1:
         raise UserError(f"run_dirs: runs of one recipe make a reference; these are of {names}")
     for run in runs:
         if not run.starts:
@@ -108,9 +108,9 @@ def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:
     own = ("trainer.seed=", "run_name=", "run_dir=", "launch.")
     words = without(start["overrides"] or [], *own)
     rates = [rate for run in runs if (rate := median_rate(run.train))]
-    if not rates:
-        raise UserError("run_dirs: no line of their metrics has tokens_per_s")
-    (name,) = names
+    seconds = [run.seconds for run in runs if run.seconds is not None]
+    if not (rates and seconds):
+        raise UserError("run_dirs: no line of their metrics has tokens_per_s and seconds")
     return name, {
         "command": shlex.join(["python", "main.py", *words, "trainer.seed=SEED"]),
         "seeds": seeds,
@@ -123,7 +123,7 @@ def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:
         "precision": start["precision"],
         "text_sha256": start["text_sha256"],
         "characters_per_s": round(statistics.median(rates)),
-        "seconds": round(statistics.median(run.seconds for run in runs), 1),
+        "seconds": round(statistics.median(seconds), 1),
         "steps": runs[0].total_steps,
         "val": spread([run.val for run in runs]),
         "train": spread([run.train for run in runs]),

@@ -150,7 +150,7 @@ def short(value: float) -> str:
 
 def charts(runs: list[Run], labels: list[str], card: dict[str, Any]) -> list[Chart]:
     """Losses, learning rate and throughput of one run, or of several over each other."""
-    loss, rate, speed = [], [], []
+    loss, rate, speed = (list[Series]() for _ in range(3))
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         alone = len(runs) == 1
         hue = hue_of(i)
@@ -269,7 +269,8 @@ def apart(runs: list[Run]) -> list[dict[str, Any]]:
 
 def commands(run: Run) -> list[tuple[str, str]]:
     """(what it is for, the command) to do a run again, to go on with it, and to read from it."""
-    start = run.starts[-1] if run.starts else {"overrides": None, "processes": 1, "hosts": 1}
+    unknown: dict[str, Any] = {"overrides": None, "processes": 1, "hosts": 1}
+    start = run.starts[-1] if run.starts else unknown
     overrides = start["overrides"]
     if overrides is None:
         overrides = [f"experiment={run.recipe}"] if run.recipe else []
@@ -456,7 +457,7 @@ def main(arguments: list[str]) -> int:
     command = arguments[0] if arguments and "=" not in arguments[0] else "report"
     if command not in COMMANDS:
         raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
-    config = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
+    config: Any = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
     run_dirs = find_runs(*(vars(config).get(name) for name in ("run_dir", "run_dirs")))
     card = config.reference
     if command == "check":

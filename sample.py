@@ -227,6 +227,7 @@ def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[tuple[st
     """
     device = choose_device(config.device)
     model = load_model(snapshot, device)
+    assert config.score is not None
     block_size = model.config.block_size
     dtype = getattr(torch, snapshot.choices.get("amp_dtype", "float32"))
     precision = torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)

@@ -121,12 +121,16 @@ class Saver:
         """
         world = self.world
         if self.config.snapshot_format == "sharded":
-            distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), world)
+            distributed.run_on_first(self._remove_unused_shards, world)
             snapshot = sharded_snapshot.save(self.files.path, snapshot, world)
         else:
             snapshot = _with_states(snapshot, lambda state: sharding.whole_on_first(state, world))
         if self.writer:
             self.writer.write(snapshot, latest, best, first)
+
+    def _remove_unused_shards(self) -> None:
+        assert self.writer is not None  # on rank 0
+        sharded_snapshot.remove_unused(self.writer)
 
     def gives_up(self) -> bool:
         """Whether this rank has seen as many saves in a row fail as may."""
@@ -157,7 +161,7 @@ class Saver:
                     f"{self.files.path}: the snapshot of step {step} was not written: "
                     f"{self.writer.error}"
                 )
-            sharded_snapshot.remove_unused(self.writer)
+            self._remove_unused_shards()
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

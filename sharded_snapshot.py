@@ -98,7 +98,8 @@ def read(
     state: dict[str, torch.Tensor] = {}
     model_state: dict[str, torch.Tensor] = {}
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
-    for full, about in reader.read_metadata().state_dict_metadata.items():
+    described: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone
+    for full, about in described.items():
         kind, name, *key = full.split("/")
         state[full] = tensor = empty(name, about.size, about.properties.dtype)
         if kind == "model":

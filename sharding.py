@@ -10,7 +10,7 @@ al., "PyTorch FSDP", 2023); blocks are gathered one at a time, as in pytorch/tor
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -19,6 +19,8 @@ import distributed
 from distributed import World
 
 # torch.distributed.fsdp and .tensor take most of a second to import: only those who share pay.
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def build(
@@ -35,7 +37,7 @@ def build(
     if strategy == "ddp" or world.size == 1:
         return distributed.wrap(make(), world)
     with torch.device("meta"):
-        model = make()
+        model: Any = make()  # no type has `init_weights` of any model
     shard(model, world, dtype, offload)
     model.to_empty(device="cpu" if offload else world.device)
     model.init_weights()
@@ -79,16 +81,19 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool = Fa
         distributed.return_freed_memory()
 
 
-def is_shared(value: torch.Tensor | nn.Module) -> bool:
-    """Whether a tensor, or the parameters of a model, are shared out."""
-    if isinstance(value, nn.Module):
-        return any(map(is_shared, value.parameters()))
-    return hasattr(value, "full_tensor")  # a DTensor
+def is_shared(model: nn.Module) -> bool:
+    """Whether the parameters of a model are shared out."""
+    return any(map(is_dtensor, model.parameters()))
+
+
+def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
+    """Whether a tensor is shared out."""
+    return hasattr(value, "full_tensor")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A shared-out tensor put together, on every rank; all must call it. A plain one as it is."""
-    return tensor.full_tensor() if is_shared(tensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, dict):
             result[name] = whole_on_first(value, world)
-        elif is_shared(value):
+        elif is_dtensor(value):
             full = value.full_tensor()
             result[name] = full.cpu() if world.is_first else None
         else:
@@ -122,11 +127,12 @@ def share(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This process's share of a plain `tensor`, cut as `like` is; `tensor` where that is plain, or
     of another shape (an optimizer's count of steps).
     """
-    if not is_shared(like) or tensor.shape != like.shape:
+    if not is_dtensor(like) or tensor.shape != like.shape:
         return tensor
     # Every rank cuts its share from what it holds itself: nobody sends anything, and no device
     # gets more than its share, which distribute_tensor, on a GPU's mesh, would not keep on a CPU.
     result = torch.empty_like(like, dtype=tensor.dtype)
+    assert is_dtensor(result)  # as `like` is
     local, mesh = result.to_local(), like.device_mesh
     first = -(-len(tensor) // mesh.size()) * mesh.get_local_rank()
     local.copy_(tensor[first : first + len(local)])
@@ -140,7 +146,7 @@ def map_matrices(
 
     They are then dealt out whole, N / processes to each, so that the work is shared, too.
     """
-    if not is_shared(batch):
+    if not is_dtensor(batch):
         return function(batch)
     from torch.distributed.tensor import DTensor, Shard
 

@@ -70,7 +70,7 @@ class Requests:
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self.__init__()
+        self._save, self._stop, self._before = False, Request.NOTHING, {}
 
     def _note(self, number: int, _) -> None:
         request = SIGNALS[signal.Signals(number)]

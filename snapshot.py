@@ -17,7 +17,7 @@ import typing
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -93,7 +93,7 @@ class Snapshot:
         self.write(buffer)
         return buffer.getbuffer()
 
-    def write(self, file: BinaryIO) -> None:
+    def write(self, file: io.BytesIO | io.BufferedRandom) -> None:
         """Writes the same into an empty file that can be read, too."""
         torch.save({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, file)
         file.seek(-22, io.SEEK_END)
@@ -188,7 +188,7 @@ def check_contents(content: bytes) -> None:
             raise ValueError("it has no pickle, or several")
         for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
             if opcode.name == "GLOBAL":
-                if not re.fullmatch(REFERENCES, argument):
+                if not re.fullmatch(REFERENCES, str(argument)):
                     raise ValueError(f"it refers to {argument!r}, which no snapshot does")
             elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"):
                 raise ValueError(f"it uses {opcode.name}, which no snapshot does")
@@ -202,7 +202,7 @@ def check_fields(cls: type, fields: dict[str, Any], size: int) -> None:
     if fields.keys() != kinds.keys():
         raise ValueError(f"its fields are {', '.join(map(str, fields))}")
     for name, kind in kinds.items():
-        plain = kind if isinstance(kind, types.UnionType) else typing.get_origin(kind) or kind
+        plain: Any = kind if isinstance(kind, types.UnionType) else typing.get_origin(kind) or kind
         if not isinstance(fields[name], plain):
             raise ValueError(f"{name} is of type {type(fields[name]).__name__}")
     if min(fields["step"], fields["windows_seen"]) < 0:
@@ -283,7 +283,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, with dotted keys."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

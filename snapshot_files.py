@@ -86,10 +86,11 @@ def read(path: str) -> bytes:
             size = file_system.info(inner)["size"]
             content = file_system.cat_file(inner)
     except Unreachable as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        cause = error.__cause__ or error
+        if isinstance(cause, FileNotFoundError):
             raise SnapshotError(f"{path}: no such snapshot") from error
         if is_local(path):
-            raise SnapshotError(f"{path}: cannot be read: {one_line(error.__cause__)}") from error
+            raise SnapshotError(f"{path}: cannot be read: {one_line(cause)}") from error
         raise
     if len(content) != size and not is_local(path):
         raise Unreachable(f"{path}: cannot be reached: {len(content)} of {size} bytes came")

@@ -141,16 +141,16 @@ def table_over_seeds(jobs: list[Job]) -> list[str]:
     """The lines of a table of the finished jobs that differ in `trainer.seed` alone: mean and
     standard deviation of their losses. Empty if there are none.
     """
-    groups: dict[tuple[str, ...], list[Job]] = {}
+    groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # of each, best and last loss
     for job in jobs:
         rest = tuple(o for o in job.overrides if not o.startswith("trainer.seed="))
-        if job.status == "finished" and job.best_loss is not None:
-            groups.setdefault(rest, []).append(job)
+        if job.status == "finished" and job.best_loss is not None and job.last_loss is not None:
+            groups.setdefault(rest, []).append((job.best_loss, job.last_loss))
     if all(len(group) == 1 for group in groups.values()):
         return []
     common = set.intersection(*map(set, groups)) if len(groups) > 1 else set()
 
-    def spread(losses: list[float]) -> str:
+    def spread(losses: tuple[float, ...]) -> str:
         if len(losses) == 1:
             return format_loss(losses[0])
         return f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
@@ -159,8 +159,7 @@ def table_over_seeds(jobs: list[Job]) -> list[str]:
         (
             " ".join(o for o in rest if o not in common),
             f"{len(group)}",
-            spread([job.best_loss for job in group]),
-            spread([job.last_loss for job in group]),
+            *map(spread, zip(*group, strict=True)),
         )
         for rest, group in groups.items()
     ]

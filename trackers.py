@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from errors import UserError, one_line
 from snapshot import flatten
@@ -109,8 +109,9 @@ class TensorBoard:
                 for key, value in flatten(config).items()
             }
             experiment, session, _ = hparams(flat, {"train/loss": 0, "val/loss": 0})
-            self.writer.file_writer.add_summary(experiment)
-            self.writer.file_writer.add_summary(session)
+            file_writer: Any = self.writer.file_writer  # torch's own annotation says None
+            file_writer.add_summary(experiment)
+            file_writer.add_summary(session)
 
     def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
         for name, value in values.items():
@@ -180,7 +181,7 @@ def start_wandb(run_dir: str, resumes: bool, settings: dict[str, Any]) -> Module
     wandb.init(
         id=run_id,
         resume="allow",
-        mode=os.environ.get("WANDB_MODE", "offline"),
+        mode=cast(Any, os.environ.get("WANDB_MODE", "offline")),  # W&B checks it
         dir=run_dir,
         # The terminal is ours, and an unreachable server is not waited for forever.
         settings=wandb.Settings(console="off", silent=True, finish_timeout=60),

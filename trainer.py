@@ -241,7 +241,8 @@ class Trainer:
             if device == "cuda":
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             # A debugging aid that comes with it costs a pass over memory.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            deterministic: Any = torch.utils.deterministic  # whose class has this as a property
+            deterministic.fill_uninitialized_memory = False
         torch.set_deterministic_debug_mode("error" if self.choices["deterministic"] else "default")
         if self.choices["compile"]:  # the same for the compiler, whose import takes a second
             torch.use_deterministic_algorithms(self.choices["deterministic"])
@@ -276,9 +277,9 @@ class Trainer:
             self.scaler.load_state_dict(snapshot.scaler_state)
         self.step = snapshot.step
         self.metrics_lines = snapshot.metrics_lines
-        if snapshot.best_loss is not None:
+        if snapshot.best_loss is not None and snapshot.best_step is not None:
             self.best = (snapshot.best_loss, snapshot.best_step)
-        if snapshot.loss is not None:
+        if snapshot.loss is not None and snapshot.loss_step is not None:
             self.newest = (snapshot.loss, snapshot.loss_step)
 
     def _capture(self) -> Snapshot:
@@ -309,7 +310,8 @@ class Trainer:
         if latest or best:
             self._check_finite()
             # A snapshot vouches for the lines of the steps before it, so they go first.
-            self.saver.save(self._capture(), latest, best, lambda: self.metrics.sync())
+            first = self.metrics.sync if self.metrics else lambda: None
+            self.saver.save(self._capture(), latest, best, first)
 
     def _poll(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the
@@ -374,7 +376,7 @@ class Trainer:
             return self.newest[0] if self.newest else None
         self.metrics: Metrics | None = None
         self.progress: Progress | None = None
-        self.batches = None
+        self.batches: Any = None  # torch's iterator, which has no public type
 
         with self.requests:
             try:
@@ -525,8 +527,11 @@ class Trainer:
             x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
             # Gradients are summed over processes once a step, with the last micro-batch; shared
             # out, with each: nobody has the memory for all of them.
-            waits = i + 1 < self.accumulation and isinstance(self.model, DDP)
-            with self.model.no_sync() if waits else contextlib.nullcontext():
+            with (
+                self.model.no_sync()
+                if i + 1 < self.accumulation and isinstance(self.model, DDP)
+                else contextlib.nullcontext()
+            ):
                 with self._autocast():
                     _, loss = self.model(x, y)
                 self.scaler.scale(loss / self.accumulation).backward()
@@ -615,6 +620,7 @@ class Trainer:
         samples = self._draw_samples()
         if not self.metrics:
             return
+        assert self.progress is not None  # since `_train` began
         seconds_per_step = self.stopwatch.lap(self.step)
         rate = self.config.batch_size * self.train_dataset.block_size / seconds_per_step
         peak = peak_flops(self.world.device)
@@ -671,10 +677,9 @@ class Trainer:
                 "training has diverged; lower optimizer.learning_rate; snapshots of earlier steps "
                 "are as they were"
             )
-        better = self.best is None or loss < self.best[0]
         self.newest = (loss, self.step)
-        if better:
-            self.best = self.newest
+        best = min(self.best or self.newest, self.newest)  # the first of equals
+        better, self.best = best is self.newest, best
         if self.metrics:
             self.metrics.log(
                 self.step, self.epoch, "val", loss, tokens=scored, rank_losses=rank_losses
@@ -688,7 +693,7 @@ class Trainer:
                 "step %*d/%d | held-out loss %.4f (%.4f bits per character)%s | %s characters in "
                 "%.1f s%s",
                 len(str(self.total_steps)), self.step, self.total_steps, loss, loss / math.log(2),
-                "" if better else f" | best {self.best[0]:.4f} at step {self.best[1]}",
+                "" if better else f" | best {best[0]:.4f} at step {best[1]}",
                 f"{scored:,}", time.perf_counter() - started, per_rank,
             )  # fmt: skip
         return better

@@ -101,7 +101,7 @@ def cost(
     """The formulas above, for AdamW and `characters` a step and GPU."""
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
-    block = sum(p.numel() for p in distributed.unwrap(model).blocks[0].parameters())
+    block = sum(p.numel() for p in model.blocks[0].parameters())
     others = (gpus - 1) / gpus
     share = gpus if strategy == "fsdp" else 1
     states = 16 * parameters / share
@@ -179,7 +179,8 @@ def worker(strategy: str) -> None:
     peaks = distributed.gather(resident(peak=True) - base, world)
     if world.is_first:
         parameters = sum(p.numel() for p in model.parameters())
-        block = sum(p.numel() for p in distributed.unwrap(model).blocks[0].parameters())
+        bare = distributed.unwrap(model)
+        block = sum(p.numel() for p in bare.get_submodule("blocks.0").parameters())
         values = {"parameters": parameters, "block": block, "peak": max(peaks)}
         values |= {"sent": statistics.median(bytes_sent), "seconds": statistics.median(times)}
         print(json.dumps(values))

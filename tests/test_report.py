@@ -475,6 +475,14 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
     assert made["val"][0] == [500, round(falls(500), 4), 0.0]
 
 
+def test_runs_whose_metrics_have_no_seconds_make_no_reference(tmp_path):
+    runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in (1, 2, 3)]
+    for line in (line for run in runs for line in run.lines):
+        del line["seconds"]
+    with pytest.raises(UserError, match="seconds"):
+        curve(runs)
+
+
 def test_the_published_card_is_of_the_recipes_as_they_are():
     card = load_card(CARD)
     assert {"shakespeare_cpu", "shakespeare_quick", "nanogpt_cpu", "overfit"} <= set(card)
