@@ -90,7 +90,13 @@ def test_the_processes_compose_what_was_asked_for(found_by, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"recipes", "run"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGUSR2)),
+    ],
+)
 def test_a_signal_has_the_processes_save_and_the_status_is_that_of_one(tmp_path, number):
     process = begin(*LONG, TWO, f"run_dir={tmp_path}")
     wait_until(lambda: lines(tmp_path) > 5, process)
