@@ -92,6 +92,7 @@ def test_the_batch_arithmetic_is_printed(runs):
     )
 
 
+@pytest.mark.slow  # tests/test_crashes.py has it with more
 def test_a_run_goes_on_with_another_number_of_processes(runs, tmp_path):
     run = tmp_path / "run"
     start(*TINY, *EXACT, "trainer.max_steps=3", f"run_dir={run}", nproc=2)

@@ -261,7 +261,7 @@ def test_a_run_goes_on_without_the_weights_it_began_with(trained, tmp_path):
     assert all(torch.equal(one.model_state[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_several_processes_begin_with_the_same_weights(strategy, source, tmp_path):
     learned = load(source()).model_state
     still = ["optimizer.learning_rate=1e-30", "trainer.max_steps=1", "trainer.use_amp=false"]

@@ -69,7 +69,10 @@ def test_two_processes_from_plain_python_are_those_of_torchrun_and_a_run_goes_on
     assert set(changes) == {"processes", "run_dir", "trainer.max_steps"}, result.stdout
 
 
-@pytest.mark.parametrize("found_by", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+@pytest.mark.parametrize(
+    "found_by",
+    ["--config-dir={}", pytest.param("hydra.searchpath=[file://{}]", marks=pytest.mark.slow)],
+)
 def test_the_processes_compose_what_was_asked_for(found_by, tmp_path):
     recipes = tmp_path / "recipes" / "experiment"
     recipes.mkdir(parents=True)

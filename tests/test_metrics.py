@@ -369,7 +369,7 @@ def test_the_live_line_tells_the_next_evaluation(tmp_path):
     assert all(int(step) <= int(next_one) and next_one in "36" for step, next_one in told)
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_the_terminal_clean(tmp_path, processes):
     pytest.importorskip("tqdm")
     run = command(*LONG, f"run_dir={tmp_path}", nproc=processes)

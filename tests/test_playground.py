@@ -249,7 +249,7 @@ class Page:
 def test_a_person_generates_looks_and_is_told_what_is_wrong(browser, server):
     url, log = server
     page = Page(browser, url)
-    page.set("input[aria-label^='number input for characters']", "30")
+    page.set("input[aria-label^='number input for characters']", "30.5")
     page.generate("the ")
     page.finished("the ", 30)
     page.wait(lambda: len(page.all(".alternatives")) == 2)

@@ -115,6 +115,7 @@ def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_a_job_of_several_processes_that_fails_stops_no_other(tmp_path):
     texts = f"data.path={tmp_path / 'none.txt'},pydoc:topics"
     result = start("-m", *TINY, "launch.nproc_per_node=2", texts, f"run_dir={tmp_path / 'run'}")
@@ -123,7 +124,7 @@ def test_a_job_of_several_processes_that_fails_stops_no_other(tmp_path):
     assert [job.status for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == ["finished", "failed"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_sweep_says_what_it_has_and_goes_on_where_it_stopped(processes, tmp_path):
     settings = [*LONG, f"launch.nproc_per_node={processes}", f"run_dir={tmp_path / 'run'}"]
     process = begin("-m", *settings, "trainer.seed=1,2")
