@@ -25,7 +25,7 @@ playground: $(VENV)/.installed-playground  ## a local page to try the models; AR
 	$(RUN) playground.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
-	$(RUN) -m pytest -n 4 -m "not slow" $(ARGS)
+	$(RUN) -m pytest -n 3 -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-dev  ## run all tests
 	$(RUN) -m pytest -n 3 $(ARGS)

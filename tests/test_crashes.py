@@ -172,7 +172,7 @@ def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, mo
 
 
 def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
-    settings = [*LONG, "trainer.max_steps=1500", "trainer.save_every_steps=100"]
+    settings = [*LONG, "trainer.max_steps=600", "trainer.save_every_steps=50"]
     whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
     with small_disk(tmp_path, "8m") as disk:
