@@ -187,8 +187,10 @@ def growth(what: str, value: str) -> dict:
     model = _gpt(*shape, sizes["context"], arch="modern")
     clock = Clock()
     _train(model, data, max(1, 4096 // sizes["context"]), 12, clock, optimizer="muon")
+    rate = 4096 / clock.seconds()
     return {
-        "characters_per_s": 4096 / clock.seconds(),
+        "characters_per_s": rate,
+        "share_of_matmul": rate * model.flops_per_token() / _matmul_flops(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -356,10 +358,14 @@ def _with_lightning(model, windows, batch_size, steps, clock, bfloat16) -> None:
 
 
 def _matmul_flops() -> float:
-    """What this machine computes in bfloat16 matrix products, FLOP/s: the best of ten."""
+    """What this machine computes in matrix products, in bfloat16 if it has that, else in float32,
+    FLOP/s: the best of ten.
+    """
     on_gpu = torch.cuda.is_available()
     n = 8192 if on_gpu else 2048
-    a = torch.randn(n, n, device="cuda" if on_gpu else "cpu").bfloat16()
+    a = torch.randn(n, n, device="cuda" if on_gpu else "cpu")
+    if distributed.computes_in_bfloat16(a.device):
+        a = a.bfloat16()
     best = math.inf
     for _ in range(10):
         began = time.perf_counter()
@@ -519,7 +525,7 @@ def report(results: dict) -> str:
             "A training step",
             "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
             "end to the next's. The last column is what the model's own operations make of the "
-            "rate of a bare bfloat16 `torch.mm` in the same process.",
+            "rate of a bare `torch.mm` in the same process, in bfloat16 where the hardware has it.",
             [
                 "size",
                 "trainer",
@@ -585,6 +591,7 @@ def report(results: dict) -> str:
                 *key.split(", "),
                 f"{values[0]['parameters']:,}",
                 spread(values, "characters_per_s"),
+                spread(values, "share_of_matmul", "{:.0%}"),
                 f"{max(v['peak_bytes'] for v in values) / 2**20:,.0f}",
             ]
             for key, values in results["growth"]["figures"].items()
@@ -595,7 +602,10 @@ def report(results: dict) -> str:
             "`modern`, Muon, 4,096 characters a step; 4 layers 128 wide, heads of 32, 128 "
             "characters of context and 65 distinct ones, but for what the row says. "
             "![plot](growth.png)",
-            ["what", "value", "parameters", "characters a second", "peak resident MiB"],
+            [
+                *("what", "value", "parameters", "characters a second"),
+                *("of the matmul rate", "peak resident MiB"),
+            ],
             rows,
         )
         plot(results["growth"]["figures"])
@@ -629,17 +639,21 @@ def plot(results: dict) -> None:
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(key.split(", ")[0] for key in results))
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3), sharey=True)
-    for axis, what in zip(axes, names, strict=True):
-        points = [
-            (int(key.split(", ")[1]), statistics.median(v["characters_per_s"] for v in values))
-            for key, values in results.items()
-            if key.startswith(what)
-        ]
-        axis.loglog(*zip(*points, strict=True), marker="o")
-        axis.set_xlabel(what)
-        axis.grid(True, which="both", alpha=0.3)
-    axes[0].set_ylabel("characters a second")
+    figure, axes = pyplot.subplots(
+        2, len(names), figsize=(3.5 * len(names), 5), sharey="row", sharex="col"
+    )
+    for column, what in zip(axes.T, names, strict=True):
+        rows = {int(k.split(", ")[1]): v for k, v in results.items() if k.startswith(what)}
+        rates = [statistics.median(v["characters_per_s"] for v in row) for row in rows.values()]
+        peaks = [max(v["peak_bytes"] for v in row) / 2**20 for row in rows.values()]
+        for axis, values in zip(column, (rates, peaks), strict=True):
+            axis.loglog([*rows], values, marker="o")
+            axis.grid(True, alpha=0.3)
+            axis.set_xticks([*rows], [f"{value:,}" for value in rows])
+            axis.minorticks_off()
+        column[1].set_xlabel(what)
+    axes[0, 0].set_ylabel("characters a second")
+    axes[1, 0].set_ylabel("peak resident MiB")
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "growth.png", dpi=110)
 
