@@ -11,6 +11,7 @@ that is there already and private stays private.
 """
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -118,6 +119,7 @@ def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
     paragraphs = "\n\n".join(notes)
     name = snapshot.config.get("run_name", "run")
     prompt = "\n" if "\n" in snapshot.vocabulary else snapshot.vocabulary[0]
+    literal = json.dumps(prompt, ensure_ascii=False)  # with the quotes that ruff wants of it
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -132,7 +134,7 @@ A character-level GPT, exported from `{os.path.basename(path)}` of the run `{nam
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", "PATH_OR_NAME")({prompt!r})[0]["generated_text"])
+print(pipeline("text-generation", "PATH_OR_NAME")({literal})[0]["generated_text"])
 ```
 
 | | |

@@ -51,6 +51,14 @@ def newest_run() -> str:
     return found[0]
 
 
+def newest_instead(run_dir: str) -> str:
+    """The end of an error about a `run_dir` that is not there: which run is. Recipes name their
+    runs, so an example's is not on every machine.
+    """
+    found = runs() if not os.path.isdir(run_dir) else []
+    return f"; the newest run is {found[0]}" if found else ""
+
+
 def recorded_snapshot_path(run_dir: str) -> str | None:
     """The `trainer.snapshot_path` in the `config.yaml` of a run; None where there is none.
 
@@ -82,7 +90,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     for path in (beside(latest, "best"), latest):
         if exists(path):
             return path
-    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}")
+    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{newest_instead(run_dir)}")
 
 
 def median_rate(lines: list[dict[str, Any]]) -> float | None:
@@ -114,7 +122,7 @@ class Run:
         """Raises `UserError` if the directory has no metrics, or a file in it is damaged."""
         file = os.path.join(path, METRICS)
         if not os.path.exists(file):
-            raise UserError(f"run_dir={path}: there is no {METRICS} in it")
+            raise UserError(f"run_dir={path}: there is no {METRICS} in it{newest_instead(path)}")
         lines = read_lines(file, "split", "loss")
         try:
             config = cast(dict, OmegaConf.to_container(OmegaConf.load(os.path.join(path, CONFIG))))

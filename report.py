@@ -3,7 +3,7 @@
     python report.py                                   the newest run, into its own directory
     python report.py run_dir=runs/shakespeare_cpu      another run; any time, also while it trains
     python report.py run_dirs=[runs/a,runs/b]          several runs, laid over each other
-    python report.py run_dirs='runs/run.sweep/*'       those of a sweep
+    python report.py run_dirs='runs/NAME.sweep/*'      those of a sweep
     python report.py check run_dir=runs/shakespeare_cpu    is it on track? says so; status 1 if not
     python report.py reference run_dirs=[a,b,c]        a recipe's reference, from runs with 3 seeds
 

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import report
 from config import KNOWN
 from errors import UserError
-from history import Run, compose_recipe
+from history import Run, choose_snapshot, compose_recipe
 from metrics import Metrics
 from model import GPT, GPTConfig
 from reference import CARD, HARMLESS, check, curve, load_card, tolerance
@@ -525,6 +525,17 @@ def test_the_newest_run_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert report.main([]) == 0
     assert Path("runs/sweep/0/report.html").exists()
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_newest(tmp_path, monkeypatch):
+    some_run(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"jsonl in it; the newest run is runs/mine$"):
+        report.main(["check", "run_dir=runs/another"])
+    with pytest.raises(UserError, match=r"another/gpt_snapshot\.pt; the newest run is runs/mine$"):
+        choose_snapshot(None, "runs/another")
+    with pytest.raises(UserError, match=r"mine/gpt_snapshot\.pt$"):
+        choose_snapshot(None, "runs/mine")
 
 
 def test_every_setting_that_cannot_move_the_loss_exists():
