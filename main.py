@@ -11,7 +11,6 @@
 The same command again goes on where the run was stopped.
 """
 
-import openmp  # noqa: F401  (before torch)
 import signals
 
 if __name__ == "__main__":
