@@ -16,8 +16,7 @@ def learning_rate_factor(step: int, total_steps: int, config) -> float:
     - `linear`: falls in a straight line to `min_lr_ratio`;
     - `cosine`: falls along half a cosine to `min_lr_ratio` (Loshchilov and Hutter, SGDR, 2017);
     - `wsd`: stays at 1, then falls in a straight line over the last `cooldown_ratio` of all steps
-      (warm-up, stable,
-      decay: Hu et al., MiniCPM, 2024).
+      (warm-up, stable, decay: Hu et al., MiniCPM, 2024).
 
     Past `total_steps` it stays where it ended.
     """

@@ -23,7 +23,7 @@ import torch
 
 from errors import UserError, one_line
 
-FORMAT = 4  # 3: another order of the windows; 4: shards, without which it is 3
+FORMAT = 4
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
@@ -118,8 +118,6 @@ class Snapshot:
         try:
             check_contents(content)
             fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            if fields.get("format") == 3:
-                fields |= {"format": FORMAT, "shards": {}}
             if fields.get("format") == FORMAT:
                 check_fields(cls, fields, len(content))
         except Exception as error:  # a file made by hand can be wrong in any way
@@ -128,8 +126,7 @@ class Snapshot:
             ) from error
         if fields.get("format") != FORMAT:
             raise SnapshotError(
-                f"{name}: snapshot format {fields.get('format')}, this application reads 3 and "
-                f"{FORMAT}"
+                f"{name}: snapshot format {fields.get('format')}, this application reads {FORMAT}"
             )
         return cls(**fields)
 
@@ -314,6 +311,5 @@ def check_can_resume(
     if changed:
         raise UserError(
             f"{path} is of another run: {'; '.join(changed)}. Undo the change, start another run "
-            "with "
-            "run_name=NEW_NAME, or set this one aside with trainer.resume=never"
+            "with run_name=NEW_NAME, or set this one aside with trainer.resume=never"
         )

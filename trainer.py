@@ -536,9 +536,8 @@ class Trainer:
                     _, loss = self.model(x, y)
                 self.scaler.scale(loss / self.accumulation).backward()
             total += loss.detach()
-        self.scaler.unscale_(
-            self.optimizer
-        )  # before clipping: the limit is meant for the true gradients
+        # Before clipping: the limit is meant for the true gradients.
+        self.scaler.unscale_(self.optimizer)
         if config.grad_norm_clip is not None:
             norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_norm_clip)
         else:

@@ -1,0 +1,336 @@
+"""Breaks the code in one place at a time and sees whether the tests notice.
+
+    python tests/mutations.py             all of them, some ten minutes
+    python tests/mutations.py trainer.py  those of one file
+
+In a copy: each mutation replaces one piece of text, which stands there once, and then the named
+tests must fail, having passed before. Ends with status 1 if one of them lives.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str  # FILE::NAME, below tests/
+
+
+MUTATIONS = [
+    Mutation(
+        "a window's targets are its inputs",
+        "char_dataset.py",
+        "windows[:, :-1], windows[:, 1:]",
+        "windows[:, :-1], windows[:, :-1]",
+        "test_char_dataset.py::test_windows_are_stride_1_and_targets_are_one_character_later",
+    ),
+    Mutation(
+        "the last window is left out",
+        "char_dataset.py",
+        "return len(self.data) - self.block_size",
+        "return len(self.data) - self.block_size - 1",
+        "test_char_dataset.py::test_windows_are_stride_1_and_targets_are_one_character_later",
+    ),
+    Mutation(
+        "the held-out part begins with a character of the training part",
+        "char_dataset.py",
+        "self.data[cut:]",
+        "self.data[cut - 1 :]",
+        "test_char_dataset.py::test_the_text_is_truncated_then_cut_once_before_windowing",
+    ),
+    Mutation(
+        "what lies past the end is scored",
+        "char_dataset.py",
+        "positions >= end",
+        "positions > end",
+        "test_char_dataset.py::test_tiles_score_every_held_out_character_but_the_first_once",
+    ),
+    Mutation(
+        "the seed of the order is ignored",
+        "char_dataset.py",
+        "_mix(np.array([seed], dtype=np.uint64))",
+        "_mix(np.array([0], dtype=np.uint64))",
+        "test_char_dataset.py::test_epochs_and_seeds_are_ordered_differently_and_well_mixed",
+    ),
+    Mutation(
+        "every epoch has the same order",
+        "char_dataset.py",
+        "^ np.uint64(epoch)",
+        "^ np.uint64(0)",
+        "test_char_dataset.py::test_epochs_and_seeds_are_ordered_differently_and_well_mixed",
+    ),
+    Mutation(
+        "a value of the permutation is walked one round too few",
+        "char_dataset.py",
+        "outside := value >= sizes",
+        "outside := value > sizes",
+        "test_char_dataset.py::test_every_small_number_of_windows_is_permuted",
+    ),
+    Mutation(
+        "the mask lets the next character be seen",
+        "model.py",
+        "mask.triu(1 + past)",
+        "mask.triu(2 + past)",
+        "test_model.py::test_no_logit_depends_on_a_later_character",
+    ),
+    Mutation(
+        "the mask hides the character itself",
+        "model.py",
+        "mask.triu(1 + past)",
+        "mask.triu(past)",
+        "test_model.py::test_every_earlier_character_is_seen",
+    ),
+    Mutation(
+        "the C kernel lets the next character be seen",
+        "kernels.c",
+        "for (long j = i + 1; j < ROWS; j++)",
+        "for (long j = i + 2; j < ROWS; j++)",
+        "test_kernels.py::test_attention_and_its_gradient_are_those_of_float64",
+    ),
+    Mutation(
+        "with a cache, positions begin at 0 again",
+        "model.py",
+        "rotary(past, T,",
+        "rotary(0, T,",
+        "test_model.py::test_cached_logits_are_uncached_logits",
+    ),
+    Mutation(
+        "the cache is used one character past the block",
+        "model.py",
+        "length <= block_size",
+        "length <= block_size + 1",
+        "test_model.py::test_cached_generation_is_uncached_generation_also_past_the_block",
+    ),
+    Mutation(
+        "the projections onto the stream start as wide as the others",
+        "model.py",
+        'if name.endswith("c_proj.weight") else 1.0',
+        'if name.endswith("c_proj.bias") else 1.0',
+        "test_model.py::test_gpt2_starts_as_the_paper_says_and_knows_nothing",
+    ),
+    Mutation(
+        "top_p leaves out the character that reaches it",
+        "model.py",
+        "probability.cumsum(dim=-1) - probability",
+        "probability.cumsum(dim=-1)",
+        "test_model.py::test_top_k_and_top_p_keep_only_the_likeliest",
+    ),
+    Mutation(
+        "texts of another batch have the same draws",
+        "model.py",
+        "(seed, first_row + row)",
+        "(seed, row)",
+        "test_sample.py::test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length",
+    ),
+    Mutation(
+        "norms decay",
+        "optimizer.py",
+        "if parameter.dim() < 2:",
+        "if parameter.dim() < 1:",
+        "test_optimizer.py::test_every_parameter_is_in_exactly_one_group",
+    ),
+    Mutation(
+        "Muon without Nesterov's look ahead",
+        "optimizer.py",
+        'torch._foreach_lerp(gradients, momenta, group["momentum"])',
+        "momenta",
+        "test_optimizer.py::test_muon_takes_the_steps_of_torchs_muon",
+    ),
+    Mutation(
+        "the warm-up begins at 0",
+        "schedule.py",
+        "(step + 1) / (warmup_steps + 1)",
+        "step / (warmup_steps + 1)",
+        "test_schedule.py::test_the_schedule_is_that_of_the_table",
+    ),
+    Mutation(
+        "gradients are clipped while scaled",
+        "trainer.py",
+        "self.scaler.unscale_(self.optimizer)",
+        "()",
+        "test_trainer.py::test_float16_clips_the_true_gradients",
+    ),
+    Mutation(
+        "accumulated gradients are added up, not averaged",
+        "trainer.py",
+        "self.scaler.scale(loss / self.accumulation)",
+        "self.scaler.scale(loss)",
+        "test_trainer.py::test_accumulation_equals_the_large_batch",
+    ),
+    Mutation(
+        "gradients are never summed over processes",
+        "trainer.py",
+        "if i + 1 < self.accumulation and",
+        "if i < self.accumulation and",
+        "test_distributed.py::test_losses_do_not_depend_on_the_number_of_processes",
+    ),
+    Mutation(
+        "every rank trains on the share of the first",
+        "trainer.py",
+        "self.offset = world.rank * self.share",
+        "self.offset = 0 * self.share",
+        "test_trainer.py::test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size",
+    ),
+    Mutation(
+        "all ranks draw the same dropout",
+        "trainer.py",
+        'f"{seed} {step} {rank}".encode()',
+        'f"{seed} {step}".encode()',
+        "test_trainer.py::test_dropout_differs_by_step_and_rank_and_repeats_by_seed",
+    ),
+    Mutation(
+        "the seed of dropout is ignored",
+        "trainer.py",
+        'f"{seed} {step} {rank}".encode()',
+        'f"{step} {rank}".encode()',
+        "test_trainer.py::test_dropout_differs_by_step_and_rank_and_repeats_by_seed",
+    ),
+    Mutation(
+        "a resumed run begins with the first batch again",
+        "trainer.py",
+        "sampler=range(first, last)",
+        "sampler=range(0, last)",
+        "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
+    ),
+    Mutation(
+        "the optimizer's state is not restored",
+        "saver.py",
+        "i: optimizer_state[name] for",
+        "i: {} for",
+        "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
+    ),
+    Mutation(
+        "the scale of float16 gradients is not restored",
+        "trainer.py",
+        "self.scaler.load_state_dict(snapshot.scaler_state)",
+        "snapshot.scaler_state",
+        "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
+    ),
+    Mutation(
+        "dropout is on while evaluating",
+        "trainer.py",
+        "self.bare.eval()",
+        "self.bare.train()",
+        "test_trainer.py::test_evaluation_scores_the_held_out_part_whatever_the_batch",
+    ),
+    Mutation(
+        "the held-out loss is the mean of the ranks' means",
+        "trainer.py",
+        "return sum(loss for loss, _ in results) / everything",
+        "return sum(x for x in losses if x is not None) / sum(x is not None for x in losses)",
+        "test_distributed.py::test_evaluation_scores_the_split_once_at_any_number_of_processes",
+    ),
+    Mutation(
+        "every evaluation is the best",
+        "trainer.py",
+        "best = min(self.best or self.newest, self.newest)",
+        "best = self.newest",
+        "test_trainer.py::test_the_best_snapshot_is_that_of_the_lowest_held_out_loss",
+    ),
+    Mutation(
+        "the end is not saved",
+        "trainer.py",
+        "if self.save_asked or self.step == self.total_steps:",
+        "if self.save_asked:",
+        "test_trainer.py::test_epochs_save_and_the_end_always_does",
+    ),
+    Mutation(
+        "a snapshot is taken of numbers that are not finite",
+        "trainer.py",
+        "        if latest or best:\n            self._check_finite()\n",
+        "        if latest or best:\n",
+        "test_trainer.py::test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot",
+    ),
+    Mutation(
+        "every rank writes",
+        "distributed.py",
+        "    if world.is_first:\n        try:\n            outcome[0] = action()",
+        "    if True:\n        try:\n            outcome[0] = action()",
+        "test_distributed.py::test_rank_0_alone_prints_and_writes",
+    ),
+    Mutation(
+        "every rank prints",
+        "main.py",
+        "lambda record: launched_rank() == 0",
+        "lambda record: True",
+        "test_distributed.py::test_rank_0_alone_prints_and_writes",
+    ),
+    Mutation(
+        "a damaged snapshot is taken for a good one",
+        "snapshot.py",
+        "if digest.encode() != content[-DIGEST_LENGTH:]:",
+        "if not digest:",
+        "test_snapshot.py::test_any_flipped_bit_is_found",
+    ),
+    Mutation(
+        "a snapshot is written onto the old one",
+        "snapshot_files.py",
+        "        os.replace(source, target)\n        with",
+        "        shutil.copyfile(source, target)\n        with",
+        "test_snapshot_files.py::test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot",
+    ),
+    Mutation(
+        "lines past the snapshot stay in the metrics",
+        "metrics.py",
+        "keep = at <= (step, evaluated)",
+        "keep = True",
+        "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
+    ),
+]
+
+
+def fails(copy: Path, test: str) -> bool:
+    """Whether a test fails in `copy`; SystemExit if it cannot be run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*command, f"tests/{test}"],
+        cwd=copy,
+        env={**os.environ, "XDG_CACHE_HOME": str(copy / ".cache")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if ended.returncode not in (0, 1):  # 1: of the tests that were run, one failed
+        raise SystemExit(f"{test}: cannot be run:\n{ended.stdout}{ended.stderr}")
+    return ended.returncode == 1
+
+
+def main() -> None:
+    chosen = [m for m in MUTATIONS if m.file in sys.argv[1:] or not sys.argv[1:]]
+    alive = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        hidden = shutil.ignore_patterns(".*", "runs", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=hidden)
+        for test in dict.fromkeys(mutation.test for mutation in chosen):
+            if fails(copy, test):
+                raise SystemExit(f"{test} fails with nothing changed")
+        for mutation in chosen:
+            path = copy / mutation.file
+            whole = path.read_text()
+            path.write_text(whole.replace(mutation.old, mutation.new))
+            caught = fails(copy, mutation.test)
+            path.write_text(whole)
+            name = mutation.test.partition("::")[2]
+            print(
+                f"{'caught' if caught else 'LIVES '}  {mutation.file}: {mutation.what} ({name})",
+                flush=True,
+            )
+            if not caught:
+                alive.append(mutation)
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")
+    sys.exit(bool(alive))
+
+
+if __name__ == "__main__":
+    main()

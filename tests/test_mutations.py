@@ -1,0 +1,14 @@
+"""That the mutations of `mutations.py` can still be made: running them takes minutes, and is not
+done here.
+"""
+
+import pytest
+from conftest import ROOT
+from mutations import MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_what_a_mutation_replaces_stands_there_once_and_its_test_exists(mutation):
+    assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
+    file, _, name = mutation.test.partition("::")
+    assert f"def {name}(" in (ROOT / "tests" / file).read_text()
