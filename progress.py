@@ -1,12 +1,28 @@
-"""The live line on a terminal."""
+"""How far a run is and how fast: the live line on a terminal, the time of a step, peak rates."""
 
 import contextlib
 import logging
 import os
+import re
 import sys
+import time
 from typing import TextIO
 
+import torch
+import torch.nn as nn
+
 log = logging.getLogger("gpt")
+
+# Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "T4": 65e12,
+}
 
 
 def size(file: TextIO) -> tuple[int, int]:
@@ -90,3 +106,49 @@ class Progress:
         with contextlib.suppress(OSError):
             self.bar.close()
         self.bar = None
+
+
+class Stopwatch:
+    """Seconds a training step takes, evaluations and saves not counted."""
+
+    def __init__(self, step: int):
+        self.step, self.started = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        """Seconds per step since the last lap."""
+        now = time.perf_counter()
+        seconds = (now - self.started) / (step - self.step)
+        self.step, self.started = step, now
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self):
+        started = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - started
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """The model's own count, or 6 per parameter."""
+    own = getattr(model, "flops_per_token", None)
+    return own() if own else 6.0 * sum(p.numel() for p in model.parameters())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak rate in half precision, FLOP/s; None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
+    return next(found, None)
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def format_loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"

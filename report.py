@@ -30,9 +30,9 @@ from errors import UserError, one_line
 from history import OWN, Run, median_rate, newest_run
 from launch import without
 from metrics import METRICS, REPORT
+from progress import duration
 from reference import CARD, check, curve, load_card, save_card, tolerance
 from snapshot import flatten
-from trainer import duration
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 MOST_POINTS = 1000  # of one curve; more would not be seen

@@ -24,8 +24,8 @@ from omegaconf import DictConfig, open_dict, read_write
 from errors import UserError, one_line
 from history import median_rate
 from metrics import METRICS, read_lines
+from progress import format_loss
 from signals import Stopped
-from trainer import format_loss
 
 log = logging.getLogger("gpt")
 JOB = "job.yaml"  # in the directory of a job: its overrides and how it ended

@@ -13,29 +13,25 @@ import dataclasses
 import hashlib
 import logging
 import math
-import multiprocessing.connection
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
 
 import distributed
 import kernels
 import sharding
-import signals
-from char_dataset import IGNORE, window_order
+from batches import Batches, MicroBatches
+from char_dataset import IGNORE
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError, one_line
 from metrics import Metrics, peak_memory
-from progress import Progress
+from progress import Progress, Stopwatch, duration, flops_per_token, format_loss, peak_flops
 from saver import Saver, find_snapshot, optimizer_state
 from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences, flatten
@@ -43,7 +39,6 @@ from trainer_config import TrainerConfig, choose_amp_dtype, planned_steps
 
 log = logging.getLogger("gpt")
 
-ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 EVAL_CHARACTERS = 8192  # scored at once by each process
 # Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
 # and costs 20 s. Where there are C kernels, they are faster than compiling (docs/experiments.md).
@@ -51,47 +46,6 @@ COMPILE_PAYS_FROM = 3e13
 # Bad steps in a row that mean that a run has diverged, and will not find back.
 MOST_SKIPPED = 25
 SMALLEST_SCALE = 2.0**-20  # of a GradScaler, which halves it at each
-# Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "T4": 65e12,
-}
-
-
-class MicroBatches(Dataset):
-    """Item k is this rank's k-th micro-batch of the whole run, wherever the run stands and however
-    it was started.
-
-    Step s takes positions `s * batch_size` and on from the stream of windows; the ranks share them
-    in order, and each rank's share is cut into micro-batches in order.
-    """
-
-    def __init__(self, dataset: Any, seed: int, batch_size: int, accumulation: int, world: World):
-        self.dataset, self.seed = dataset, seed
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.share = batch_size // world.size
-        self.offset = world.rank * self.share
-        self.block, self.order = -1, np.empty(0, np.int64)
-
-    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        step, i = divmod(k, self.accumulation)
-        block, step = divmod(step, ORDER_STEPS)
-        if block != self.block:
-            positions = (
-                np.arange(ORDER_STEPS * self.batch_size) + block * ORDER_STEPS * self.batch_size
-            )
-            self.block = block
-            self.order = window_order(
-                positions, len(self.dataset), self.seed, stride=self.dataset.block_size
-            )
-        size = self.share // self.accumulation
-        first = step * self.batch_size + self.offset + i * size
-        return self.dataset.batch(self.order[first : first + size])
 
 
 class _StopRequested(Exception):
@@ -99,11 +53,6 @@ class _StopRequested(Exception):
 
     def __init__(self, request: Request):
         self.request = request
-
-
-def _start_worker(_: int) -> None:
-    signals.ignore()  # one to the whole process group is for the trainer; its loaders go with it
-    torch.set_num_threads(1)
 
 
 class Trainer:
@@ -376,7 +325,7 @@ class Trainer:
             return self.newest[0] if self.newest else None
         self.metrics: Metrics | None = None
         self.progress: Progress | None = None
-        self.batches: Any = None  # torch's iterator, which has no public type
+        self.batches: Batches | None = None
 
         with self.requests:
             try:
@@ -390,7 +339,7 @@ class Trainer:
                         self._stop(stop.request)
                 self.saver.finish(self.step)
             except (RuntimeError, OSError, EOFError) as error:
-                if not self._loader_has_died():
+                if self.batches is None or not self.batches.lost_a_process():
                     raise
                 raise UserError(
                     f"step {self.step + 1}: a process that prepares batches has died, of too "
@@ -398,11 +347,8 @@ class Trainer:
                     f"{self.config.data_loader_workers}; 0 needs none): {one_line(error)}"
                 ) from error
             finally:
-                if self.config.data_loader_workers and self.batches is not None:
-                    # Or the interpreter would wait for them, and they do not hear its SIGTERM.
-                    # One that has died may be noticed only here: torch raises, and ends the others.
-                    with contextlib.suppress(RuntimeError):
-                        self.batches._shutdown_workers()
+                if self.batches:
+                    self.batches.close()
                 self.batches = None
                 self.saver.wait()  # after an error, too: what was good then is worth having
                 if self.progress:
@@ -427,8 +373,7 @@ class Trainer:
     def _train(self) -> None:
         self.agreement.finish()  # of a call to `train` before, which was stopped
         self.optimizer.zero_grad()
-        with signals.held_back():  # until the loader's processes, if any, ignore them
-            self.batches = iter(self._loader())
+        self.batches = self._batches()
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
         self.stopwatch = Stopwatch(self.step)
@@ -492,24 +437,17 @@ class Trainer:
             or (epochs and any(epoch % epochs == 0 for epoch in self._epochs_ended()))
         )
 
-    def _loader(self) -> DataLoader:
-        """Micro-batches from the next step to the end of the run."""
-        config, first, last = (
-            self.config,
+    def _batches(self) -> Batches:
+        """This rank's micro-batches from the next step to the end of the run."""
+        config = self.config
+        return Batches(
+            MicroBatches(
+                self.train_dataset, config.seed, config.batch_size, self.accumulation, self.world
+            ),
             self.step * self.accumulation,
             self.total_steps * self.accumulation,
-        )
-        source = MicroBatches(
-            self.train_dataset, config.seed, config.batch_size, self.accumulation, self.world
-        )
-        return DataLoader(
-            source,
-            batch_size=None,
-            sampler=range(first, last),
-            num_workers=config.data_loader_workers,
-            worker_init_fn=_start_worker,
-            pin_memory=self.world.device.type == "cuda" and config.data_loader_workers > 0,
-            generator=torch.Generator(),  # or the iterator would draw from the global one
+            config.data_loader_workers,
+            pinned=self.world.device.type == "cuda" and config.data_loader_workers > 0,
         )
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -570,16 +508,6 @@ class Trainer:
     def _learning_rate(self, step: int) -> float:
         """That of the first parameter group at `step`."""
         return self.optimizer.param_groups[0]["initial_lr"] * self.schedule(step, self.total_steps)
-
-    def _loader_has_died(self) -> bool:
-        """Whether an error came from the death of a process that prepares batches: as an error of
-        torch's, which a signal raises at any moment, or as a broken connection before that.
-        """
-        ends = [worker.sentinel for worker in getattr(self.batches, "_workers", ())]
-        try:
-            return bool(multiprocessing.connection.wait(ends, timeout=1 if ends else 0))
-        except RuntimeError:  # the signal
-            return True
 
     def _seed(self, seed: int) -> None:
         # torch.manual_seed would do, but takes a stack trace each time where there is no GPU.
@@ -785,53 +713,7 @@ class Trainer:
         )  # fmt: skip
 
 
-class Stopwatch:
-    """Seconds a training step takes, evaluations and saves not counted."""
-
-    def __init__(self, step: int):
-        self.step, self.started = step, time.perf_counter()
-
-    def lap(self, step: int) -> float:
-        """Seconds per step since the last lap."""
-        now = time.perf_counter()
-        seconds = (now - self.started) / (step - self.step)
-        self.step, self.started = step, now
-        return seconds
-
-    @contextlib.contextmanager
-    def paused(self):
-        started = time.perf_counter()
-        yield
-        self.started += time.perf_counter() - started
-
-
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The seed of all that is random in one step of one rank: no generator needs saving."""
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def flops_per_token(model: nn.Module) -> float:
-    """The model's own count, or 6 per parameter."""
-    own = getattr(model, "flops_per_token", None)
-    return own() if own else 6.0 * sum(p.numel() for p in model.parameters())
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak rate in half precision, FLOP/s; None where it is not known (every CPU)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    found = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
-    return next(found, None)
-
-
-def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def format_loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"

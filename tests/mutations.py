@@ -176,7 +176,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank trains on the share of the first",
-        "trainer.py",
+        "batches.py",
         "self.offset = world.rank * self.share",
         "self.offset = 0 * self.share",
         "test_trainer.py::test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size",
@@ -197,7 +197,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run begins with the first batch again",
-        "trainer.py",
+        "batches.py",
         "sampler=range(first, last)",
         "sampler=range(0, last)",
         "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",

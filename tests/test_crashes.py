@@ -340,8 +340,8 @@ def test_a_stop_in_the_middle_of_an_evaluation_is_logged_in_the_file_too(tmp_pat
 AUDITED = """
 import json, os, runpy, sys
 sys.path.insert(0, {root!r})
-import trainer
-get = trainer.MicroBatches.__getitem__
+import batches
+get = batches.MicroBatches.__getitem__
 def audited(self, k):
     order = []
     batch = self.dataset.batch
@@ -352,7 +352,7 @@ def audited(self, k):
         self.dataset.batch = batch
         with open(f"{{os.environ['AUDIT']}}-{{self.offset}}", "a") as file:
             file.write(json.dumps([k // self.accumulation, self.offset, order]) + "\\n")
-trainer.MicroBatches.__getitem__ = audited
+batches.MicroBatches.__getitem__ = audited
 sys.argv[0] = {main!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -10,6 +10,7 @@ import torch
 from conftest import equal
 
 import sharded_snapshot
+from batches import MicroBatches
 from char_dataset import CharDataset, DataConfig
 from distributed import World
 from errors import UserError
@@ -17,7 +18,7 @@ from metrics import Metrics
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from signals import Stopped
 from snapshot_files import load
-from trainer import MicroBatches, Trainer, TrainerConfig, planned_steps
+from trainer import Trainer, TrainerConfig, planned_steps
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
@@ -137,7 +138,7 @@ def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
     batches = {}
     for workers in (0, 2):
         trainer = make(parts, tmp_path / str(workers), data_loader_workers=workers)
-        batches[workers] = list(trainer._loader())
+        batches[workers] = list(trainer._batches())
     assert len(batches[0]) == 6
     for a, b in zip(batches[0], batches[2], strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
