@@ -284,7 +284,11 @@ def finished(run: Run) -> bool:
 
 def main() -> None:
     given = {"kills": 200, "seed": random.SystemRandom().randrange(10**6), "processes": 2}
-    given |= {k: int(v) for k, v in (a.split("=") for a in sys.argv[1:])}
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        if key not in given or not value.isdecimal():
+            sys.exit(f"error: {argument}: must be one of {', '.join(given)}=NUMBER")
+        given[key] = int(value)
     print(f"python tests/chaos.py {' '.join(f'{k}={v}' for k, v in given.items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         tried, survived = chaos(
