@@ -6,6 +6,7 @@ names, which Accelerate sets too, and `slurm.adopt` under srun) decides whether 
 group; nothing else in the application reads these variables.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -275,17 +276,18 @@ def _set_malloc(trim: int, mmap: int) -> None:
 def leave(status: int) -> NoReturn:
     """Ends the process with exit status `status`, leaving the process group first.
 
-    One process of several ends without the interpreter's own tear-down: threads of gloo outlive
-    their group there and abort the process now and then (seen with torch 2.13.0), after all its
-    work is done.
+    Without the interpreter's own tear-down, which takes half a second once torch is imported, and
+    where threads of gloo outlive their group and abort the process now and then (seen with torch
+    2.13.0), after all its work is done.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        if status == 0:  # else the others may be gone, and not there to take leave of
-            dist.destroy_process_group()
-        os._exit(status)
-    sys.exit(status)
+    if not dist.is_initialized():
+        atexit._run_exitfuncs()
+    elif status == 0:  # else the others may be gone, and not there to take leave of
+        dist.destroy_process_group()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:
