@@ -601,7 +601,7 @@ def report(results: dict) -> str:
             "How cost grows",
             "`modern`, Muon, 4,096 characters a step; 4 layers 128 wide, heads of 32, 128 "
             "characters of context and 65 distinct ones, but for what the row says. "
-            "![plot](growth.png)",
+            "[experiments.md](experiments.md) has what bounds each end. ![plot](growth.png)",
             [
                 *("what", "value", "parameters", "characters a second"),
                 *("of the matmul rate", "peak resident MiB"),
