@@ -38,6 +38,15 @@ TINY = [
 ]
 
 
+# The files that take longest begin first, so that none is left over at the end for one process.
+LONG = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts", "trainer")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
 # What a finished run that saved once leaves in its directory, beside `tensorboard/`.
 RUN_FILES = {
     ".gpt_snapshot.pt.lock",

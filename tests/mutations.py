@@ -1,6 +1,6 @@
 """Breaks the code in one place at a time and sees whether the tests notice.
 
-    python tests/mutations.py             all of them, some ten minutes
+    python tests/mutations.py             all of them, a quarter of an hour long
     python tests/mutations.py trainer.py  those of one file
 
 In a copy: each mutation replaces one piece of text, which stands there once, and then the named
@@ -228,7 +228,7 @@ MUTATIONS = [
         "trainer.py",
         "return sum(loss for loss, _ in results) / everything",
         "return sum(x for x in losses if x is not None) / sum(x is not None for x in losses)",
-        "test_distributed.py::test_evaluation_scores_the_split_once_at_any_number_of_processes",
+        "test_distributed.py::test_losses_do_not_depend_on_the_number_of_processes",
     ),
     Mutation(
         "every evaluation is the best",

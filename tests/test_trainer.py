@@ -205,10 +205,16 @@ def test_dropout_differs_by_step_and_rank_and_repeats_by_seed():
     assert len(seeds) == 400 and step_seed(1, 2, 3) == step_seed(1, 2, 3)
 
 
-def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(parts, tmp_path):
-    trainer = make(
-        parts, tmp_path, max_steps=20, save_every_steps=4, log_every_steps=3, eval_every_steps=20
-    )
+@pytest.mark.parametrize(
+    "found_by, at", [("log_every_steps", 11), ("eval_every_steps", 11), ("save_every_steps", 12)]
+)
+def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(
+    parts, tmp_path, found_by, at
+):
+    every = {"save_every_steps": 4, "log_every_steps": 20, "eval_every_steps": 20}
+    if found_by != "save_every_steps":
+        every[found_by] = at
+    trainer = make(parts, tmp_path, max_steps=20, **every)
     forward = trainer.bare.forward
 
     def poisoned(x, y):
@@ -221,6 +227,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(parts, 
         match=r"step 10: loss nan, gradient norm \S+ at learning rate 0.01.*optimizer.learning",
     ):
         trainer.train()
+    assert trainer.step == at
     snapshot = load(str(tmp_path / "gpt_snapshot.pt"))
     assert snapshot.step == 8
     assert all(torch.isfinite(value).all() for value in snapshot.model_state.values())
