@@ -4,6 +4,7 @@ them.
 
 import contextlib
 import multiprocessing.connection
+import warnings
 from typing import Any
 
 import numpy as np
@@ -57,16 +58,18 @@ class Batches:
     """
 
     def __init__(self, source: MicroBatches, first: int, last: int, workers: int, pinned: bool):
-        loader = DataLoader(
-            source,
-            batch_size=None,
-            sampler=range(first, last),
-            num_workers=workers,
-            worker_init_fn=_start_worker,
-            pin_memory=pinned,
-            generator=torch.Generator(),  # or the iterator would draw from the global one
-        )
-        with signals.held_back():  # until the processes, if any, ignore them
+        # Signals wait until the processes, if any, ignore them.
+        with signals.held_back(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # so many processes
+            loader = DataLoader(
+                source,
+                batch_size=None,
+                sampler=range(first, last),
+                num_workers=workers,
+                worker_init_fn=_start_worker,
+                pin_memory=pinned,
+                generator=torch.Generator(),  # or the iterator would draw from the global one
+            )
             self._iterator: Any = iter(loader)  # torch's, which has no public type
 
     def __iter__(self) -> "Batches":

@@ -39,7 +39,7 @@ TINY = [
 
 
 # The files that take longest begin first, so that none is left over at the end for one process.
-LONG = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts", "trainer")
+LONG = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
