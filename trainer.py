@@ -454,6 +454,7 @@ class Trainer:
         """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the
         device.
         """
+        assert self.batches is not None  # since `_train` began
         config, device = self.config, self.world.device
         self._seed(step_seed(config.seed, self.step, self.world.rank))
         factor = self.schedule(self.step, self.total_steps)
