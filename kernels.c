@@ -291,22 +291,73 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
                     vector most = get(row);
                     for (long j = LANES; j < seen; j += LANES)
                         most = larger(most, get(row + j));
-                    float highest = scale * largest_of(most);
+                    float highest = largest_of(most);
                     vector sum = all(0);
                     for (long j = 0; j < seen; j += LANES) {
-                        vector e = get(row + j) * scale;
-                        e = exp2_of(e - highest);
+                        // In this order the largest is exactly 0, however large.
+                        vector e = exp2_of((get(row + j) - highest) * scale);
                         sum = sum + e;
                         store(p + i * padded + j, e);
                     }
                     total[i] = sum_of(sum);
-                    if (i < rows) lse[head * T + first + i] = highest + log2f(total[i]);
+                    if (i < rows) lse[head * T + first + i] = highest * scale + log2f(total[i]);
                 }
                 product(ROWS, D, seen / TOGETHER, (group *)p, padded / TOGETHER, 1, v, D, sums, D, 0);
                 for (long i = 0; i < rows; i++)
                     for (long d = 0; d < D; d += LANES)
                         store(y + (first + i) * C + d,
                               get(sums + i * D + d) / total[i]);
+            }
+        }
+        free(memory);
+    }
+    return failed;
+}
+
+// `attention` of one more character of each sequence, that at position `past`: out (B, H, D) for qkv
+// (B, 3, H, D) and what keys and values (B, H, block, D) hold of the `past` characters before it.
+// Its own are written behind those. cosine and sine (D / 2) are of its position.
+int attention_step(long threads, long B, long H, long D, long block, long past, const real *qkv,
+                   const float *cosine, const float *sine, real *keys, real *values, real *out) {
+    long seen = past + 1, padded = (seen + LANES - 1) / LANES * LANES;
+    float scale = LOG2_E / sqrtf(D);  // scores are powers of 2
+    int failed = 0;
+    if (B * H * seen < 4096) threads = 1;  // waking others takes longer
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        long used = 0;
+        char *memory = aligned_alloc(64, (sizeof(float) * (padded + D) + 191) / 64 * 64);
+        ARRAY(float, scores, padded);
+        ARRAY(real, q, D);
+        failed = memory == NULL;
+#pragma omp for
+        for (long head = 0; head < B * H; head++) {
+            if (failed) continue;
+            const real *x = qkv + (head / H * 3 * H + head % H) * D;
+            real *k = keys + head * block * D, *v = values + head * block * D;
+            float r;
+            read_head(1, 1, D, D, x, cosine, sine, q, &r);
+            read_head(1, 1, D, D, x + H * D, cosine, sine, k + past * D, &r);
+            memcpy(v + past * D, x + 2 * H * D, D * sizeof(real));
+            for (long j = 0; j < seen; j++) {
+                vector sum = all(0);
+                for (long d = 0; d < D; d += LANES) sum += load(q + d) * load(k + j * D + d);
+                scores[j] = sum_of(sum) * scale;
+            }
+            for (long j = seen; j < padded; j++) scores[j] = -INFINITY;
+            vector most = get(scores), total = all(0);
+            for (long j = LANES; j < padded; j += LANES) most = larger(most, get(scores + j));
+            float highest = largest_of(most);
+            for (long j = 0; j < padded; j += LANES) {
+                vector e = exp2_of(get(scores + j) - highest);
+                total += e;
+                put(scores + j, e);
+            }
+            float whole = 1 / sum_of(total);
+            for (long d = 0; d < D; d += LANES) {
+                vector sum = all(0);
+                for (long j = 0; j < seen; j++) sum += load(v + j * D + d) * scores[j];
+                store(out + head * D + d, sum * whole);
             }
         }
         free(memory);

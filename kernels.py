@@ -237,6 +237,26 @@ def attention(
     return _apply(_Attention, qkv, n_head, cosine, sine)
 
 
+def attention_step(
+    qkv: torch.Tensor,
+    n_head: int,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    past: int,
+) -> torch.Tensor:
+    """The same for one more character of each sequence, (B, 1, C) from (B, 1, 3 C), which sees the
+    first `past` of `keys` and `values` (B, H, block_size, D) and is written behind them. Has no
+    gradient.
+    """
+    B, D = qkv.size(0), keys.size(3)
+    cosine, sine = turn if turn is not None else (None, None)
+    qkv, out = qkv.contiguous(), qkv.new_empty(B, 1, n_head * D)
+    sizes = (B, n_head, D, keys.size(2), past)
+    _call("attention_step", *sizes, qkv, cosine, sine, keys, values, out)
+    return out
+
+
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """x over the root mean square of its last dimension."""
     return _apply(_RMSNorm, x)

@@ -164,6 +164,13 @@ class KVCache:
         self.length = 0
         self.weights: list[torch.Tensor] | None = None
 
+    def takes_one(self, count: int, dtype: torch.dtype) -> bool:
+        """Whether a kernel may add the next `count` characters, numbers of `dtype`: a single one,
+        without a gradient, whose weights nobody wants.
+        """
+        same = dtype is self.keys.dtype and not torch.is_grad_enabled()
+        return count == 1 and same and self.weights is None
+
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,9 +279,15 @@ class CausalSelfAttention(nn.Module):
     ) -> torch.Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x)
-        plain = self.attention != "auto" or cache is not None or (self.training and self.attn_pdrop)
+        plain = self.attention != "auto" or (self.training and self.attn_pdrop)
+        if cache is not None:
+            plain = plain or not cache.takes_one(T, qkv.dtype)
         if not plain and kernels.fit(qkv, C // self.n_head // 2):
-            y = kernels.attention(qkv, self.n_head, turn)
+            if cache is None:
+                y = kernels.attention(qkv, self.n_head, turn)
+            else:
+                keys, values = cache.keys[self.layer], cache.values[self.layer]
+                y = kernels.attention_step(qkv, self.n_head, turn, keys, values, cache.length)
             return self.resid_dropout(self.c_proj(y))
         qkv = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         if self.modern:

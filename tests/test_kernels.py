@@ -134,6 +134,31 @@ def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turn
 
 
 @both
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize(
+    "B, past, H, D",
+    [(2, 49, 2, 32), (1, 0, 2, 64), (3, 15, 1, 96), (2, 16, 2, 32), (64, 70, 4, 32)],
+)
+def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, turned):
+    """It changes its own place in the cache, and no other."""
+    torch.manual_seed(0)
+    x = torch.randn(B, past + 1, 3 * H * D).to(dtype)
+    _, k, v = x.view(B, past + 1, 3, H, D).permute(2, 0, 3, 1, 4)
+    k = k.double()
+    if turned:
+        k = F.rms_norm(rotate(k, *rotary(0, past + 1, D, x.device)), (D,), eps=NORM_EPS)
+    keys, values = torch.full((2, B, H, past + 9, D), 7.0, dtype=dtype)
+    keys[:, :, :past], values[:, :, :past] = k[:, :, :-1], v[:, :, :-1]
+    turn = rotary(past, 1, D, x.device) if turned else None
+    ours = kernels.attention_step(x[:, -1:], H, turn, keys, values, past)
+    turn = rotary(0, past + 1, D, x.device) if turned else None
+    assert relative_error(ours, plain_attention(x.double(), H, turn)[:, -1:]) < ERROR[dtype]
+    assert relative_error(keys[:, :, : past + 1], k) < ERROR[dtype]
+    assert torch.equal(values[:, :, : past + 1], v)
+    assert (keys[:, :, past + 1 :] == 7).all() and (values[:, :, past + 1 :] == 7).all()
+
+
+@both
 @pytest.mark.parametrize(
     "kernel, plain",
     [
