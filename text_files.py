@@ -28,7 +28,6 @@ log = logging.getLogger("gpt")
 
 # the reference text inside every Python, used as a corpus that needs no download
 PYDOC = "pydoc:topics"
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 CONNECT_TIMEOUT_S = 10  # a machine without a network should notice within seconds
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 PIECE = 2**18  # bytes read at once

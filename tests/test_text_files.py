@@ -12,12 +12,13 @@ import threading
 
 import fsspec
 import pytest
+from conftest import ROOT
 from omegaconf import OmegaConf
 
 import text_files
 from char_dataset import CharDataset
 from errors import UserError
-from text_files import PYDOC, SHAKESPEARE_SHA256, DataConfig, Source, fetch
+from text_files import PYDOC, DataConfig, Source, fetch
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
 
@@ -84,8 +85,8 @@ def test_the_embedded_text_needs_nothing():
 
 
 def test_shakespeare_is_the_text_that_its_digest_promises(shakespeare):
-    config = DataConfig(path=str(shakespeare), sha256=SHAKESPEARE_SHA256)
-    data = CharDataset(config)
+    data = CharDataset(DataConfig(path=str(shakespeare)))
+    assert data.digest == OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml").sha256
     assert (len(data.data), data.vocab_size) == (1_115_394, 65)
 
 
