@@ -151,7 +151,9 @@ def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
     config = GPTConfig(
         arch=arch, model_type=None, vocab_size=len(vocabulary), **{**sizes, **settings}
     )
-    weights = GPT(config).state_dict()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weights = GPT(config).state_dict()
     generator = torch.Generator().manual_seed(len(vocabulary))
     for tensor in weights.values():
         tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
