@@ -247,8 +247,6 @@ def build(paths: list[str], beside: str):
                 top_p=top_p,
                 seed=seed,
             )
-            if not first:
-                raise UserError("snapshot is empty: choose one")
             texts, streams = zip(*(start(p, config) for p in (first, second) if p), strict=True)
             length, due = config.max_new_tokens, 0.0
             for made in zip(*streams, strict=True):

@@ -201,7 +201,8 @@ class Page:
     def __init__(self, browser, url):
         self.browser = browser
         browser.get(url)
-        self.wait(lambda: "held-out loss" in self.browser.page_source)
+        # Both panels: one that is made ready later is emptied.
+        self.wait(lambda: ["held-out loss" in e.text for e in self.all("small")] == [True, True])
 
     def all(self, selector):
         return self.browser.find_elements("css selector", selector)
