@@ -43,7 +43,7 @@ def lines(run_dir: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("processes, kills", [(2, 1), (0, 1)])
+@pytest.mark.parametrize("processes, kills", [(2, 1), pytest.param(0, 1, marks=pytest.mark.slow)])
 def test_whatever_is_killed_the_same_command_finishes_the_same_run(tmp_path, processes, kills):
     seed = random.SystemRandom().randrange(10**6)
     print(f"python tests/chaos.py kills={kills} seed={seed} processes={processes}")

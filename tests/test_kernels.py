@@ -38,6 +38,7 @@ def test_the_kernels_can_be_built(dtype):
     shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() != "AVX512",
     reason="needs a C compiler (cc) and a CPU with AVX-512, which can do as if it had AVX2 alone",
 )
+@pytest.mark.slow
 def test_all_of_this_is_true_with_avx2_alone():
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-k", "float32", __file__],

@@ -56,6 +56,7 @@ def test_every_recipe_runs_two_steps(recipe, tmp_path):
         "data=pydoc",
         "trainer.max_steps=2",
         "trainer.batch_size=2",
+        "model.n_layer=1",  # or writing the snapshots of some takes half a minute
         "trainer.device=cpu",
         "trainer.compile=false",
         "report=false",
