@@ -249,11 +249,12 @@ static void score(long first, long D, long padded, const real *q, const group *k
     type *name = (type *)(memory + used); \
     used += ((count) * sizeof(type) + 63) / 64 * 64
 
-// out (B, T, H, D) = softmax(q k' / sqrt(D)) v for qkv (B, T, 3, H, D); lse (B, H, T), the binary
-// logarithm of each softmax's sum, is kept for the way back. Returns 0, as all functions do here,
-// or 1 if memory ran out.
+// out (B, T, H, D) = softmax(q k' / sqrt(D)) v for qkv (B, T, 3, H, D). Kept for the way back: the
+// highest score of each softmax and the binary logarithm of its sum, (B, H, T) each. Not one sum of
+// both, in which a high score would drown the logarithm. Returns 0, as all functions do here, or 1
+// if memory ran out.
 int attention(long threads, long B, long T, long H, long D, const real *qkv, const float *cosine,
-              const float *sine, real *out, float *lse) {
+              const float *sine, real *out, float *highest, float *log_sum) {
     long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D;
     float scale = LOG2_E / sqrtf(D);  // scores are powers of 2
     int failed = 0;
@@ -291,16 +292,19 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
                     vector most = get(row);
                     for (long j = LANES; j < seen; j += LANES)
                         most = larger(most, get(row + j));
-                    float highest = largest_of(most);
+                    float largest = largest_of(most);
                     vector sum = all(0);
                     for (long j = 0; j < seen; j += LANES) {
                         // In this order the largest is exactly 0, however large.
-                        vector e = exp2_of((get(row + j) - highest) * scale);
+                        vector e = exp2_of((get(row + j) - largest) * scale);
                         sum = sum + e;
                         store(p + i * padded + j, e);
                     }
                     total[i] = sum_of(sum);
-                    if (i < rows) lse[head * T + first + i] = highest * scale + log2f(total[i]);
+                    if (i < rows) {
+                        highest[head * T + first + i] = largest;
+                        log_sum[head * T + first + i] = log2f(total[i]);
+                    }
                 }
                 product(ROWS, D, seen / TOGETHER, (group *)p, padded / TOGETHER, 1, v, D, sums, D, 0);
                 for (long i = 0; i < rows; i++)
@@ -369,7 +373,8 @@ int attention_step(long threads, long B, long H, long D, long block, long past, 
 // again rather than kept (Dao et al., "FlashAttention", 2022).
 int attention_backward(long threads, long B, long T, long H, long D, const real *qkv,
                        const float *cosine, const float *sine, const real *out,
-                       const float *lse, const real *dout, real *dqkv) {
+                       const float *highest, const float *log_sum, const real *dout,
+                       real *dqkv) {
     long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D, groups = D / TOGETHER;
     float root = 1 / sqrtf(D), scale = LOG2_E * root;  // scores are powers of 2
     int failed = 0;
@@ -434,10 +439,10 @@ int attention_backward(long threads, long B, long T, long H, long D, const real 
                     for (long d = 0; d < D; d += LANES)
                         dots = load(g + (first + i) * D + d) * load(y + (first + i) * C + d) + dots;
                     float mean = sum_of(dots);
-                    float sum = lse[head * T + first + i];
+                    float largest = highest[head * T + first + i];
+                    float sum = log_sum[head * T + first + i];
                     for (long j = at; j < at + seen; j += LANES) {
-                        vector weight = get(scores + j) * scale;
-                        weight = exp2_of(weight - sum);
+                        vector weight = exp2_of((get(scores + j) - largest) * scale - sum);
                         vector change = get(dp + j) - mean;
                         store(p + j, weight);
                         store(ds + j, weight * change);

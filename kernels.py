@@ -1,6 +1,6 @@
 """Builds `kernels.c` for this machine, once, and calls it from autograd.
 
-    if kernels.fit(qkv):
+    if kernels.fit(qkv, head_width):
         y = kernels.attention(qkv, n_head, turn)
 
 Nothing here is needed: where there is no C compiler, or another CPU, or another precision, the
@@ -97,15 +97,15 @@ def describe(dtype: torch.dtype) -> str:
     )
 
 
-def fit(x: torch.Tensor, width: int = WIDTH) -> bool:
-    """Whether the kernels can be used on x (..., C), whose last dimension is worked on in parts of
-    `width`.
+def fit(x: torch.Tensor, head_width: int = 2 * WIDTH) -> bool:
+    """Whether the kernels can be used on x (..., C), or those for attention on heads that are
+    `head_width` wide, of which they turn one half by the other.
     """
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)  # not one that only stands for another
         and x.device.type == "cpu"
-        and width % WIDTH == 0
-        and x.size(-1) % width == 0
+        and x.size(-1) % WIDTH == 0
+        and head_width % (2 * WIDTH) == 0
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and library(x.dtype) is not None
@@ -146,20 +146,20 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, qkv, n_head, cosine, sine):
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         qkv, out = qkv.contiguous(), qkv.new_empty(B, T, C)
-        lse = qkv.new_empty(B, n_head, T, dtype=torch.float32)
-        _call("attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, lse)
-        ctx.save_for_backward(qkv, cosine, sine, out, lse)
+        statistics = qkv.new_empty(2, B, n_head, T, dtype=torch.float32)
+        _call("attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, *statistics)
+        ctx.save_for_backward(qkv, cosine, sine, out, statistics)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        qkv, cosine, sine, out, lse = ctx.saved_tensors
-        B, n_head, T = lse.shape
+        qkv, cosine, sine, out, statistics = ctx.saved_tensors
+        _, B, n_head, T = statistics.shape
         D, grad = out.size(2) // n_head, torch.empty_like(qkv)
         _call(
             "attention_backward",
-            *(B, T, n_head, D, qkv, cosine, sine, out, lse, g.contiguous(), grad),
+            *(B, T, n_head, D, qkv, cosine, sine, out, *statistics, g.contiguous(), grad),
         )
         return grad, None, None, None
 

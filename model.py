@@ -282,7 +282,7 @@ class CausalSelfAttention(nn.Module):
         plain = self.attention != "auto" or (self.training and self.attn_pdrop)
         if cache is not None:
             plain = plain or not cache.takes_one(T, qkv.dtype)
-        if not plain and kernels.fit(qkv, C // self.n_head // 2):
+        if not plain and kernels.fit(qkv, C // self.n_head):
             if cache is None:
                 y = kernels.attention(qkv, self.n_head, turn)
             else:

@@ -79,6 +79,15 @@ def test_what_only_stands_for_a_tensor_is_left_to_torch(dtype):
 
 
 @both
+def test_heads_of_a_width_that_attention_is_not_written_for_are_left_to_torch(dtype):
+    for n_head, n_embd in ((16, 528), (3, 144), (4, 64)):  # 33, 48 and 16 wide
+        qkv = torch.ones(2, 3 * n_embd, dtype=dtype)
+        assert kernels.fit(qkv) and not kernels.fit(qkv, n_embd // n_head)
+        model = build("gpt2", n_head=n_head, n_embd=n_embd)
+        loss_and_gradient(model, torch.zeros(1, 40, dtype=torch.int64), dtype)
+
+
+@both
 def test_a_second_derivative_is_refused_and_another_default_type_is_no_matter(dtype):
     x = torch.randn(2, 32).to(dtype).requires_grad_()
     (g,) = torch.autograd.grad((kernels.rms_norm(x) ** 2).sum(), x, create_graph=True)
@@ -132,6 +141,17 @@ def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turn
                 assert relative_error(ours[..., cut], right[..., cut]) < ERROR[dtype]
             else:  # one character has nothing to choose from
                 assert ours[..., cut].float().norm() < 1e-2
+
+
+@both
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e8])
+def test_the_weights_of_the_gradient_add_up_to_one_however_large_the_scores(dtype, size):
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 40, 3 * 64).to(dtype), torch.randn(2, 40, 64).to(dtype)
+    x[..., :128] *= size
+    _, gradient = result_and_gradient(lambda z: kernels.attention(z, 2, None), x, g)
+    ours, right = gradient[..., 128:].double().sum(dim=1), g.double().sum(dim=1)
+    assert relative_error(ours, right) < ERROR[dtype]
 
 
 @both
@@ -240,17 +260,9 @@ def test_what_is_not_finite_stays_so(dtype, value):
 
 def build(arch: str, **settings) -> GPT:
     torch.manual_seed(0)
-    settings = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0} | settings
-    config = GPTConfig(
-        arch=arch,
-        model_type=None,
-        n_layer=2,
-        n_head=2,
-        n_embd=64,
-        vocab_size=19,
-        block_size=40,
-        **settings,
-    )
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
+    dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPTConfig(arch=arch, model_type=None, **(sizes | dropout | settings))
     model = GPT(config)
     for parameter in model.parameters():  # a head that starts at zero would hide the rest
         torch.nn.init.normal_(parameter, std=0.1)
