@@ -44,7 +44,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
 
     Raises `UserError` if `out` is there already and not empty, or cannot be written.
     """
-    config = GPTConfig(**snapshot.config["model"]).complete()
+    config = GPTConfig(**snapshot.model_config).complete()
     files = to_files(config, snapshot.model_state, snapshot.vocabulary)
     files["README.md"] = model_card(snapshot, config, path).encode()
     parent, name = os.path.split(os.path.abspath(out))

@@ -68,7 +68,7 @@ def read(source: str) -> Learned:
 
 
 def architecture_of(snapshot: Snapshot) -> dict[str, Any]:
-    model = snapshot.config.get("model", {})
+    model = snapshot.model_config
     missing = [name for name in ARCHITECTURE if name not in model]
     if missing:
         raise UserError(f"the snapshot does not say its model.{missing[0]}")

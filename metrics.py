@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from errors import UserError, one_line
+from signals import Stopped
 from trackers import Trackers
 
 log = logging.getLogger("gpt")
@@ -67,6 +68,8 @@ def run_directory(run_dir: str):
         log.addHandler(handler)
         try:
             yield
+        except Stopped:  # no error, and said already
+            raise
         except Exception as error:  # the console has it from elsewhere
             handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": one_line(error)}))
             raise

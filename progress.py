@@ -111,7 +111,8 @@ class Progress:
 class Stopwatch:
     """Seconds a training step takes, evaluations and saves not counted."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, device: torch.device):
+        self.device = device
         self.step, self.started = step, time.perf_counter()
 
     def lap(self, step: int) -> float:
@@ -123,6 +124,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def paused(self):
+        if self.device.type == "cuda":  # or what it still has to do would count as the pause
+            torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         yield
         self.started += time.perf_counter() - started

@@ -82,7 +82,7 @@ class SampleConfig:
 
 def load_model(snapshot: Snapshot, device: str) -> GPT:
     """The trained model of a snapshot, ready to generate."""
-    model = GPT(GPTConfig(**snapshot.config["model"]))
+    model = GPT(GPTConfig(**snapshot.model_config))
     model.load_state_dict(snapshot.model_state)
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("the snapshot's weights are not finite: the run has diverged; take another")

@@ -19,7 +19,7 @@ import distributed
 import sharded_snapshot
 import sharding
 from distributed import World
-from errors import UserError
+from errors import UserError, one_line
 from metrics import METRICS
 from snapshot import Snapshot
 from snapshot_files import BackgroundWriter, SnapshotFiles
@@ -63,9 +63,10 @@ class Saver:
         self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Gives the tensors of `snapshot` to the bare `model` and its `optimizer`, shared out as
-        these are.
+        these are. Raises `UserError` where they do not fit.
         """
         own = model.state_dict()
+        model_state, optimizer_state = snapshot.model_state, snapshot.optimizer_state
         if snapshot.shards:
 
             def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -77,22 +78,26 @@ class Saver:
             model_state, optimizer_state = sharded_snapshot.read(
                 self.files.path, snapshot.shards, empty, self.world
             )
-        else:
-            model_state = {
-                name: sharding.share(tensor, own[name]) if name in own else tensor
-                for name, tensor in snapshot.model_state.items()
+        try:
+            model.load_state_dict(
+                {
+                    name: sharding.share(tensor, own[name]) if name in own else tensor
+                    for name, tensor in model_state.items()
+                }
+            )
+            groups = optimizer.state_dict()["param_groups"]
+            state = {
+                i: {key: sharding.share(value, own[name]) for key, value in state_of.items()}
+                for i, name in enumerate(_names(model, optimizer))
+                if (state_of := optimizer_state.get(name))
             }
-            optimizer_state = {
-                name: {key: sharding.share(value, own[name]) for key, value in values.items()}
-                for name, values in snapshot.optimizer_state.items()
-            }
-        model.load_state_dict(model_state)
-        names = _names(model, optimizer)
-        own = optimizer.state_dict()
-        own["state"] = {
-            i: optimizer_state[name] for i, name in enumerate(names) if name in optimizer_state
-        }
-        optimizer.load_state_dict(own)
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # these are RuntimeErrors, too
+            raise
+        except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{self.files.path}: cannot be restored into this model: {one_line(error)}"
+            ) from error
         self.saved_step = snapshot.step
 
     def save(self, snapshot: Snapshot, latest: bool, best: bool, first: Callable[[], None]) -> None:

@@ -124,10 +124,10 @@ def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def share(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's share of a plain `tensor`, cut as `like` is; `tensor` where that is plain, or
-    of another shape (an optimizer's count of steps).
+    """This process's share of a plain `tensor`, cut as `like` is; `tensor` where `like` is plain,
+    or of another shape (an optimizer's count of steps), or it is a share already.
     """
-    if not is_dtensor(like) or tensor.shape != like.shape:
+    if is_dtensor(tensor) or not is_dtensor(like) or tensor.shape != like.shape:
         return tensor
     # Every rank cuts its share from what it holds itself: nobody sends anything, and no device
     # gets more than its share, which distribute_tensor, on a GPU's mesh, would not keep on a CPU.

@@ -20,9 +20,9 @@ class Request(IntEnum):
 
     NOTHING = 0
     SAVE = 1  # SIGUSR1
-    YIELD = 2  # SIGUSR2, the time of a job is nearly up: save and stop
-    HANG_UP = 3  # SIGHUP, the terminal is gone: save and stop
-    TERMINATE = 4  # SIGTERM: save and stop
+    HANG_UP = 2  # SIGHUP, the terminal is gone: save and stop
+    TERMINATE = 3  # SIGTERM: save and stop
+    YIELD = 4  # SIGUSR2, the time of a job is nearly up, SIGTERM will follow: save and stop
     INTERRUPT = 5  # SIGINT: save and stop
     GIVE_UP = 6  # not from outside: snapshots cannot be written
 

@@ -130,6 +130,15 @@ class Snapshot:
             )
         return cls(**fields)
 
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """`config.model`, from which the model is built again. Raises `SnapshotError` where the
+        trainer was given a model by another program, which kept no such thing.
+        """
+        if not self.config.get("model"):
+            raise SnapshotError("the snapshot does not say of what size its model is")
+        return self.config["model"]
+
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
         """A snapshot with `change(tensor)` for each tensor; what was one tensor stays one."""
         seen: dict[tuple, torch.Tensor] = {}

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
@@ -99,9 +98,11 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         folder = os.path.join(run_dir, name)
+        events = glob.glob(os.path.join(glob.escape(folder), "events.*"))
         if step == 0:  # those of a start that left no snapshot; only the first hparams are shown
-            shutil.rmtree(folder, ignore_errors=True)
-        begins = not glob.glob(os.path.join(glob.escape(folder), "events.*"))
+            for path in events:
+                os.remove(path)
+        begins = step == 0 or not events
         self.writer = SummaryWriter(folder, purge_step=step + 1)
         if begins:  # add_hparams would make a folder for them, and with it a second run
             flat = {

@@ -120,20 +120,13 @@ class Trainer:
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
             self._check(found)
-        try:
-            self.choices = self._choose(found.choices if found else {}, distributed.unwrap(model))
-            self._apply_choices(model)
-            bare = distributed.unwrap(model)
-            if not sharding.is_shared(bare):  # that is where it should be
-                bare.to(self.world.device)
-            if found:
-                self._restore(found, bare)
-        except (RuntimeError, LookupError, TypeError, AttributeError) as error:
-            if found is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise UserError(
-                f"{self.files.path}: cannot be restored into this model: {one_line(error)}"
-            ) from error
+        bare = distributed.unwrap(model)
+        self.choices = self._choose(found.choices if found else {}, bare)
+        self._apply_choices(bare)
+        if not sharding.is_shared(bare):  # that is where it should be
+            bare.to(self.world.device)
+        if found:
+            self._restore(found, bare)
         self.bare = self.model = bare
         if model is not bare:
             self.model = model
@@ -157,7 +150,10 @@ class Trainer:
 
     def _choose(self, earlier: dict[str, Any], bare: nn.Module) -> dict[str, Any]:
         config, device = self.config, self.world.device
-        choices: dict[str, Any] = {"amp_dtype": choose_amp_dtype(config, device, earlier)}
+        choices: dict[str, Any] = {
+            "device": device.type,
+            "amp_dtype": choose_amp_dtype(config, device, earlier),
+        }
         planned = (
             self.total_steps
             * config.batch_size
@@ -184,7 +180,7 @@ class Trainer:
         choices["compile"] = choices["compile"] and can_compile
         return choices
 
-    def _apply_choices(self, model: nn.Module) -> None:
+    def _apply_choices(self, bare: nn.Module) -> None:
         device = self.world.device.type
         if self.choices["deterministic"]:
             if device == "cuda":
@@ -195,7 +191,7 @@ class Trainer:
         torch.set_deterministic_debug_mode("error" if self.choices["deterministic"] else "default")
         if self.choices["compile"]:  # the same for the compiler, whose import takes a second
             torch.use_deterministic_algorithms(self.choices["deterministic"])
-            distributed.unwrap(model).compile(dynamic=False)
+            bare.compile(dynamic=False)
         name = self.choices["amp_dtype"]
         self.amp_dtype = getattr(torch, name)
         self.scaler = torch.amp.GradScaler(device, enabled=name == "float16")
@@ -215,10 +211,12 @@ class Trainer:
         both = flatten(snapshot.config).keys() & flatten(self.run_config)
         changes = differences(snapshot.config, self.run_config)
         changes = {key: values for key, values in changes.items() if key in both}
-        if snapshot.processes != self.world.size:
-            changes["processes"] = (snapshot.processes, self.world.size)
+        changes["processes"] = (snapshot.processes, self.world.size)
+        device = self.world.device.type
+        changes["device"] = (snapshot.choices.get("device", device), device)
         for key, (was, now) in changes.items():
-            log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
+            if was != now:
+                log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
     def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
         self.saver.restore(snapshot, bare, self.optimizer)
@@ -376,7 +374,7 @@ class Trainer:
         self.batches = self._batches()
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
-        self.stopwatch = Stopwatch(self.step)
+        self.stopwatch = Stopwatch(self.step, self.world.device)
         self.progress = Progress(self.step, self.total_steps, shown=self.world.is_first)
         self.model.train()
         if self.step and self._evaluation_is_due():  # a stop came before it
@@ -392,6 +390,8 @@ class Trainer:
 
     def _evaluate_and_save(self) -> None:
         """Does what is due at this step and has not been done."""
+        if not (self.save_asked or self._evaluation_is_due() or self._save_is_due()):
+            return
         with self.stopwatch.paused():
             better = self._evaluation_is_due() and self._log_evaluation()
             if self.save_asked:
@@ -551,7 +551,7 @@ class Trainer:
         assert self.progress is not None  # since `_train` began
         seconds_per_step = self.stopwatch.lap(self.step)
         rate = self.config.batch_size * self.train_dataset.block_size / seconds_per_step
-        peak = peak_flops(self.world.device)
+        peak = peak_flops(self.world.device) if self.amp_dtype.itemsize == 2 else None
         mfu = rate * flops_per_token(self.bare) / (peak * self.world.size) if peak else None
         lr = self.optimizer.param_groups[0]["lr"]
         self.metrics.log(

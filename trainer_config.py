@@ -47,7 +47,11 @@ class TrainerConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self):
-        self.compile, self.deterministic = self.compile.lower(), self.deterministic.lower()
+        # From Python as well as from YAML, where `true` needs no quotes.
+        self.compile, self.deterministic = (
+            str(self.compile).lower(),
+            str(self.deterministic).lower(),
+        )
         choices = {
             "amp_dtype": ("auto", "bfloat16", "float16"),
             "device": ("auto", "cpu", "cuda"),
@@ -151,7 +155,7 @@ def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[
     """The type to compute in: the one asked for, or that a snapshot's choices name, or the best:
     bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs.
 
-    Raises `UserError` for float16 with `config.offload` on a GPU.
+    Raises `UserError` for float16 with `config.offload` on a GPU, and for another type.
     """
     if not config.use_amp:
         return "float32"
@@ -159,6 +163,8 @@ def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[
         dtype = config.amp_dtype
     elif earlier.get("amp_dtype"):
         dtype = earlier["amp_dtype"]
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise UserError(f"the snapshot says that the run computes in {dtype!r}")
     elif distributed.computes_in_bfloat16(device):
         dtype = "bfloat16"
     else:

@@ -71,7 +71,7 @@ def start(
     """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
     line = command(*arguments, nproc=nproc, script=script, launcher=launcher)
     cwd = kwargs.pop("cwd", ROOT)
-    if not (nproc or launcher or kwargs):
+    if not (launcher or kwargs):
         return warm.run(line, cwd, timeout)
     return subprocess.run(
         line,

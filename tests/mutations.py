@@ -205,8 +205,8 @@ MUTATIONS = [
     Mutation(
         "the optimizer's state is not restored",
         "saver.py",
-        "i: optimizer_state[name] for",
-        "i: {} for",
+        'optimizer.load_state_dict({"state": state,',
+        'optimizer.load_state_dict({"state": {},',
         "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
     ),
     Mutation(

@@ -187,7 +187,6 @@ def test_every_field_is_explained_where_it_is_set():
 @pytest.mark.parametrize(
     "nproc, setting, says",
     [
-        (1, TWO, f"{TWO}: must be 1 under a launcher"),
         (2, TWO, f"{TWO}: must be 1 under a launcher"),
         (1, "launch.max_restarts=1", "launch.max_restarts=1: must be 0 under a launcher"),
     ],
@@ -199,7 +198,10 @@ def test_processes_of_a_launcher_start_no_others(nproc, setting, says, tmp_path)
 # --- Accelerate ---
 
 
-@pytest.mark.parametrize("processes, flags", [(1, ["--cpu"]), (2, ["--multi_gpu"])])
+@pytest.mark.parametrize(
+    "processes, flags",
+    [pytest.param(1, ["--cpu"], marks=pytest.mark.slow), (2, ["--multi_gpu"])],
+)
 def test_accelerate_launch_trains(processes, flags, tmp_path):
     launcher = ("accelerate.commands.launch", *flags, "--num_processes", str(processes))
     home = {"HF_HOME": str(tmp_path)}  # has no configuration of the user's

@@ -115,6 +115,16 @@ def test_a_run_that_begins_anew_shows_its_own_hyperparameters(tmp_path):
     assert any((tmp_path / "tensorboard.old1").iterdir())
 
 
+def test_a_file_of_somebody_elses_stays_where_the_events_of_an_earlier_start_go(tmp_path):
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    (folder / "events.out.tfevents.1").touch()
+    (folder / "mine.txt").touch()
+    trackers.Trackers(["tensorboard"], str(tmp_path), {}, 0, (0, False)).close()
+    assert (folder / "mine.txt").exists() and not (folder / "events.out.tfevents.1").exists()
+
+
 # --- Trackio and W&B ---
 
 
@@ -343,7 +353,7 @@ def without_numbers(lines: list[str]) -> list[str]:
     return [re.sub(r"[\d.,:e+-]+", "#", line) for line in lines]
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_a_terminal_a_live_line_stays_below_the_log_and_is_gone_at_the_end(tmp_path, processes):
     pytest.importorskip("tqdm")
     run = (*TINY, f"run_dir={tmp_path / 'run'}")

@@ -1,8 +1,8 @@
-"""Starts of the program as copies of a process that has imported torch, TensorBoard and Hydra, and
-nothing of ours. That import is four fifths of a tiny run, and the tests make hundreds of them.
+"""Starts of the program, and of torchrun, as copies of a process that has imported torch,
+TensorBoard and Hydra, and nothing of ours. That import is four fifths of a tiny run, and the tests
+make hundreds of them.
 
-What several processes share, what is killed and what has an environment of its own is started for
-real.
+What torchrun starts, what is killed and what has an environment of its own is started for real.
 """
 
 import atexit
@@ -17,12 +17,16 @@ import traceback
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.utils.tensorboard", "hydra.main", "fsspec"])
+CONTEXT.set_forkserver_preload(
+    ["torch.utils.tensorboard", "hydra.main", "fsspec", "torch.distributed.launcher.api"]
+)
 PREFIXES = (sys.prefix, sys.base_prefix)
 
 
 def run(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` would of `python SCRIPT ARGUMENTS...`, without standard input."""
+    """What `subprocess.run` would of `python SCRIPT ARGUMENTS...` or `python -m MODULE ...`,
+    without standard input.
+    """
     with tempfile.TemporaryDirectory() as folder:
         paths = [os.path.join(folder, name) for name in ("stdin", "stdout", "stderr")]
         process = CONTEXT.Process(
@@ -39,18 +43,25 @@ def run(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedPr
 
 
 def _become(argv: list[str], cwd: str, environment: dict[str, str], paths: list[str]) -> None:
-    """Makes of this process a start of the script `argv[0]`; does not return."""
+    """Makes of this process a start of the script `argv[0]`, or of the module `argv[1]` after -m;
+    does not return.
+    """
     for fd, path in enumerate(paths):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), fd)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = argv
-    sys.path[:] = [os.path.dirname(argv[0]), *(p for p in sys.path if p.startswith(PREFIXES))]
+    is_module = argv[0] == "-m"
+    sys.argv = argv[1:] if is_module else argv
+    first = str(cwd) if is_module else os.path.dirname(argv[0])
+    sys.path[:] = [first, *(p for p in sys.path if p.startswith(PREFIXES))]
     status: object = 0
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as leaving:
         status = leaving.code
     except BaseException:
