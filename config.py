@@ -28,7 +28,6 @@ from snapshot import flatten
 from trainer_config import TrainerConfig
 
 CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
-CONFIG = "config.yaml"  # of a run, in its directory
 GROUPS = ("data", "model", "optimizer", "trainer", "experiment")
 
 
@@ -100,8 +99,8 @@ def validate(config: DictConfig) -> Config:
         raise UserError(explain(error, sys.argv[1:])) from error
     if result.model.block_size != result.data.block_size:
         raise UserError(
-            f"model.block_size={result.model.block_size}: is data.block_size "
-            f"({result.data.block_size}); set that one"
+            f"model.block_size={result.model.block_size}: must equal data.block_size "
+            f"({result.data.block_size}); set data.block_size instead"
         )
     result.launch.check()
     result.trainer.check_world_size(launched_size() * result.launch.processes())
@@ -149,7 +148,7 @@ def no_such_key(key: str) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     near = near or [last[k] for k in difflib.get_close_matches(key.split(".")[-1], last, n=1)]
     hint = f"did you mean {near[0]}?" if near else "see python main.py --help"
-    return f"{key}: there is no such key; {hint}"
+    return f"{key}: unknown key; {hint}"
 
 
 def explain(error: Exception, arguments: Iterable[str]) -> str:

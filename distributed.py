@@ -80,7 +80,7 @@ def is_restart(world: World) -> bool:
 def start(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
     """Chooses the device and joins the process group, if a launcher started more than one process.
 
-    `device` is auto, cpu or cuda; `threads` per process on a CPU, where None shares out the cores
+    `device` is auto, cpu or cuda; `threads` per process on a CPU, where None divides the cores
     of the host (torchrun would leave every process with one). `timeout_s` bounds every later wait
     for another process. The backend is gloo on a CPU and NCCL on GPUs. Raises `UserError` for a
     device that is not there.
@@ -148,7 +148,7 @@ def check_not_copied() -> None:
     global trained_in
     if trained_in not in (None, os.getpid()):
         raise UserError(
-            "this process is a copy of one that has trained, and torch's threads are not in it: "
+            "this process is a fork of one that has trained, and torch's threads are not in it: "
             "restart the session, and start the processes before anything else trains in it"
         )
     trained_in = os.getpid()

@@ -11,10 +11,10 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from files import replacing
 from metrics import read_lines
+from run_directory import ENVIRONMENT
 from trainer import Trainer
-
-ENVIRONMENT = "environment.jsonl"
 
 
 def record(run_dir: str, trainer: Trainer) -> None:
@@ -45,9 +45,8 @@ def record(run_dir: str, trainer: Trainer) -> None:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    with open(f"{path}.tmp", "w") as file:
+    with replacing(path) as file:
         file.writelines(json.dumps(line) + "\n" for line in [*earlier, start])
-    os.replace(f"{path}.tmp", path)
 
 
 def device_name(device: torch.device) -> str:

@@ -7,7 +7,7 @@ python export.py out=my_gpt push_to=USER/NAME                   and uploads it, 
 
 `AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits; `main.py init_from=my_gpt`
 leads back. It needs safetensors (pip install safetensors), and an upload huggingface_hub. A NAME
-that is there already and private stays private.
+that already exists and is private stays private.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from typing import Any
 
 from arguments import parse, run_program
 from errors import UserError, one_line
-from history import choose_snapshot
 from huggingface import to_files, unknown_token
 from model import CompleteConfig, GPTConfig
+from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 
@@ -42,7 +42,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
     """Writes the model of `snapshot`, read from `path`, into the new directory `out`, whole or not
     at all.
 
-    Raises `UserError` if `out` is there already and not empty, or cannot be written.
+    Raises `UserError` if `out` already exists and not empty, or cannot be written.
     """
     config = GPTConfig(**snapshot.model_config).complete()
     files = to_files(config, snapshot.model_state, snapshot.vocabulary)
@@ -70,7 +70,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
 def check_is_free(out: str) -> None:
     """Raises `UserError` unless `out` is not there yet, or an empty directory."""
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
-        raise UserError(f"out={out}: is there already; give another name, or remove it")
+        raise UserError(f"out={out}: already exists; give another name, or remove it")
 
 
 def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:

@@ -1,9 +1,6 @@
-"""Runs, read back from their directories: which is the newest, where its snapshot is, and what
-`report.py` shows and compares.
-"""
+"""A run read back from its directory: what `report.py` shows and compares."""
 
 import functools
-import glob
 import os
 import statistics
 from dataclasses import dataclass
@@ -15,13 +12,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config import CONF, CONFIG, Config, plain, register
-from environment import ENVIRONMENT
+from config import CONF, Config, plain, register
 from errors import UserError, one_line
-from metrics import METRICS, read_lines
+from metrics import read_lines
+from run_directory import CONFIG, ENVIRONMENT, METRICS, newest_instead
 from snapshot import differences, flatten
-from snapshot_files import beside, exists
-from trainer_config import TrainerConfig, snapshot_path
 
 # What every run has for itself, has from its text, or has no say in what it learns.
 OWN = (
@@ -35,62 +30,6 @@ OWN = (
     "samples",
     "trainer.trackers",
 )
-
-
-def runs() -> list[str]:
-    """The directories of the runs under runs/, the one that has logged last first."""
-    found = glob.glob(f"runs/**/{METRICS}", recursive=True)
-    return [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime, reverse=True)]
-
-
-def newest_run() -> str:
-    """The directory of the run under runs/ that has logged last. Raises `UserError` without any."""
-    found = runs()
-    if not found:
-        raise UserError(f"no run under runs/ has {METRICS}; train first, or give run_dir=")
-    return found[0]
-
-
-def newest_instead(run_dir: str) -> str:
-    """The end of an error about a `run_dir` that is not there: which run is. Recipes name their
-    runs, so an example's is not on every machine.
-    """
-    found = runs() if not os.path.isdir(run_dir) else []
-    return f"; the newest run is {found[0]}" if found else ""
-
-
-def recorded_snapshot_path(run_dir: str) -> str | None:
-    """The `trainer.snapshot_path` in the `config.yaml` of a run; None where there is none.
-
-    Raises `UserError` if the file cannot be read.
-    """
-    path = os.path.join(run_dir, CONFIG)
-    if not os.path.exists(path):
-        return None
-    try:
-        return OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
-    except Exception as error:  # a file can be wrong in many ways
-        raise UserError(
-            f"{path}: cannot be read: {one_line(error)}; mend it, or move it away"
-        ) from error
-
-
-def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
-    """The path of the snapshot to read a model from: `snapshot` where it is given, or else the best
-    of the run in `run_dir`, or else of the newest run. The best is the one with the lowest held-out
-    loss; the latest stands in where nothing was evaluated.
-
-    Raises `UserError` if there is none.
-    """
-    if snapshot is not None:
-        return snapshot
-    run_dir = run_dir or newest_run()
-    recorded = recorded_snapshot_path(run_dir) or TrainerConfig.snapshot_path
-    latest = snapshot_path(TrainerConfig(snapshot_path=recorded), run_dir)
-    for path in (beside(latest, "best"), latest):
-        if exists(path):
-            return path
-    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{newest_instead(run_dir)}")
 
 
 def median_rate(lines: list[dict[str, Any]]) -> float | None:

@@ -1,4 +1,4 @@
-"""Learned weights to begin with, for fine-tuning on another text.
+"""Pretrained weights to begin with, for fine-tuning on another text.
 
     learned = prepare(config, snapshot, world)    # reads them, settles the sizes of the model
     give(learned, model, dataset.vocabulary)      # once the model is built
@@ -25,9 +25,9 @@ import sharding
 from config import Config
 from distributed import World, run_on_first
 from errors import UserError
-from history import choose_snapshot
 from huggingface import PER_CHARACTER
 from model import ARCHITECTURE
+from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 from snapshot_files import is_local
@@ -86,7 +86,7 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
     if source is None:
         return None
     if snapshot is not None:
-        log.info("init_from   was for the beginning: this run goes on from its own snapshot")
+        log.info("init_from   was for the beginning: this run resumes from its own snapshot")
         adopt(config, architecture_of(snapshot), "the run's own snapshot")
         return None
 

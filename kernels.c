@@ -36,7 +36,7 @@ static inline vector get(const float *p) {
 
 static inline void put(float *p, vector x) { memcpy(p, &x, sizeof x); }
 
-static inline vector all(float x) { return x - (vector){0}; }
+static inline vector broadcast(float x) { return x - (vector){0}; }
 
 // A `group` is what one lane multiplies, TOGETHER numbers along the inner dimension of a product.
 #ifdef BF16
@@ -71,9 +71,9 @@ static inline vector multiply(vector sum, group one, const group *columns) {
 }
 #endif
 
-// What the compiler's vectors lack. `larger` gives b where one of both is a nan.
+// What the compiler's vectors lack. `maximum` gives b where one of both is a nan.
 #ifdef __AVX512F__
-static inline vector larger(vector a, vector b) {
+static inline vector maximum(vector a, vector b) {
     return (vector)_mm512_max_ps((__m512)a, (__m512)b);
 }
 
@@ -86,7 +86,7 @@ static inline float sum_of(vector x) { return _mm512_reduce_add_ps((__m512)x); }
 
 static inline float largest_of(vector x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
-static inline vector larger(vector a, vector b) {
+static inline vector maximum(vector a, vector b) {
     return (vector)_mm256_max_ps((__m256)a, (__m256)b);
 }
 
@@ -109,9 +109,9 @@ static inline float largest_of(vector x) {
 // 2^x, within 2e-7 of it, for x up to 127; 0 from -127 down. A nan stays one.
 static inline vector exp2_of(vector x) {
     const float round = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
-    x = larger(all(-127), x);
+    x = maximum(broadcast(-127), x);
     vector whole = x + round - round, rest = x - whole;
-    vector sum = all(1.5403530e-4f);  // Taylor's series of 2^rest, |rest| <= 1/2
+    vector sum = broadcast(1.5403530e-4f);  // Taylor's series of 2^rest, |rest| <= 1/2
     sum = sum * rest + 1.3333558e-3f;
     sum = sum * rest + 9.6181291e-3f;
     sum = sum * rest + 5.5504109e-2f;
@@ -122,16 +122,16 @@ static inline vector exp2_of(vector x) {
     return sum * (vector)exponent;
 }
 
-// c (HEIGHT, LANES V) = a b, or c += a b if `more`, over `groups` of the inner dimension. Group p of
-// row i of a is a[i * row + p * step]; group p of column j of b is b[p * ldb + j].
+// c (HEIGHT, LANES V) = a b, or c += a b with `accumulate`, over `groups` of the inner dimension.
+// Group p of row i of a is a[i * row + p * step]; group p of column j of b is b[p * ldb + j].
 #define TILE(V)                                                                                    \
     static inline __attribute__((always_inline)) void tile_##V(                                    \
         long groups, const group *a, long row, long step, const group *b, long ldb, float *c,      \
-        long ldc, int more) {                                                                      \
+        long ldc, int accumulate) {                                                                \
         vector sum[HEIGHT][V];                                                                     \
         for (int i = 0; i < HEIGHT; i++)                                                           \
             for (int v = 0; v < V; v++)                                                            \
-                sum[i][v] = more ? get(c + i * ldc + v * LANES) : all(0);                          \
+                sum[i][v] = accumulate ? get(c + i * ldc + v * LANES) : broadcast(0);              \
         for (long p = 0; p < groups; p++)                                                          \
             for (int i = 0; i < HEIGHT; i++)                                                       \
                 for (int v = 0; v < V; v++)                                                        \
@@ -145,15 +145,15 @@ TILE(2)
 
 // The same for c (rows, columns), rows a multiple of HEIGHT and columns of LANES.
 static void product(long rows, long columns, long groups, const group *a, long row, long step,
-                    const group *b, long ldb, float *c, long ldc, int more) {
+                    const group *b, long ldb, float *c, long ldc, int accumulate) {
     for (long i = 0; i < rows; i += HEIGHT) {
         const group *ai = a + i * row;
         float *ci = c + i * ldc;
         long j = 0;
         for (; j + 2 * LANES <= columns; j += 2 * LANES)
-            tile_2(groups, ai, row, step, b + j, ldb, ci + j, ldc, more);
+            tile_2(groups, ai, row, step, b + j, ldb, ci + j, ldc, accumulate);
         for (; j < columns; j += LANES)
-            tile_1(groups, ai, row, step, b + j, ldb, ci + j, ldc, more);
+            tile_1(groups, ai, row, step, b + j, ldb, ci + j, ldc, accumulate);
     }
 }
 
@@ -192,7 +192,7 @@ static void read_head(long T, long padded, long D, long stride, const real *x, c
             memcpy(to, from, D * sizeof(real));
             continue;
         }
-        vector squares = all(0);
+        vector squares = broadcast(0);
         for (long d = 0; d < D; d += LANES) squares += load(from + d) * load(from + d);
         r[t] = 1 / sqrtf(sum_of(squares) / D + NORM_EPS);
         for (long d = 0; d < half; d += LANES) {
@@ -219,7 +219,7 @@ static void write_gradient(long T, long D, long stride, const float *g, float fa
             for (long d = 0; d < D; d += LANES) store(to + d, get(from + d) * factor);
             continue;
         }
-        vector dots = all(0);
+        vector dots = broadcast(0);
         for (long d = 0; d < D; d += LANES) dots += get(from + d) * load(made + d);
         float mean = -sum_of(dots) / D;
         float whole = r[t] * factor;
@@ -291,9 +291,9 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
                     const float *row = scores + i * padded;
                     vector most = get(row);
                     for (long j = LANES; j < seen; j += LANES)
-                        most = larger(most, get(row + j));
+                        most = maximum(most, get(row + j));
                     float largest = largest_of(most);
-                    vector sum = all(0);
+                    vector sum = broadcast(0);
                     for (long j = 0; j < seen; j += LANES) {
                         // In this order the largest is exactly 0, however large.
                         vector e = exp2_of((get(row + j) - largest) * scale);
@@ -344,24 +344,24 @@ int attention_step(long threads, long B, long H, long D, long block, long past, 
             read_head(1, 1, D, D, x + H * D, cosine, sine, k + past * D, &r);
             memcpy(v + past * D, x + 2 * H * D, D * sizeof(real));
             for (long j = 0; j < seen; j++) {
-                vector sum = all(0);
+                vector sum = broadcast(0);
                 for (long d = 0; d < D; d += LANES) sum += load(q + d) * load(k + j * D + d);
                 scores[j] = sum_of(sum) * scale;
             }
             for (long j = seen; j < padded; j++) scores[j] = -INFINITY;
-            vector most = get(scores), total = all(0);
-            for (long j = LANES; j < padded; j += LANES) most = larger(most, get(scores + j));
+            vector most = get(scores), total = broadcast(0);
+            for (long j = LANES; j < padded; j += LANES) most = maximum(most, get(scores + j));
             float highest = largest_of(most);
             for (long j = 0; j < padded; j += LANES) {
                 vector e = exp2_of(get(scores + j) - highest);
                 total += e;
                 put(scores + j, e);
             }
-            float whole = 1 / sum_of(total);
+            float reciprocal = 1 / sum_of(total);
             for (long d = 0; d < D; d += LANES) {
-                vector sum = all(0);
+                vector sum = broadcast(0);
                 for (long j = 0; j < seen; j++) sum += load(v + j * D + d) * scores[j];
-                store(out + head * D + d, sum * whole);
+                store(out + head * D + d, sum * reciprocal);
             }
         }
         free(memory);
@@ -435,7 +435,7 @@ int attention_backward(long threads, long B, long T, long H, long D, const real 
                         memset(ds + at, 0, seen * sizeof(real));
                         continue;
                     }
-                    vector dots = all(0);  // of out and its gradient: the softmax's own part
+                    vector dots = broadcast(0);  // of out and its gradient: the softmax's own part
                     for (long d = 0; d < D; d += LANES)
                         dots = load(g + (first + i) * D + d) * load(y + (first + i) * C + d) + dots;
                     float mean = sum_of(dots);
@@ -473,7 +473,7 @@ int attention_backward(long threads, long B, long T, long H, long D, const real 
 int rms_norm(long threads, long rows, long C, const real *x, real *y, float *r) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < rows; i++) {
-        vector squares = all(0);
+        vector squares = broadcast(0);
         for (long c = i * C; c < (i + 1) * C; c += LANES)
             squares = load(x + c) * load(x + c) + squares;
         r[i] = 1 / sqrtf(sum_of(squares) / C + NORM_EPS);
@@ -488,7 +488,7 @@ int rms_norm_backward(long threads, long rows, long C, const real *dy, const rea
                       const float *r, real *dx) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < rows; i++) {
-        vector dots = all(0);
+        vector dots = broadcast(0);
         for (long c = i * C; c < (i + 1) * C; c += LANES)
             dots = load(dy + c) * load(y + c) + dots;
         float mean = -sum_of(dots) / C;
@@ -511,7 +511,7 @@ int layer_norm(long threads, long rows, long C, const real *x, const float *w, c
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < rows; i++) {
         const real *xi = x + i * C;
-        vector sum = all(0), squares = all(0);
+        vector sum = broadcast(0), squares = broadcast(0);
         for (long c = 0; c < C; c += LANES) sum = sum + load(xi + c);
         mean[i] = sum_of(sum) / C;
         for (long c = 0; c < C; c += LANES) {
@@ -521,7 +521,7 @@ int layer_norm(long threads, long rows, long C, const real *x, const float *w, c
         r[i] = 1 / sqrtf(sum_of(squares) / C + LAYER_NORM_EPS);
         for (long c = 0; c < C; c += LANES) {
             vector z = standard(load(xi + c), mean[i], r[i]);
-            vector base = b ? get(b + c) : all(0);
+            vector base = b ? get(b + c) : broadcast(0);
             store(y + i * C + c, z * get(w + c) + base);
         }
     }
@@ -539,7 +539,7 @@ int layer_norm_backward(long threads, long rows, long C, const real *dy, const r
         float *dwp = parts + part * 2 * C, *dbp = dwp + C;
         memset(dwp, 0, 2 * C * sizeof(float));
         for (long i = part * 64; i < rows && i < part * 64 + 64; i++) {
-            vector sum = all(0), dots = all(0);
+            vector sum = broadcast(0), dots = broadcast(0);
             for (long c = 0; c < C; c += LANES) {
                 vector d = load(dy + i * C + c), g = d * get(w + c);
                 vector z = standard(load(x + i * C + c), mean[i], r[i]);
@@ -568,7 +568,7 @@ int layer_norm_backward(long threads, long rows, long C, const real *dy, const r
 int squared_relu(long threads, long n, const real *x, real *y) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i += LANES) {
-        vector positive = larger(all(0), load(x + i));
+        vector positive = maximum(broadcast(0), load(x + i));
         store(y + i, positive * positive);
     }
     return 0;
@@ -578,7 +578,7 @@ int squared_relu(long threads, long n, const real *x, real *y) {
 int squared_relu_backward(long threads, long n, const real *x, const real *dy, real *dx) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i += LANES) {
-        vector positive = larger(all(0), load(x + i));
+        vector positive = maximum(broadcast(0), load(x + i));
         store(dx + i, (positive + positive) * load(dy + i));
     }
     return 0;
@@ -587,8 +587,8 @@ int squared_relu_backward(long threads, long n, const real *x, const real *dy, r
 // The normal distribution's cumulative share up to x; its bell curve exp(-x^2 / 2) into *bell.
 // Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26: within 1e-6.
 static inline vector normal(vector x, vector *bell) {
-    vector t = 1.0f / (larger(x, -x) * (0.3275911f * 0.70710678f) + 1.0f);
-    vector sum = all(1.061405429f);
+    vector t = 1.0f / (maximum(x, -x) * (0.3275911f * 0.70710678f) + 1.0f);
+    vector sum = broadcast(1.061405429f);
     sum = sum * t - 1.453152027f;
     sum = sum * t + 1.421413741f;
     sum = sum * t - 0.284496736f;

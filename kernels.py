@@ -1,7 +1,7 @@
 """Builds `kernels.c` for this machine, once, and calls it from autograd.
 
     if kernels.fit(qkv, head_width):
-        y = kernels.attention(qkv, n_head, turn)
+        y = kernels.attention(qkv, n_head, rotation)
 
 Nothing here is needed: where there is no C compiler, or another CPU, or another precision, the
 model computes the same in plain PyTorch (`model.py`), to rounding.
@@ -99,7 +99,7 @@ def describe(dtype: torch.dtype) -> str:
 
 def fit(x: torch.Tensor, head_width: int = 2 * WIDTH) -> bool:
     """Whether the kernels can be used on x (..., C), or those for attention on heads that are
-    `head_width` wide, of which they turn one half by the other.
+    `head_width` wide.
     """
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)  # not one that only stands for another
@@ -225,22 +225,22 @@ class _Elementwise(torch.autograd.Function):
 
 
 def attention(
-    qkv: torch.Tensor, n_head: int, turn: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: torch.Tensor, n_head: int, rotation: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
     """Causal attention: (B, T, C) from queries, keys and values (B, T, 3 C).
 
-    With `turn`, float32 cosines and sines (T, D / 2), queries and keys are rotated and normalised
-    first. The weights are never in memory as a whole, forward or backward, as in FlashAttention
-    (Dao et al., 2022).
+    With `rotation`, float32 cosines and sines (T, D / 2), queries and keys are rotated and
+    normalised first. The weights are never in memory as a whole, forward or backward, as in
+    FlashAttention (Dao et al., 2022).
     """
-    cosine, sine = turn if turn is not None else (None, None)
+    cosine, sine = rotation if rotation is not None else (None, None)
     return _apply(_Attention, qkv, n_head, cosine, sine)
 
 
 def attention_step(
     qkv: torch.Tensor,
     n_head: int,
-    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     past: int,
@@ -250,7 +250,7 @@ def attention_step(
     gradient.
     """
     B, D = qkv.size(0), keys.size(3)
-    cosine, sine = turn if turn is not None else (None, None)
+    cosine, sine = rotation if rotation is not None else (None, None)
     qkv, out = qkv.contiguous(), qkv.new_empty(B, 1, n_head * D)
     sizes = (B, n_head, D, keys.size(2), past)
     _call("attention_step", *sizes, qkv, cosine, sine, keys, values, out)

@@ -142,7 +142,7 @@ def start(config: LaunchConfig, arguments: list[str]) -> None:
                 if failure.exitcode == 128 + number:  # one was signalled, and all have stopped
                     raise Stopped(request) from None
             if failure.exitcode < 0:
-                how = f"was ended by {failure.signal_name()}; the same command goes on"
+                how = f"was ended by {failure.signal_name()}; the same command resumes it"
             else:
                 how = f"ended with status {failure.exitcode}; it has said why"
             raise UserError(f"rank {rank} (process {failure.pid}) {how}") from None

@@ -8,7 +8,7 @@
     python main.py model.n_layer=8 trainer.max_steps=500   anything is an override
     python main.py data=text data.path=book.txt            another text
 
-The same command again goes on where the run was stopped.
+The same command again resumes the run where it was stopped.
 """
 
 import signals
@@ -44,7 +44,7 @@ import sharding
 import slurm
 import sweep
 from char_dataset import CharDataset
-from config import CONF, CONFIG, Config, explain, follow_overrides, plain, register, validate
+from config import CONF, Config, explain, follow_overrides, plain, register, validate
 from distributed import (
     World,
     gather,
@@ -54,22 +54,21 @@ from distributed import (
     run_on_each_host,
     run_on_first,
 )
-from environment import ENVIRONMENT
 from errors import UserError, one_line
-from history import recorded_snapshot_path
-from metrics import LOCK, METRICS, REPORT, owned, run_directory
+from files import replacing
 from model import GPT
 from optimizer import create_optimizer
+from run_directory import CONFIG, REPORT, check_none_elsewhere, own_files
 from sample import draw
 from saver import find_snapshot
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
-from snapshot_files import exists, is_local
+from snapshot_files import is_local
 from text_cache import prepare
 from text_files import fetch
 from trainer import Trainer
-from trainer_config import choose_amp_dtype, snapshot_path
+from trainer_config import choose_amp_dtype
 
 log = logging.getLogger("gpt")
 
@@ -104,20 +103,16 @@ def train(composed: DictConfig) -> float | None:
             "starts no other; start python main.py, or hand train to a launcher"
         )
     distributed.check_not_copied()
-    if config.trainer.snapshot_path in (CONFIG, METRICS, ENVIRONMENT, LOCK, REPORT, "main.log"):
-        raise UserError(
-            f"trainer.snapshot_path={config.trainer.snapshot_path}: the run has another file of "
-            "that name"
-        )
     world = distributed.start(
         config.trainer.device, config.trainer.threads, config.trainer.timeout_s
     )
     with contextlib.ExitStack() as stack, naming_the_silent(world, lambda: "before training"):
-        run_on_first(lambda: own_files(config, stack), world)
+        own = own_files(config.run_dir, config.trainer)
+        run_on_first(lambda: stack.enter_context(own), world)
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshot = find_snapshot(config.trainer, config.run_dir, world)
         if snapshot is None and config.trainer.resume != "never":
-            run_on_first(lambda: check_nothing_is_left_behind(config), world)
+            run_on_first(lambda: check_none_elsewhere(config.run_dir, config.trainer), world)
         learned = init_from.prepare(config, snapshot, world)
         dataset = load_text(config, snapshot, world)
         train_dataset, test_dataset = dataset.split()
@@ -177,35 +172,10 @@ def train(composed: DictConfig) -> float | None:
     return loss
 
 
-def own_files(config: Config, stack: contextlib.ExitStack) -> None:
-    """Owns what the run writes until `stack` ends: its directory, and its snapshots wherever."""
-    stack.enter_context(run_directory(config.run_dir))
-    path = snapshot_path(config.trainer, config.run_dir)
-    if is_local(path):
-        folder, name = os.path.split(path)
-        lock = os.path.join(folder, f".{name}{LOCK}")
-        stack.enter_context(owned(lock, f"trainer.snapshot_path={path}"))
-
-
-def check_nothing_is_left_behind(config: Config) -> None:
-    """Raises `UserError` if this run has its snapshots, but at another `trainer.snapshot_path`."""
-    was = recorded_snapshot_path(config.run_dir)
-    if was is None or was == config.trainer.snapshot_path:
-        return
-    before = snapshot_path(dataclasses.replace(config.trainer, snapshot_path=was), config.run_dir)
-    if exists(before):
-        raise UserError(
-            f"trainer.snapshot_path={config.trainer.snapshot_path}: there is no snapshot, but this "
-            f"run has one at {before}; go on with trainer.snapshot_path={was}, move it there, or "
-            "start anew with run_name=NEW_NAME or trainer.resume=never"
-        )
-
-
 def save_config(config: Config) -> None:
     """Writes the resolved configuration into the run's directory, whole or not at all."""
-    path = os.path.join(config.run_dir, CONFIG)
-    OmegaConf.save(plain(config), f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+    with replacing(os.path.join(config.run_dir, CONFIG)) as file:
+        OmegaConf.save(plain(config), file)
 
 
 def write_report(run_dir: str) -> None:
@@ -233,7 +203,7 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
         path = run_on_each_host(lambda: fetch(data), world)
         if path != data.path:
             log.warning(
-                "%s cannot be had (no network?): training on %s, text that comes with Python",
+                "%s could not be downloaded (no network?): training on %s, which comes with Python",
                 data.url,
                 path,
             )
@@ -369,7 +339,7 @@ if __name__ == "__main__":
             )
         for argument in sys.argv:
             if argument.lstrip("+").startswith("launch.") and "," in argument:
-                fail(f"{argument}: is not what jobs of a sweep can differ in; give one value")
+                fail(f"{argument}: cannot differ between the jobs of a sweep; give one value")
         here, others = os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # for submitit
     sys.argv[1:] = with_recipe(sys.argv[1:])
@@ -390,5 +360,5 @@ if __name__ == "__main__":
             raise
         fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not make
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from the last snapshot", 128 + signal.SIGINT)
+        fail("interrupted; the same command resumes from the last snapshot", 128 + signal.SIGINT)
     distributed.leave(0)

@@ -1,9 +1,6 @@
-"""What a run writes for people and programs to read: its directory, its log, its metrics. Rank 0
-only.
-"""
+"""What a run measures, a line of JSON each, for people and programs to read. Rank 0 writes."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
@@ -17,66 +14,12 @@ from typing import Any
 
 import torch
 
-from errors import UserError, one_line
-from signals import Stopped
+from errors import UserError
+from files import replacing
+from run_directory import METRICS
 from trackers import Trackers
 
 log = logging.getLogger("gpt")
-LOCK = ".lock"
-METRICS = "metrics.jsonl"
-REPORT = "report.html"
-
-
-class LogFile(logging.FileHandler):
-    """A log file that is given up, with a word, when it cannot be written."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        log.removeHandler(self)
-        log.warning("%s cannot be written: it gets no more", self.baseFilename)
-
-
-@contextlib.contextmanager
-def owned(path: str, name: str):
-    """Owns the file at `path`, which it makes, for as long as the block lasts.
-
-    The lock is the kernel's, so it dies with its holder. Raises `UserError`, saying `name`, if it
-    cannot be made or another process owns it.
-    """
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        lock = open(path, "a")
-    except OSError as error:
-        raise UserError(f"{name}: cannot be written: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by children
-        except (BlockingIOError, PermissionError) as error:
-            raise UserError(
-                f"{name}: another run is using it; wait for that one, or set run_name=NEW_NAME"
-            ) from error
-        yield
-
-
-@contextlib.contextmanager
-def run_directory(run_dir: str):
-    """Makes `run_dir` and owns it for as long as the block lasts; the log is written to `main.log`
-    in it too. Raises `UserError` if it cannot be written or another run owns it.
-    """
-    with owned(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"):
-        handler = LogFile(os.path.join(run_dir, "main.log"))
-        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
-        log.addHandler(handler)
-        try:
-            yield
-        except Stopped:  # no error, and said already
-            raise
-        except Exception as error:  # the console has it from elsewhere
-            handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": one_line(error)}))
-            raise
-        finally:
-            log.removeHandler(handler)
-            with contextlib.suppress(OSError):  # a full disk, and said so already
-                handler.close()
 
 
 def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
@@ -138,9 +81,8 @@ class Metrics:
         """Drops the lines past `step`; returns how many are left, and (step, is it of the held-out
         split) of the last there was.
         """
-        temporary = self.path + ".tmp"
         with contextlib.suppress(FileNotFoundError):  # of a start that was killed
-            os.remove(temporary)
+            os.remove(f"{self.path}.tmp")
         if not os.path.exists(self.path):
             return 0, (step, evaluated)
         with open(self.path, errors="replace") as file:
@@ -166,11 +108,8 @@ class Metrics:
         if kept:
             self.began -= json.loads(kept[-1]).get("seconds", 0)
         if kept != lines:
-            with open(temporary, "w") as file:
+            with replacing(self.path) as file:
                 file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
         return len(kept), logged
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:

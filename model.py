@@ -275,7 +275,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(
-        self, x: torch.Tensor, turn, mask: torch.Tensor, cache: KVCache | None
+        self, x: torch.Tensor, rotation, mask: torch.Tensor, cache: KVCache | None
     ) -> torch.Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x)
@@ -284,14 +284,14 @@ class CausalSelfAttention(nn.Module):
             plain = plain or not cache.takes_one(T, qkv.dtype)
         if not plain and kernels.fit(qkv, C // self.n_head):
             if cache is None:
-                y = kernels.attention(qkv, self.n_head, turn)
+                y = kernels.attention(qkv, self.n_head, rotation)
             else:
                 keys, values = cache.keys[self.layer], cache.values[self.layer]
-                y = kernels.attention_step(qkv, self.n_head, turn, keys, values, cache.length)
+                y = kernels.attention_step(qkv, self.n_head, rotation, keys, values, cache.length)
             return self.resid_dropout(self.c_proj(y))
         qkv = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         if self.modern:
-            q, k = rms_norm(rotate(qkv[:2], *turn))  # (B, H, T, D) each
+            q, k = rms_norm(rotate(qkv[:2], *rotation))  # (B, H, T, D) each
             v = qkv[2]
         else:
             q, k, v = qkv.contiguous()  # (B, H, T, D) each; one copy for all three
@@ -351,7 +351,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream (pre-norm, as in GPT-2)."""
+    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm)."""
 
     def __init__(self, config: CompleteConfig, layer: int):
         super().__init__()
@@ -361,9 +361,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: torch.Tensor, turn, mask: torch.Tensor, cache: KVCache | None = None
+        self, x: torch.Tensor, rotation, mask: torch.Tensor, cache: KVCache | None = None
     ) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), turn, mask, cache)
+        x = x + self.attn(self.ln_1(x), rotation, mask, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -389,16 +389,16 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Fresh weights from torch's global generator.
 
-        gpt2: normal with deviation 0.02, the two projections that end on the stream 0.02 / sqrt(2
-        n_layer) (Radford et al., 2019, section 2.3). modern: what ends on the stream, and the head,
-        at zero; the other matrices uniform with deviation C^-1/2; embeddings normal with deviation
-        1 (karpathy/nanochat).
+        gpt2: normal with deviation 0.02, the two projections that end on the residual stream 0.02 /
+        sqrt(2 n_layer) (Radford et al., 2019, section 2.3). modern: what ends on the residual
+        stream, and the head, at zero; the other matrices uniform with deviation C^-1/2; embeddings
+        normal with deviation 1 (karpathy/nanochat).
         """
         modern, config = self.config.arch == "modern", self.config
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
-            # Drawn whole and on the CPU: the same weights on any device, however shared out.
+            # Drawn whole and on the CPU: the same weights on any device, however sharded.
             fresh = torch.empty(parameter.shape, device="cpu")
             if parameter.dim() == 1:
                 # a norm's weight 1, every bias 0
@@ -435,20 +435,20 @@ class GPT(nn.Module):
             x = x + self.pos_emb.weight[past : past + T]
         x = self.drop(x)
         if torch.is_autocast_enabled(x.device.type):
-            # The stream too, or each addition would go back to float32.
+            # The residual stream too, or each addition would go back to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        turn = None
+        rotation = None
         if self.pos_emb is None:
             x = self.ln_f(x)  # has no weights: one norm for after the embedding and before the head
-            turn = rotary(past, T, self.config.n_embd // self.config.n_head, x.device)
+            rotation = rotary(past, T, self.config.n_embd // self.config.n_head, x.device)
         mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype)
         mask = mask.triu(1 + past)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recompute:
-                x = checkpoint(block, x, turn, mask, use_reentrant=False)
+                x = checkpoint(block, x, rotation, mask, use_reentrant=False)
             else:
-                x = block(x, turn, mask, cache)
+                x = block(x, rotation, mask, cache)
         if cache is not None:
             cache.length += T
         logits = self.head(self.ln_f(x)).float()  # (B, T, V)

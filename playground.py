@@ -23,8 +23,8 @@ import torch
 from arguments import parse, run_program
 from char_dataset import encode
 from errors import UserError, one_line
-from history import choose_snapshot, runs
 from model import GPT
+from run_directory import choose_snapshot, runs
 from sample import SMALL, SampleConfig, load_model
 from sharded_snapshot import read_whole
 
@@ -290,7 +290,7 @@ def build(paths: list[str], beside: str):
             second = gr.Dropdown(
                 [("none", ""), *paths], value=beside, label="beside it", min_width=320
             )
-        prompt = gr.Textbox(label="prompt", lines=2, placeholder="what to go on from")
+        prompt = gr.Textbox(label="prompt", lines=2, placeholder="text to continue")
         with gr.Row():
             temperature = gr.Slider(0, 2, SampleConfig.temperature, step=0.05, label="temperature")
             top_k = gr.Slider(0, 100, 0, step=1, label="top-k (0: among all)")

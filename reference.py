@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from errors import UserError, one_line
+from files import replacing
 from history import Run, median_rate
 from launch import without
 
@@ -73,9 +74,8 @@ def save_card(card: dict[str, dict[str, Any]], path: str = CARD) -> None:
     for name in sorted(card):
         fields = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in card[name].items()]
         recipes.append(f"{json.dumps(name)}: {{\n" + ",\n".join(fields) + "\n}")
-    with open(f"{path}.tmp", "w") as file:
+    with replacing(path) as file:
         file.write("{\n" + ",\n".join(recipes) + "\n}\n")
-    os.replace(f"{path}.tmp", path)
 
 
 def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ Also `out=FILE` for the page, and `reference=FILE` for another card than docs/re
 the page, `report.png` has its curves where matplotlib is installed.
 """
 
-import contextlib
 import glob
 import json
 import math
@@ -27,11 +26,12 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from arguments import parse, run_program
 from errors import UserError, one_line
-from history import OWN, Run, median_rate, newest_run
+from files import replacing
+from history import OWN, Run, median_rate
 from launch import without
-from metrics import METRICS, REPORT
 from progress import duration
 from reference import CARD, check, curve, load_card, save_card, tolerance
+from run_directory import METRICS, REPORT, newest_run
 from snapshot import flatten
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
@@ -383,15 +383,11 @@ def write(run_dirs: list[str], out: str, reference: str = CARD, png: bool = Fals
     html, parts = page([Run.read(path) for path in run_dirs], load_card(reference))
     picture = f"{os.path.splitext(out)[0]}.png"
     try:
-        with open(f"{out}.tmp", "w", encoding="utf-8") as file:
+        with replacing(out) as file:
             file.write(html)
-        os.replace(f"{out}.tmp", out)
         drawn = png and draw_png(parts, picture)
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {one_line(error)}") from error
-    finally:
-        with contextlib.suppress(OSError):  # it is in place, or never was there
-            os.remove(f"{out}.tmp")
     if not png:
         return out
     if drawn:
@@ -447,7 +443,9 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
         matches = [str(name)] if os.path.isdir(str(name)) else sorted(glob.glob(str(name)))
         runs = [path for path in matches if os.path.exists(os.path.join(path, METRICS))]
         if not runs:
-            raise UserError(f"run_dirs={run_dirs}: {name} is no run's directory, and matches none")
+            raise UserError(
+                f"run_dirs={run_dirs}: {name} is not the directory of a run, and matches none"
+            )
         found += runs
     return list(dict.fromkeys(found))
 

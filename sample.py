@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from arguments import parse, run_program
 from char_dataset import encode
 from errors import UserError, one_line
-from history import choose_snapshot
+from files import replacing
 from model import GPT, GPTConfig
+from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 from text_files import Source, reading
@@ -167,7 +168,7 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
     """A few short texts from a model that is being trained on `device`, always with the same seed.
 
     The global random state, the threads and the model are left as they are. Every rank of a model
-    that is shared out must call it.
+    that is sharded must call it.
     """
     number, characters = IN_TRAINING
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
@@ -204,7 +205,7 @@ def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
     gets a line `{"character": "e", "loss": 1.25}` for each of them, in nats, in their order.
 
     Raises `UserError` for a text that cannot be read, has an unknown character or fewer than two,
-    and for a file that is there already or cannot be written.
+    and for a file that already exists or cannot be written.
     """
     total, count = 0.0, 0
     with contextlib.ExitStack() as stack:
@@ -267,17 +268,12 @@ def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[to
 def new_file(path: str) -> Iterator[TextIO]:
     """A file to write, which appears at `path` when it is whole."""
     if os.path.lexists(path):
-        raise UserError(f"per_character={path}: is there already; give another name, or remove it")
-    temporary = f"{path}.tmp"
+        raise UserError(f"per_character={path}: already exists; give another name, or remove it")
     try:
-        with open(temporary, "w") as file:
+        with replacing(path) as file:
             yield file
-        os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"per_character={path}: cannot be written: {one_line(error)}") from error
-    finally:
-        with contextlib.suppress(OSError):  # it is in place, or never was there
-            os.remove(temporary)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import sharded_snapshot
 import sharding
 from distributed import World
 from errors import UserError, one_line
-from metrics import METRICS
+from run_directory import METRICS
 from snapshot import Snapshot
 from snapshot_files import BackgroundWriter, SnapshotFiles
 from trainer_config import TrainerConfig, snapshot_path
@@ -62,7 +62,7 @@ class Saver:
     def restore(
         self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Gives the tensors of `snapshot` to the bare `model` and its `optimizer`, shared out as
+        """Gives the tensors of `snapshot` to the bare `model` and its `optimizer`, sharded as
         these are. Raises `UserError` where they do not fit.
         """
         own = model.state_dict()
@@ -103,7 +103,7 @@ class Saver:
     def save(self, snapshot: Snapshot, latest: bool, best: bool, first: Callable[[], None]) -> None:
         """Begins to write the latest snapshot, the best one, or both; `first()` is done before.
 
-        The tensors of `snapshot` are as they are on each rank, and may be shared out. A save that
+        The tensors of `snapshot` are as they are on each rank, and may be sharded. A save that
         fails is logged; a best one is written with the next save.
         """
         if latest:

@@ -10,7 +10,6 @@ only if they are; everything that is true of snapshots (`snapshot_files.py`) sta
 above puts a sharded snapshot together into one file.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -27,6 +26,7 @@ import torch
 from arguments import parse, run_program
 from distributed import World, gather, run_on_first
 from errors import UserError, one_line
+from files import replacing
 from snapshot import Snapshot, SnapshotError
 from snapshot_files import BackgroundWriter, is_local, load, shards_folder
 
@@ -39,7 +39,7 @@ def run_folder(path: str) -> str:
 
 
 def save(path: str, snapshot: Snapshot, world: World) -> Snapshot:
-    """Writes the tensors of `snapshot`, plain or shared out, beside the latest one, at `path`; all
+    """Writes the tensors of `snapshot`, plain or sharded, beside the latest one, at `path`; all
     ranks take part.
 
     Returns what is left to write: `snapshot` with shards. Raises OSError on every rank if it fails.
@@ -81,7 +81,7 @@ def read(
     """The states of the model and of the optimizer in the shards of the snapshot at `path`; all
     ranks take part.
 
-    `empty(name, size, type)` makes each tensor, shared out as it is to be here, of or for the
+    `empty(name, size, type)` makes each tensor, sharded as it is to be here, of or for the
     parameter `name`. Raises `UserError` for a file that is damaged.
     """
     from torch.distributed import checkpoint
@@ -92,7 +92,7 @@ def read(
         if found[name] != expected:
             raise UserError(
                 f"{os.path.join(folder, name)}: damaged: not the size and SHA-256 it was written "
-                f"with; move {path} away to go on from the snapshot before it"
+                f"with; move {path} away to resume from the snapshot before it"
             )
     reader = checkpoint.FileSystemReader(folder)
     state: dict[str, torch.Tensor] = {}
@@ -186,20 +186,12 @@ def main(arguments: list[str]) -> None:
     if not is_local(config.out):
         raise UserError(f"out={config.out}: must be a local file")
     if os.path.exists(config.out):
-        raise UserError(f"out={config.out}: is there already")
+        raise UserError(f"out={config.out}: already exists")
     if not os.path.isdir(folder := os.path.dirname(os.path.abspath(config.out))):
         raise UserError(f"out={config.out}: there is no directory {folder}")
     content = put_together(config.snapshot)
-    partial = f"{config.out}.tmp"
-    try:
-        with open(partial, "w+b") as file:  # whose bytes in memory would be all of it again
-            content.write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, config.out)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(partial)
+    with replacing(config.out, "w+b") as file:  # whose bytes in memory would be all of it again
+        content.write(file)
     print(f"{config.out}: step {content.step}, {len(content.model_state)} tensors")
 
 

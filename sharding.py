@@ -2,9 +2,9 @@
 
     model = build(lambda: GPT(config), world, "fsdp", torch.bfloat16)
 
-A shared-out parameter is a `DTensor` (torch.distributed.tensor), cut along its first dimension.
+A sharded parameter is a `DTensor` (torch.distributed.tensor), cut along its first dimension.
 `whole` and `share` lead from it to the plain tensor that a snapshot holds and back, so that
-snapshots know nothing of how a run was shared out. The engine is torch's `fully_shard` (Zhao et
+snapshots know nothing of how a run was sharded. The engine is torch's `fully_shard` (Zhao et
 al., "PyTorch FSDP", 2023); blocks are gathered one at a time, as in pytorch/torchtitan.
 """
 
@@ -29,7 +29,7 @@ def build(
     """The model that `make()` makes, wrapped as `strategy` (ddp or fsdp) says, on this process's
     device.
 
-    With fsdp it is made without memory, shared out, and only then given its fresh weights by
+    With fsdp it is made without memory, sharded, and only then given its fresh weights by
     `init_weights()`, one parameter after the other: no process ever holds all of it. They are the
     weights that `make()` alone would have drawn. One process has nobody to share with, and wraps
     nothing.
@@ -45,7 +45,7 @@ def build(
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool = False) -> None:
-    """Shares out the parameters of `model` in place: each member of a `ModuleList`, a block, is
+    """Shards the parameters of `model` in place: each member of a `ModuleList`, a block, is
     gathered for itself, and the rest together.
 
     Parameters are float32; they are gathered, and computed with, in `dtype`, and gradients are
@@ -81,23 +81,23 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool = Fa
         distributed.return_freed_memory()
 
 
-def is_shared(model: nn.Module) -> bool:
-    """Whether the parameters of a model are shared out."""
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters of a model are sharded."""
     return any(map(is_dtensor, model.parameters()))
 
 
 def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
-    """Whether a tensor is shared out."""
+    """Whether a tensor is sharded."""
     return hasattr(value, "full_tensor")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A shared-out tensor put together, on every rank; all must call it. A plain one as it is."""
+    """A sharded tensor put together, on every rank; all must call it. A plain one as it is."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """A dictionary of tensors (or of such dictionaries) on rank 0, the shared-out ones put together
+    """A dictionary of tensors (or of such dictionaries) on rank 0, the sharded ones put together
     in the host's memory, one after the other; all ranks must call it. What the others get is not
     to be used.
     """
@@ -115,7 +115,7 @@ def whole_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
 
 def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a dictionary of tensors (or of such dictionaries) in the host's memory, of what is
-    shared out only this process's share.
+    sharded only this process's share.
     """
     return {
         name: copy_to_host(value) if isinstance(value, dict) else value.to("cpu", copy=True)
@@ -142,9 +142,9 @@ def share(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def map_matrices(
     function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
 ) -> torch.Tensor:
-    """`function` of a batch of matrices (N, R, C), which may be shared out along R.
+    """`function` of a batch of matrices (N, R, C), which may be sharded along R.
 
-    They are then dealt out whole, N / processes to each, so that the work is shared, too.
+    They are then distributed whole, N / processes to each, so that the work is shared, too.
     """
     if not is_dtensor(batch):
         return function(batch)

@@ -72,7 +72,7 @@ def first_host(name: str, environment: MutableMapping[str, str]) -> str:
     first = re.match(r"(?:\[[^][]+\]|[^][,])+(?=,|$)", hosts)  # a comma in brackets parts no names
     host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else ""
     if not re.fullmatch(r"\w[\w.-]*", host):
-        raise UserError(f"{name}={hosts}: is no list of hosts such as node[01-03,07],gpu5")
+        raise UserError(f"{name}={hosts}: is not a list of hosts such as node[01-03,07],gpu5")
     return host
 
 
@@ -82,7 +82,7 @@ def _tasks_per_node(name: str, environment: MutableMapping[str, str]) -> list[in
     for part in value.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UserError(f"{name}={value}: is no list of numbers of tasks such as 4(x2),2")
+            raise UserError(f"{name}={value}: is not a list of numbers of tasks such as 4(x2),2")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -319,6 +319,6 @@ def check_can_resume(
         )
     if changed:
         raise UserError(
-            f"{path} is of another run: {'; '.join(changed)}. Undo the change, start another run "
-            "with run_name=NEW_NAME, or set this one aside with trainer.resume=never"
+            f"{path} belongs to another run: {'; '.join(changed)}. Undo the change, start another "
+            "run with run_name=NEW_NAME, or set this one aside with trainer.resume=never"
         )

@@ -300,11 +300,11 @@ class SnapshotFiles:
         if newest is None:
             raise SnapshotError(
                 f"no good snapshot left: {'; '.join(damaged.values())}; move them away to start "
-                "anew, or set run_name=NEW_NAME"
+                "from scratch, or set run_name=NEW_NAME"
             )
         _, content, path = newest
         for why, moved in zip(damaged.values(), self.set_aside([*damaged], "damaged"), strict=True):
-            warn(f"{why}; it is now {moved}; going on from {path}")
+            warn(f"{why}; it is now {moved}; resuming from {path}")
         with reaching(self.path, "written"):
             self._put(self.temporary, content)  # a copy: a second name would share its damages
             self._move(self.temporary, self.path)

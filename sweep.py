@@ -22,9 +22,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
 from errors import UserError, one_line
+from files import replacing
 from history import median_rate
-from metrics import METRICS, read_lines
+from metrics import read_lines
 from progress import format_loss
+from run_directory import METRICS
 from signals import Stopped
 
 log = logging.getLogger("gpt")
@@ -41,9 +43,8 @@ def recorded(run_dir: str, overrides: list[str]) -> Iterator[None]:
 
     def write(status: str) -> None:
         try:
-            with open(f"{path}.tmp", "w") as file:
+            with replacing(path) as file:
                 yaml.safe_dump({"overrides": overrides, "status": status}, file)
-            os.replace(f"{path}.tmp", path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 

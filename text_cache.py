@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from errors import UserError, one_line
+from files import replacing
 from text_files import PYDOC, DataConfig, Source, check_digest, pydoc_text
 
 log = logging.getLogger("gpt")
@@ -162,27 +163,19 @@ def build(path: str, source: Source, pieces: Iterable[str], config: DataConfig) 
     The file is whole or not there. One process at a time writes into the directory, so temporaries
     found there are of killed ones, and are removed. Raises `UserError` if nothing can be written.
     """
-    temporary = f"{path}.tmp"
     try:
         os.makedirs(config.cache_dir, exist_ok=True)
         with locked(config.cache_dir):
             if load(path, config):
                 return
             if os.path.exists(path):
-                log.warning("%s: damaged: it is made anew", path)
+                log.warning("%s: damaged: rebuilding it", path)
             for name in os.listdir(config.cache_dir):
                 if name.endswith(".ids.tmp"):
                     os.remove(os.path.join(config.cache_dir, name))
             log.info("encoding    %s into %s", source.name, path)
-            try:
-                with open(temporary, "w+b") as file:
-                    encode(source, pieces, file, config.truncate)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            finally:
-                with contextlib.suppress(FileNotFoundError):  # it is in place
-                    os.remove(temporary)
+            with replacing(path, "w+b") as file:
+                encode(source, pieces, file, config.truncate)
     except OSError as error:
         raise UserError(
             f"data.cache_dir={config.cache_dir}: cannot be written: {one_line(error)}"

@@ -1,6 +1,6 @@
 """Where else a run can be watched: TensorBoard, Trackio and Weights & Biases. Rank 0 only.
 
-None of them is needed, and none ends a run: one that fails says so once and gets no more.
+None of them is needed, and none ends a run: one that fails says so once and is disabled.
 """
 
 import glob
@@ -86,7 +86,7 @@ class Trackers:
         try:
             yield
         except Exception as error:  # other people's programs, disks and networks fail in many ways
-            log.warning("%s: %s; it gets no more", name, one_line(error))
+            log.warning("%s: %s; disabled for this run", name, one_line(error))
             self.trackers.pop(name, None)
 
 

@@ -61,7 +61,7 @@ class Trainer:
 
     Args:
         config: see `TrainerConfig`.
-        model: bare, or already wrapped or shared out (`sharding.build`). `model.compile` and, if
+        model: bare, or already wrapped or sharded (`sharding.build`). `model.compile` and, if
             there is one, `model.flops_per_token()` are used.
         optimizer: made over the model's parameters; a group's `initial_lr` (or else `lr`) is its
             peak learning rate.
@@ -123,7 +123,7 @@ class Trainer:
         bare = distributed.unwrap(model)
         self.choices = self._choose(found.choices if found else {}, bare)
         self._apply_choices(bare)
-        if not sharding.is_shared(bare):  # that is where it should be
+        if not sharding.is_sharded(bare):  # that is where it should be
             bare.to(self.world.device)
         if found:
             self._restore(found, bare)
@@ -132,9 +132,9 @@ class Trainer:
             self.model = model
         elif config.strategy == "ddp":
             self.model = distributed.wrap(bare, self.world)
-        elif self.world.size > 1 and not sharding.is_shared(bare):
+        elif self.world.size > 1 and not sharding.is_sharded(bare):
             raise UserError(
-                "trainer.strategy=fsdp: share out the model (sharding.build), then create its "
+                "trainer.strategy=fsdp: shard the model (sharding.build), then create its "
                 "optimizer, before the Trainer"
             )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -230,7 +230,7 @@ class Trainer:
             self.newest = (snapshot.loss, snapshot.loss_step)
 
     def _capture(self) -> Snapshot:
-        """The state of the run, its tensors as they are: this rank's, and maybe shared out."""
+        """The state of the run, its tensors as they are: this rank's, and maybe sharded."""
         best, newest = self.best or (None, None), self.newest or (None, None)
         return Snapshot(
             model_state=self.bare.state_dict(),
@@ -284,7 +284,7 @@ class Trainer:
         distributed.run_on_first(lambda: self.saver.finish(self.step), self.world)
         stopped = Stopped(request)
         log.info(
-            "%s: stopped after step %d of %d; the same command%s goes on from %s",
+            "%s: stopped after step %d of %d; the same command%s resumes from %s",
             stopped.name, self.step, self.total_steps,
             ", without trainer.resume=never," if self.config.resume == "never" else "",
             self.files.path,
@@ -584,8 +584,8 @@ class Trainer:
         due = line.bit_count() == 1 and line.bit_length() % 2 == 1
         if self.sample is None or not (due or self.step == self.total_steps):
             return {}
-        # A model that is shared out computes in the type that its blocks are gathered in.
-        shared = sharding.is_shared(self.bare)
+        # A model that is sharded computes in the type that its blocks are gathered in.
+        shared = sharding.is_sharded(self.bare)
         precision = self._autocast() if shared else contextlib.nullcontext()
         with self.stopwatch.paused(), self._eagerly(), precision:
             return {"samples": self.sample()}
@@ -646,7 +646,7 @@ class Trainer:
         with self._eagerly(), self._autocast():
             for start in range(first, first + most, size):
                 self._poll()
-                # Who has no window left computes one for nothing: blocks that are shared out are
+                # Who has no window left computes one for nothing: blocks that are sharded are
                 # gathered by all ranks together.
                 end = min(start + size, last)
                 x, y = (
@@ -680,7 +680,7 @@ class Trainer:
         else:
             device = f"CPU, {torch.get_num_threads()} threads a process"
         processes = f"{world.size} process{'es' * (world.size > 1)}"
-        shared = ", the model shared out" * sharding.is_shared(self.bare)
+        shared = ", the model sharded" * sharding.is_sharded(self.bare)
         parameters = sum(p.numel() for p in self.parameters)
         characters = config.batch_size * dataset.block_size
         log.info("device      %s; %s%s", device, processes, shared)

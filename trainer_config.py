@@ -101,7 +101,7 @@ class TrainerConfig:
                 "(trainer.snapshot_format) need a folder that all hosts see, not a URL"
             )
         if self.offload and self.strategy != "fsdp":
-            raise UserError("trainer.offload=true: goes with trainer.strategy=fsdp")
+            raise UserError("trainer.offload=true: requires trainer.strategy=fsdp")
         if self.data_loader_workers < 0:
             raise UserError(
                 f"trainer.data_loader_workers={self.data_loader_workers}: must not be negative"
@@ -115,11 +115,11 @@ class TrainerConfig:
 
     def check_world_size(self, size: int) -> None:
         """Raises `UserError` if `size` processes cannot share the batch equally, or a single one is
-        to offload, which only those do that share out the model.
+        to offload, which only those do that shard the model.
         """
         if self.offload and size == 1:
             raise UserError(
-                "trainer.offload=true: is for several processes that share out the model; this is "
+                "trainer.offload=true: is for several processes that shard the model; this is "
                 "one (launch.nproc_per_node=N starts N)"
             )
         if self.batch_size % size:

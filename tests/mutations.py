@@ -112,7 +112,7 @@ MUTATIONS = [
         "test_model.py::test_cached_generation_is_uncached_generation_also_past_the_block",
     ),
     Mutation(
-        "the projections onto the stream start as wide as the others",
+        "the projections onto the residual stream start as wide as the others",
         "model.py",
         'if name.endswith("c_proj.weight") else 1.0',
         'if name.endswith("c_proj.bias") else 1.0',

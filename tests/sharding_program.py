@@ -1,4 +1,4 @@
-"""What `test_sharding.py` starts under torchrun: builds and steps shared-out models beside plain
+"""What `test_sharding.py` starts under torchrun: builds and steps sharded models beside plain
 ones, and has rank 0 print what it saw as one line of JSON.
 """
 
@@ -59,7 +59,7 @@ def difference(shared: GPT, plain: GPT) -> float:
 
 
 def case(name: str, arch: str, optimizer: str, dtype=torch.float32, offload=False, **settings):
-    """The same steps shared out and plain."""
+    """The same steps sharded and plain."""
     torch.manual_seed(1)
     plain = GPT(config(arch))
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ seen["inf"] = {
     "scales": distributed.gather(scaler.get_scale(), world),
 }
 
-# The states travel: shared out, whole on rank 0, and back.
+# The states travel: sharded, whole on rank 0, and back.
 state = sharding.whole_on_first(model.state_dict(), world)
 full = [v.full_tensor() for v in model.state_dict().values()]
 if world.is_first:

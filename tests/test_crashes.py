@@ -81,7 +81,7 @@ def test_a_run_asked_to_stop_says_so_and_goes_on_where_it_stopped(tmp_path, to):
     out, _ = process.communicate(timeout=30)
     assert process.returncode != 0
     step = load(str(tmp_path / "gpt_snapshot.pt")).step
-    assert f"SIGTERM: stopped after step {step} of 100000; the same command goes on from" in out
+    assert f"SIGTERM: stopped after step {step} of 100000; the same command resumes from" in out
     log = (tmp_path / "main.log").read_text()
     assert "SIGTERM: stopped after step" in log and "ERROR" not in log
     if to == "rank 1":

@@ -219,7 +219,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     assert "\n| optimizer steps | 7 |\n" in card and "\n# small\n" in card
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     again = run("out=model", cwd=tmp_path)
-    assert again.returncode == 1 and again.stderr.startswith("error: out=model: is there already")
+    assert again.returncode == 1 and again.stderr.startswith("error: out=model: already exists")
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     assert sorted(os.listdir(tmp_path)) == ["model", "runs"]
 
@@ -253,7 +253,7 @@ def refused(*arguments: str) -> str:
         (["out=x", "snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["out=x", "run_dir=nowhere"], "run_dir=nowhere: there is no snapshot at nowhere/"),
         (["out=x"], "no run under runs/ has metrics.jsonl"),
-        (["out=file", "snapshot=small.pt"], "out=file: is there already"),
+        (["out=file", "snapshot=small.pt"], "out=file: already exists"),
         (["out=file/x", "snapshot=small.pt"], "out=file/x: cannot be written"),
         (["out=/proc/x", "snapshot=small.pt"], "out=/proc/x: cannot be written"),
         (["out=x", "push_to=name"], "push_to=name: must be USER/NAME"),

@@ -1,4 +1,4 @@
-"""Fine-tuning: what a run that begins with learned weights takes over, and what it does not."""
+"""Fine-tuning: what a run that begins with pretrained weights takes over, and what it does not."""
 
 import logging
 import re
@@ -254,7 +254,7 @@ def test_a_run_goes_on_without_the_weights_it_began_with(trained, tmp_path):
     learn(*tune, "trainer.max_steps=4")
     shutil.rmtree(source)
     said = learn(*tune, "trainer.max_steps=8", "trainer.log_every_steps=1")
-    assert "this run goes on from its own snapshot" in said and "resuming from" in said
+    assert "this run resumes from its own snapshot" in said and "resuming from" in said
     learn(tune[0], tmp_path / "straight", f"init_from={trained / 'one'}", "trainer.max_steps=8")
     one, other = (load(str(tmp_path / x / "gpt_snapshot.pt")) for x in ("run", "straight"))
     weights = other.model_state

@@ -102,11 +102,11 @@ def test_a_second_derivative_is_refused_and_another_default_type_is_no_matter(dt
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def plain_attention(qkv: torch.Tensor, n_head: int, turn) -> torch.Tensor:
+def plain_attention(qkv: torch.Tensor, n_head: int, rotation) -> torch.Tensor:
     B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
     q, k, v = qkv.view(B, T, 3, n_head, -1).permute(2, 0, 3, 1, 4)
-    if turn is not None:
-        q, k = (F.rms_norm(rotate(z, *turn), z.shape[-1:], eps=NORM_EPS) for z in (q, k))
+    if rotation is not None:
+        q, k = (F.rms_norm(rotate(z, *rotation), z.shape[-1:], eps=NORM_EPS) for z in (q, k))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return y.transpose(1, 2).reshape(B, T, C)
 
@@ -130,9 +130,9 @@ def result_and_gradient(function, x: torch.Tensor, g: torch.Tensor):
 def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
     x, g = size * torch.randn(B, T, 3 * H * D).to(dtype), torch.randn(B, T, H * D).to(dtype)
-    turn = rotary(0, T, D, x.device) if turned else None
-    results = result_and_gradient(lambda z: kernels.attention(z, H, turn), x, g)
-    exact = result_and_gradient(lambda z: plain_attention(z, H, turn), x.double(), g)
+    rotation = rotary(0, T, D, x.device) if turned else None
+    results = result_and_gradient(lambda z: kernels.attention(z, H, rotation), x, g)
+    exact = result_and_gradient(lambda z: plain_attention(z, H, rotation), x.double(), g)
     for ours, right in zip(results, exact, strict=True):
         # Gradients of queries, keys and values differ in size: each is compared for itself.
         for part in range(1 if ours.size(-1) == H * D else 3):
@@ -170,10 +170,10 @@ def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, tur
         k = F.rms_norm(rotate(k, *rotary(0, past + 1, D, x.device)), (D,), eps=NORM_EPS)
     keys, values = torch.full((2, B, H, past + 9, D), 7.0, dtype=dtype)
     keys[:, :, :past], values[:, :, :past] = k[:, :, :-1], v[:, :, :-1]
-    turn = rotary(past, 1, D, x.device) if turned else None
-    ours = kernels.attention_step(x[:, -1:], H, turn, keys, values, past)
-    turn = rotary(0, past + 1, D, x.device) if turned else None
-    assert relative_error(ours, plain_attention(x.double(), H, turn)[:, -1:]) < ERROR[dtype]
+    rotation = rotary(past, 1, D, x.device) if turned else None
+    ours = kernels.attention_step(x[:, -1:], H, rotation, keys, values, past)
+    rotation = rotary(0, past + 1, D, x.device) if turned else None
+    assert relative_error(ours, plain_attention(x.double(), H, rotation)[:, -1:]) < ERROR[dtype]
     assert relative_error(keys[:, :, : past + 1], k) < ERROR[dtype]
     assert torch.equal(values[:, :, : past + 1], v)
     assert (keys[:, :, past + 1 :] == 7).all() and (values[:, :, past + 1 :] == 7).all()
@@ -242,13 +242,13 @@ def test_gelu_is_exact_far_out(dtype, relative, absolute):
 def test_what_is_not_finite_stays_so(dtype, value):
     x = torch.ones(2, 40, 192, dtype=dtype)
     x[1, 7, 70] = value
-    turn = rotary(0, 40, 32, x.device)
-    functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, turn)]
+    rotation = rotary(0, 40, 32, x.device)
+    functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, rotation)]
     functions += [kernels.squared_relu, kernels.gelu, lambda z: kernels.attention(z, 2, None)]
     functions += [lambda z: kernels.layer_norm(z, torch.ones(192), None)]
     plain = [
         lambda z: F.rms_norm(z, z.shape[-1:], eps=NORM_EPS),
-        lambda z: plain_attention(z, 2, turn),
+        lambda z: plain_attention(z, 2, rotation),
         *(lambda z: F.relu(z).square(), F.gelu, lambda z: plain_attention(z, 2, None)),
         lambda z: F.layer_norm(z, (192,)),
     ]

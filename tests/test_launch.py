@@ -130,7 +130,7 @@ def test_a_killed_process_ends_the_run_with_one_line(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in out, out
     assert [line for line in out.splitlines() if line.startswith("error: ")] == [
-        f"error: rank 1 (process {killed}) was ended by SIGKILL; the same command goes on"
+        f"error: rank 1 (process {killed}) was ended by SIGKILL; the same command resumes it"
     ]
 
 
@@ -167,7 +167,7 @@ def test_what_is_wrong_is_said_before_processes_are_started_or_once_by_each(tmp_
         ("launch.nproc_per_node=two", "launch.nproc_per_node=two: must be a number of processes"),
         ("launch.nproc_per_node=gpu", "launch.nproc_per_node=gpu: no GPU that this build"),
         ("launch.max_restarts=-1", "launch.max_restarts=-1: must not be negative"),
-        ("launch.nproc=2", "there is no such key; did you mean launch.nproc_per_node?"),
+        ("launch.nproc=2", "unknown key; did you mean launch.nproc_per_node?"),
     ],
 )
 def test_a_bad_number_of_processes_gets_one_line(override, says, tmp_path):
@@ -284,4 +284,4 @@ assert copy.exitcode == 1, copy
 """
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "this process is a copy of one that has trained" in result.stderr
+    assert "this process is a fork of one that has trained" in result.stderr

@@ -33,8 +33,8 @@ def refuse(*arguments: str, says: str, nproc: int = 0, **kwargs) -> None:
     assert errors and all(says in line for line in errors), result.stderr
     if not nproc:  # torchrun adds a summary of its own
         assert result.stderr.splitlines() == errors and len(errors) == 1, result.stderr
-    for line in result.stderr.splitlines():
-        assert f'File "{ROOT}' not in line or "site-packages" in line, result.stderr  # of ours
+    # No traceback of ours; torchrun has its own.
+    assert not re.search(rf'File "{ROOT}/\w+\.py', result.stderr), result.stderr
 
 
 # --- recipes ---
@@ -282,10 +282,10 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
 @pytest.mark.parametrize(
     "override, says",
     [
-        ("model.n_layr=3", "model.n_layr: there is no such key; did you mean model.n_layer?"),
+        ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         (
             "learning_rate=1",
-            "learning_rate: there is no such key; did you mean optimizer.learning_rate?",
+            "learning_rate: unknown key; did you mean optimizer.learning_rate?",
         ),
         (
             "trainer.batch_size=many",
@@ -298,7 +298,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("data.train_split=1.5", "data.train_split=1.5: must lie between 0 and 1"),
         ("data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
-        ("+model.n_layr=3", "model.n_layr: there is no such key; did you mean model.n_layer?"),
+        ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("++data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("data.path=", "data.path is empty"),
         ("trainer.snapshot_path=foo://x", "trainer.snapshot_path=foo://x: Protocol not known: foo"),
@@ -308,7 +308,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("trainer.snapshot_path=metrics.jsonl", "trainer.snapshot_path=metrics.jsonl: the run has"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size=10: the text has"),
-        ("model.block_size=7", "model.block_size=7: is data.block_size"),
+        ("model.block_size=7", "model.block_size=7: must equal data.block_size"),
     ],
 )
 def test_a_bad_setting_gets_one_line(override, says, tmp_path):

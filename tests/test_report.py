@@ -20,10 +20,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import report
 from config import KNOWN
 from errors import UserError
-from history import Run, choose_snapshot, compose_recipe
+from history import Run, compose_recipe
 from metrics import Metrics
 from model import GPT, GPTConfig
 from reference import CARD, HARMLESS, check, curve, load_card, tolerance
+from run_directory import choose_snapshot
 from sample import draw
 from snapshot_files import load
 
@@ -502,7 +503,7 @@ def test_the_published_card_is_of_the_recipes_as_they_are():
         (["rundir=a"], "rundir=a: not an argument; there are run_dir="),
         (["chekc"], "chekc: not a command; there are report, check, reference"),
         (["run_dirs=[a"], "run_dirs=[a: not a list such as"),
-        (["run_dirs=nowhere/*"], "nowhere/* is no run's directory, and matches none"),
+        (["run_dirs=nowhere/*"], "nowhere/* is not the directory of a run, and matches none"),
         (["run_dir=a", "run_dirs=b"], "run_dir and run_dirs: give one of them"),
         ([], "no run under runs/ has metrics"),
     ],

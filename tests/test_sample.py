@@ -13,8 +13,8 @@ from conftest import TINY, command, model_snapshot, start
 import sample as sampling
 import text_files
 from errors import UserError
-from history import choose_snapshot
 from model import GPT, GPTConfig
+from run_directory import choose_snapshot
 from sample import SampleConfig, score
 from snapshot_files import load
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_scored_is_refused_and_nothing_is_left(tmp_path, monkeypa
     assert "has 1 characters" in refused("a") and "has 0 characters" in refused("")
     assert list(tmp_path.iterdir()) == [path]
     out.write_text("precious")
-    assert f"per_character={out}: is there already" in refused("abc")
+    assert f"per_character={out}: already exists" in refused("abc")
     assert out.read_text() == "precious"
 
 

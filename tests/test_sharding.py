@@ -113,7 +113,7 @@ def test_a_run_goes_on_under_either_strategy_and_format_with_any_number_of_proce
     ]
     for last, nproc, settings in stages:
         out = begin(run, *MUON, f"trainer.max_steps={last}", *settings, nproc=nproc)
-        assert (", the model shared out" in out) == (FSDP in settings)
+        assert (", the model sharded" in out) == (FSDP in settings)
     # Each end of a stage evaluates, too; what is logged at a step is the same.
     losses = {(line["step"], line["split"]): line["loss"] for line in metrics(run)}
     for line in metrics(alone):
@@ -144,7 +144,7 @@ def test_a_sharded_snapshot_is_put_together_into_the_single_one(alone, tmp_path)
     for name, values in plain.optimizer_state.items():
         assert single.optimizer_state[name].keys() == values.keys()
     for arguments, says in (
-        ([f"snapshot={snapshot}", f"out={out}"], "is there already"),
+        ([f"snapshot={snapshot}", f"out={out}"], "already exists"),
         ([f"snapshot={out}", f"out={tmp_path / 'b.pt'}"], "is not sharded"),
         ([f"snapshot={out}"], "out: is missing"),
         ([f"snapshot={snapshot}", f"out={tmp_path / 'none' / 'c.pt'}"], "there is no directory"),
@@ -195,7 +195,7 @@ def test_fsdp_compiles(alone, tmp_path):
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"offload": True}, "trainer.offload=true: goes with trainer.strategy=fsdp"),
+        ({"offload": True}, "trainer.offload=true: requires trainer.strategy=fsdp"),
         ({"strategy": "zero"}, "trainer.strategy=zero: must be one of ddp, fsdp"),
         (
             {"snapshot_format": "sharded", "snapshot_path": "memory://x/a.pt"},

@@ -158,7 +158,7 @@ def test_a_damaged_cache_is_noticed_and_made_anew(damage, large, passes, caplog)
     with open(cache(config), "wb") as file:
         file.write(damage(good))
     assert CharDataset(config).digest == digest and len(passes) == 2
-    assert caplog.text.count("damaged: it is made anew") == 1
+    assert caplog.text.count("damaged: rebuilding it") == 1
     with open(cache(config), "rb") as file:
         assert file.read() == good
 
