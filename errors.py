@@ -4,8 +4,8 @@
 class UserError(ValueError):
     """Something the user can mend: a setting, a text, a snapshot, a device.
 
-    `main.py` and `sample.py` show it as one line, without a traceback, and exit with status 1.
-    The message names the thing that is wrong and what would be right.
+    Every program shows it as one line, without a traceback, and exits with status 1. The message
+    names the thing that is wrong and what would be right.
     """
 
 

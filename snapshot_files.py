@@ -304,7 +304,7 @@ class SnapshotFiles:
             )
         _, content, path = newest
         for why, moved in zip(damaged.values(), self.set_aside([*damaged], "damaged"), strict=True):
-            warn(f"{why}; it is now {moved}; resuming from {path}")
+            warn(f"{why}; it is now {moved}; using {path} instead")
         with reaching(self.path, "written"):
             self._put(self.temporary, content)  # a copy: a second name would share its damages
             self._move(self.temporary, self.path)

@@ -127,9 +127,9 @@ def test_the_first_host_of_a_list(nodes, first):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"SLURM_STEP_NODELIST": "node[01"}, "SLURM_STEP_NODELIST=node[01: is no list of hosts"),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST=: is no list of hosts"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "SLURM_STEP_TASKS_PER_NODE=2x2: is no list of"),
+        ({"SLURM_STEP_NODELIST": "node[01"}, "SLURM_STEP_NODELIST=node[01: is not a list of hosts"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST=: is not a list of hosts"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "SLURM_STEP_TASKS_PER_NODE=2x2: is not a list of"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "does not fit SLURM_STEP_NUM_TASKS=4"),
         ({"SLURM_PROCID": "three"}, "SLURM_PROCID=three: must be a number"),
         ({"SLURM_PROCID": None}, "SLURM_PROCID: missing"),
@@ -145,7 +145,7 @@ def test_what_cannot_work_names_the_variable(changes, says):
 def test_the_program_says_in_one_line_what_cannot_work(tmp_path):
     result = start(*TINY, f"run_dir={tmp_path}", env={**SRUN, "SLURM_STEP_NODELIST": "node["})
     assert result.returncode == 1
-    assert result.stderr.startswith("error: SLURM_STEP_NODELIST=node[: is no list of hosts")
+    assert result.stderr.startswith("error: SLURM_STEP_NODELIST=node[: is not a list of hosts")
     assert result.stderr.count("\n") == 1
 
 

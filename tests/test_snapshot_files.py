@@ -201,7 +201,7 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_pat
     assert where == files.previous and Snapshot.from_bytes(content, where).step == 3
     assert len(warnings) == 2 and "s.pt: not a whole snapshot" in warnings[0]
     assert load(path).step == 3  # and is the latest again
-    assert "it is now" in warnings[0] and "resuming from" in warnings[0]
+    assert "it is now" in warnings[0] and " instead" in warnings[0]
     write(files, 5)  # does not put the damaged one in place of the good one
     assert [load(p).step for p in (path, files.previous)] == [5, 3]
     for bad in (path, files.previous):

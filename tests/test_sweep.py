@@ -101,7 +101,9 @@ def test_different_jobs_have_different_directories_and_the_same_job_has_its_own(
 def test_a_sweep_over_how_a_run_is_started_is_refused(tmp_path):
     result = start("-m", *TINY, "launch.nproc_per_node=1,2", f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 1 and list(tmp_path.iterdir()) == []
-    assert result.stderr.startswith("error: launch.nproc_per_node=1,2: is not what jobs")
+    assert result.stderr.startswith(
+        "error: launch.nproc_per_node=1,2: cannot differ between the jobs"
+    )
 
 
 def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_path):
