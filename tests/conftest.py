@@ -19,6 +19,9 @@ from snapshot import Snapshot
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]
 
+# Of the programs that tests start: threads that wait sleep, as there are more than cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A run of a second or two on any machine.
 TINY = [
     "experiment=null",
@@ -66,17 +69,19 @@ def start(
     script: str = "main.py",
     launcher: tuple[str, ...] = (),
     timeout: float = 120,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
     **kwargs,
 ):
     """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
     line = command(*arguments, nproc=nproc, script=script, launcher=launcher)
-    cwd = kwargs.pop("cwd", ROOT)
-    if not (launcher or kwargs):
-        return warm.run(line, cwd, timeout)
+    environment = {**os.environ, **(env or {})}
+    if not (launcher or kwargs or "PYTHONPATH" in (env or {})):
+        return warm.run(line, cwd, environment, timeout)
     return subprocess.run(
         line,
         cwd=cwd,
-        env={**os.environ, **kwargs.pop("env", {})},
+        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

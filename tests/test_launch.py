@@ -200,8 +200,9 @@ def test_processes_of_a_launcher_start_no_others(nproc, setting, says, tmp_path)
 
 @pytest.mark.parametrize(
     "processes, flags",
-    [pytest.param(1, ["--cpu"], marks=pytest.mark.slow), (2, ["--multi_gpu"])],
+    [(1, ["--cpu"]), (2, ["--multi_gpu"])],  # the second in test_readme.py, too
 )
+@pytest.mark.slow
 def test_accelerate_launch_trains(processes, flags, tmp_path):
     launcher = ("accelerate.commands.launch", *flags, "--num_processes", str(processes))
     home = {"HF_HOME": str(tmp_path)}  # has no configuration of the user's
@@ -271,6 +272,7 @@ notebook_launcher(train, (config,), num_processes=2, use_port="{free_port()}")
     assert result.stdout.count("step 6/6 | held-out") == 1
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_session_that_has_trained_says_so_and_does_not_hang(tmp_path):
     code = f"""
 from multiprocessing import get_context

@@ -134,6 +134,7 @@ def test_a_missing_gradio_and_a_missing_snapshot_are_one_line(tmp_path):
     assert (result.returncode, result.stderr) == (1, "error: nowhere.pt: no such snapshot\n")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     pytest.importorskip("gradio", reason="needs requirements-playground.txt")
     (tmp_path / "small.pt").write_bytes(model_snapshot(LETTERS).to_bytes())

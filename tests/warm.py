@@ -2,7 +2,7 @@
 TensorBoard and Hydra, and nothing of ours. That import is four fifths of a tiny run, and the tests
 make hundreds of them.
 
-What torchrun starts, what is killed and what has an environment of its own is started for real.
+What torchrun starts and what is killed is started for real.
 """
 
 import atexit
@@ -23,15 +23,15 @@ CONTEXT.set_forkserver_preload(
 PREFIXES = (sys.prefix, sys.base_prefix)
 
 
-def run(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], cwd: Path, environment: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` would of `python SCRIPT ARGUMENTS...` or `python -m MODULE ...`,
     without standard input.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = [os.path.join(folder, name) for name in ("stdin", "stdout", "stderr")]
-        process = CONTEXT.Process(
-            target=_become, args=(command[1:], str(cwd), dict(os.environ), paths)
-        )
+        process = CONTEXT.Process(target=_become, args=(command[1:], str(cwd), environment, paths))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
