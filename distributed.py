@@ -30,7 +30,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm
-from errors import UserError
+from errors import UserError, one_line
 
 # The process that has last trained. In this module, as submitit pickles what is in `main` and takes
 # it along into a job's next turn, which is another process but no copy.
@@ -136,7 +136,7 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
         except (dist.DistError, RuntimeError) as error:
             raise UserError(
                 f"the {size} processes did not find each other within {timeout_s:g} s "
-                f"(trainer.timeout_s): {' '.join(str(error).split())[:200]}"
+                f"(trainer.timeout_s): {one_line(error)[-300:]}"
             ) from error
     return World(rank, size, local_rank, local_size, chosen, store)
 

@@ -124,7 +124,8 @@ def train(composed: DictConfig) -> float | None:
             )
         config.model.vocab_size = dataset.vocab_size
         torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
-        dtype = choose_amp_dtype(config.trainer, world.device, snapshot.choices if snapshot else {})
+        choices = snapshot.choices_on(world.device.type) if snapshot else {}
+        dtype = choose_amp_dtype(config.trainer, world.device, choices)
         model = sharding.build(
             lambda: GPT(config.model),
             world,
@@ -298,6 +299,8 @@ def with_recipe(arguments: list[str]) -> list[str]:
     names = {argument.split("=")[0].lstrip("+~") for argument in arguments}
     if names & {"experiment", "--hydra-help", "--version"}:
         return arguments
+    # torch's own way to ask would keep the GPU from processes that begin as copies of this one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
         recipe = "shakespeare_gpu"
     elif distributed.computes_in_bfloat16(torch.device("cpu")):

@@ -149,8 +149,7 @@ class Muon(torch.optim.Optimizer):
                 batch = torch.stack([update for _, update in pairs])
                 result = sharding.map_matrices(orthogonalize, batch)
                 size = 0.2 * max(shape) ** 0.5
-                for (p, _), update in zip(pairs, result, strict=True):
-                    p.add_(update, alpha=-group["lr"] * size)
+                torch._foreach_add_([p for p, _ in pairs], [*result], alpha=-group["lr"] * size)
         return loss
 
 

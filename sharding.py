@@ -148,10 +148,9 @@ def map_matrices(
     """
     if not is_dtensor(batch):
         return function(batch)
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
-    dealt = function(batch.redistribute(placements=[Shard(0)]).to_local())
-    result = DTensor.from_local(
-        dealt, batch.device_mesh, [Shard(0)], shape=batch.shape, stride=batch.stride()
-    )
-    return result.redistribute(placements=batch.placements)
+    dealt = batch.redistribute(placements=[Shard(0)])
+    # In place: DTensor.from_local would bring a share in the host's memory to the mesh's GPU.
+    dealt.to_local().copy_(function(dealt.to_local()))
+    return dealt.redistribute(placements=batch.placements)

@@ -130,6 +130,10 @@ class Snapshot:
             )
         return cls(**fields)
 
+    def choices_on(self, device_type: str) -> dict[str, Any]:
+        """The choices, or none where they were made for another kind of device."""
+        return self.choices if self.choices.get("device", device_type) == device_type else {}
+
     @property
     def model_config(self) -> dict[str, Any]:
         """`config.model`, from which the model is built again. Raises `SnapshotError` where the

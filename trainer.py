@@ -11,10 +11,12 @@ processes.
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import logging
 import math
 import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,10 +41,11 @@ from trainer_config import TrainerConfig, choose_amp_dtype, planned_steps
 
 log = logging.getLogger("gpt")
 
-EVAL_CHARACTERS = 8192  # scored at once by each process
-# Planned floating-point operations in float32 on a CPU: minutes, of which compiling saves a sixth
-# and costs 20 s. Where there are C kernels, they are faster than compiling (docs/experiments.md).
-COMPILE_PAYS_FROM = 3e13
+EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # scored at once by each process
+# Planned floating-point operations. On a CPU in float32 these are minutes, of which compiling saves
+# a sixth and costs 20 s; where there are C kernels, they are faster (docs/experiments.md). On a GPU
+# some ten seconds, by estimate: not measured.
+COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 1e15}
 # Bad steps in a row that mean that a run has diverged, and will not find back.
 MOST_SKIPPED = 25
 SMALLEST_SCALE = 2.0**-20  # of a GradScaler, which halves it at each
@@ -121,10 +124,11 @@ class Trainer:
         if found:
             self._check(found)
         bare = distributed.unwrap(model)
-        self.choices = self._choose(found.choices if found else {}, bare)
-        self._apply_choices(bare)
         if not sharding.is_sharded(bare):  # that is where it should be
             bare.to(self.world.device)
+        kind = self.world.device.type
+        self.choices = self._choose(found.choices_on(kind) if found else {}, bare)
+        self._apply_choices(bare)
         if found:
             self._restore(found, bare)
         self.bare = self.model = bare
@@ -160,24 +164,19 @@ class Trainer:
             * self.train_dataset.block_size
             * flops_per_token(bare)
         )
-        can_compile = (
-            device.type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
-        )
-        if config.compile == "true" and not can_compile:
-            log.warning("trainer.compile=true: there is no C++ compiler (g++): not compiling")
+        plain = choices["amp_dtype"] == "float32" and kernels.library(torch.float32) is None
         automatic = {
-            "compile": device.type == "cuda"
-            or (
-                choices["amp_dtype"] == "float32"
-                and planned > COMPILE_PAYS_FROM
-                and kernels.library(torch.float32) is None
-            ),
+            "compile": planned > COMPILE_PAYS_FROM[device.type]
+            and (device.type == "cuda" or plain),
             "deterministic": device.type == "cpu",
         }
         for name, choice in automatic.items():
             setting = getattr(config, name)
             choices[name] = earlier.get(name, choice) if setting == "auto" else setting == "true"
-        choices["compile"] = choices["compile"] and can_compile
+        missing = missing_to_compile(device.type) if choices["compile"] else None
+        if missing:
+            log.warning("trainer.compile=%s: no %s here: not compiling", config.compile, missing)
+            choices["compile"] = False
         return choices
 
     def _apply_choices(self, bare: nn.Module) -> None:
@@ -191,6 +190,7 @@ class Trainer:
         torch.set_deterministic_debug_mode("error" if self.choices["deterministic"] else "default")
         if self.choices["compile"]:  # the same for the compiler, whose import takes a second
             torch.use_deterministic_algorithms(self.choices["deterministic"])
+            torch.compiler.reset()  # or the ninth model of a process would not be compiled
             bare.compile(dynamic=False)
         name = self.choices["amp_dtype"]
         self.amp_dtype = getattr(torch, name)
@@ -640,7 +640,7 @@ class Trainer:
         first = dataset.num_tiles * world.rank // world.size
         last = dataset.num_tiles * (world.rank + 1) // world.size
         most = -(-dataset.num_tiles // world.size)  # of any rank: all poll equally often
-        size = max(1, EVAL_CHARACTERS // dataset.block_size)
+        size = max(1, EVAL_CHARACTERS[world.device.type] // dataset.block_size)
         total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
         self.bare.eval()
         with self._eagerly(), self._autocast():
@@ -712,6 +712,20 @@ class Trainer:
             self.total_steps, self.total_steps * config.batch_size / len(dataset),
             f"{self.total_steps * characters:,}", f"; from step {self.step}" if self.step else "",
         )  # fmt: skip
+
+
+def missing_to_compile(device_type: str) -> str | None:
+    """What torch.compile needs here and does not find: on a CPU a C++ compiler; on a GPU Triton,
+    which builds a module for Python when it starts.
+    """
+    if device_type == "cpu":
+        return None if shutil.which(os.environ.get("CXX", "g++")) else "C++ compiler (g++)"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return "C compiler (gcc)"
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return None if os.path.exists(header) else "header of Python (python3-dev)"
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -1,4 +1,8 @@
-"""What several test files share: small texts, a tiny configuration, real starts of the program."""
+"""What several test files share: small texts, a tiny configuration, real starts of the program.
+
+Tests are of the CPU, also on a machine with GPUs, which may be fewer than a test's processes. To
+have them on a GPU: CUDA_VISIBLE_DEVICES=0 make test.
+"""
 
 import contextlib
 import dataclasses
@@ -21,6 +25,7 @@ SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "t
 
 # Of the programs that tests start: threads that wait sleep, as there are more than cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 # A run of a second or two on any machine.
 TINY = [

@@ -30,8 +30,8 @@ MUTATIONS = [
     Mutation(
         "a window's targets are its inputs",
         "char_dataset.py",
-        "windows[:, :-1], windows[:, 1:]",
-        "windows[:, :-1], windows[:, :-1]",
+        "windows[:, 1:].contiguous()",
+        "windows[:, :-1].contiguous()",
         "test_char_dataset.py::test_windows_are_stride_1_and_targets_are_one_character_later",
     ),
     Mutation(

@@ -32,13 +32,15 @@ def tiny(arch="gpt2", attention="auto", pdrop=0.0, seed=0, **sizes) -> GPT:
 # --- causality ---
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "compiled", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (GPT, torch.nn.Module))]
+)
 @pytest.mark.parametrize("attention", PATHS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_logit_depends_on_a_later_character(arch, attention, compiled):
     model = tiny(arch, attention)
-    if compiled:
-        model.compile(dynamic=False)
+    if compiled:  # by blocks, or as on a GPU the whole
+        compiled.compile(model, dynamic=False)
     idx = torch.randint(11, (2, 12))
     before, _ = model(idx)
     for t in range(1, 12):

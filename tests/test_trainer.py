@@ -20,7 +20,7 @@ from sample import load_model
 from signals import Stopped
 from snapshot import SnapshotError
 from snapshot_files import load
-from trainer import Trainer, TrainerConfig, planned_steps
+from trainer import Trainer, TrainerConfig, missing_to_compile, planned_steps
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
@@ -142,6 +142,26 @@ def test_compiling_is_chosen_on_a_cpu_for_long_float32_runs_without_kernels_alon
         settings = {"use_amp": use_amp, "amp_dtype": "bfloat16"}
         run = make(parts, tmp_path, max_steps=steps, **settings)
         assert run.choices["compile"] == (pays and not use_amp and not has_kernels)
+
+
+@pytest.mark.parametrize(
+    "device, has, missing",
+    [
+        ("cpu", {"g++"}, None),
+        ("cpu", {"gcc"}, "C++ compiler (g++)"),
+        ("cuda", {"gcc", "triton", "Python.h"}, None),
+        ("cuda", {"gcc", "Python.h"}, "Triton"),
+        ("cuda", {"triton", "Python.h"}, "C compiler (gcc)"),
+        ("cuda", {"gcc", "triton"}, "header of Python (python3-dev)"),
+    ],
+)
+def test_what_compiling_lacks_is_named(device, has, missing, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in has else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in has else None)
+    monkeypatch.setattr("os.path.exists", lambda path: path.rpartition("/")[2] in has)
+    assert missing_to_compile(device) == missing
 
 
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
@@ -285,7 +305,7 @@ def test_evaluation_scores_the_held_out_part_whatever_the_batch(parts, tmp_path,
     trainer = make(parts, tmp_path, pdrop=0.5)
     results = []
     for characters in (1, 100, 10_000):
-        monkeypatch.setattr(module, "EVAL_CHARACTERS", characters)
+        monkeypatch.setattr(module, "EVAL_CHARACTERS", {"cpu": characters})
         results.append(trainer.evaluate())
     test = parts[1]
     x, y = test.tiles(0, test.num_tiles)
@@ -428,6 +448,18 @@ def test_what_auto_chose_is_kept_when_resuming(parts, tmp_path):
     )
 
 
+def test_what_auto_chose_on_another_kind_of_device_is_chosen_again_and_that_is_said(
+    parts, tmp_path, caplog
+):
+    trainer = make(parts, tmp_path, use_amp=True)
+    chosen = dict(trainer.choices)
+    trainer.choices |= {"device": "cuda", "amp_dtype": "float16", "deterministic": False}
+    trainer.train()
+    with caplog.at_level("INFO", "gpt"):
+        assert make(parts, tmp_path, use_amp=True).choices == chosen
+    assert "changed since the snapshot: device was cuda, is cpu" in caplog.text
+
+
 def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp_path):
     with pytest.raises(UserError, match=r"trainer\.resume=must: there is no snapshot at"):
         make(parts, tmp_path, resume="must")
@@ -503,7 +535,7 @@ def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(
 
     import trainer as module
 
-    monkeypatch.setattr(module, "EVAL_CHARACTERS", 8)  # several batches in one evaluation
+    monkeypatch.setattr(module, "EVAL_CHARACTERS", {"cpu": 8})  # several batches in one evaluation
     settings = {"save_every_steps": 4, "max_steps": 9, "micro_batch_size": 4}
     whole = make(parts, tmp_path / "a", pdrop=0.2, **settings)
     whole.train()
