@@ -463,10 +463,12 @@ class GPT(nn.Module):
 
     def compile(self, *args, **kwargs) -> None:
         """Compiles the model: as a whole on a GPU, where what matters is how many operations are
-        launched; elsewhere, and where it is sharded block by block, the blocks, which share one
-        piece of generated code, in two thirds of the time (docs/experiments.md).
+        launched; elsewhere, and where each block is sharded or computed again for itself, the
+        blocks, which share one piece of generated code, in two thirds of the time
+        (docs/experiments.md).
         """
-        if self.tok_emb.weight.is_cuda and not sharding.is_sharded(self):
+        by_blocks = sharding.is_sharded(self) or self.config.activation_checkpointing
+        if self.tok_emb.weight.is_cuda and not by_blocks:
             super().compile(*args, **kwargs)
             return
         for block in self.blocks:
