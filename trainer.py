@@ -164,12 +164,11 @@ class Trainer:
             * self.train_dataset.block_size
             * flops_per_token(bare)
         )
-        plain = choices["amp_dtype"] == "float32" and kernels.library(torch.float32) is None
-        automatic = {
-            "compile": planned > COMPILE_PAYS_FROM[device.type]
-            and (device.type == "cuda" or plain),
-            "deterministic": device.type == "cpu",
-        }
+        pays = planned > COMPILE_PAYS_FROM[device.type]
+        if device.type == "cpu":
+            is_float32 = choices["amp_dtype"] == "float32"
+            pays = pays and is_float32 and kernels.library(torch.float32) is None
+        automatic = {"compile": pays, "deterministic": device.type == "cpu"}
         for name, choice in automatic.items():
             setting = getattr(config, name)
             choices[name] = earlier.get(name, choice) if setting == "auto" else setting == "true"
