@@ -79,7 +79,8 @@ class Trainer:
             resuming.
         snapshot: what to go on from; looked for at `config.snapshot_path` if not given.
 
-    Raises `UserError` where the batch cannot be shared or the snapshot cannot be resumed.
+    Raises `UserError` for a data set of another kind, where the batch cannot be shared, or the
+    snapshot cannot be resumed.
     """
 
     def __init__(
@@ -100,6 +101,11 @@ class Trainer:
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.sample = sample
         self.train_dataset, self.test_dataset = train_dataset, test_dataset
+        if not hasattr(train_dataset, "batch"):
+            raise UserError(
+                f"train_dataset: a {type(train_dataset).__name__} cuts no batches; the two parts "
+                "of a CharDataset come from its split(), not from random_split"
+            )
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
         self.run_config = run_config or {"trainer": dataclasses.asdict(config)}

@@ -81,6 +81,13 @@ def test_the_tutorial_call_trains_and_leaves_its_files(parts, tmp_path, monkeypa
         load_model(load("gpt_snapshot.pt"), "cpu")
 
 
+def test_the_tutorials_random_split_is_refused_with_what_takes_its_place(parts):
+    model = GPT(GPTConfig(model_type="gpt-nano", vocab_size=parts[0].vocab_size, block_size=8))
+    subset = torch.utils.data.Subset(parts[0], range(100))
+    with pytest.raises(UserError, match=r"a Subset cuts no batches; .* come from its split\(\)"):
+        Trainer(TrainerConfig(), model, create_optimizer(model, OptimizerConfig()), subset)
+
+
 def test_a_switch_may_be_a_truth_value_in_python(parts, tmp_path):
     choices = make(parts, tmp_path, compile=False, deterministic=True).choices
     assert choices["compile"] is False and choices["deterministic"] is True
