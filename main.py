@@ -44,6 +44,7 @@ import sharding
 import slurm
 import sweep
 from char_dataset import CharDataset
+from choices import choose_amp_dtype
 from config import CONF, Config, explain, follow_overrides, plain, register, validate
 from distributed import (
     World,
@@ -68,7 +69,6 @@ from snapshot_files import is_local
 from text_cache import prepare
 from text_files import fetch
 from trainer import Trainer
-from trainer_config import choose_amp_dtype
 
 log = logging.getLogger("gpt")
 

@@ -11,12 +11,8 @@ processes.
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import logging
 import math
-import os
-import shutil
-import sysconfig
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,27 +21,22 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import choices
 import distributed
-import kernels
 import sharding
 from batches import Batches, MicroBatches
-from char_dataset import IGNORE
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError, one_line
+from evaluation import evaluate
 from metrics import Metrics, peak_memory
 from progress import Progress, Stopwatch, duration, flops_per_token, format_loss, peak_flops
 from saver import Saver, find_snapshot, optimizer_state
 from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume, differences, flatten
-from trainer_config import TrainerConfig, choose_amp_dtype, planned_steps
+from trainer_config import TrainerConfig, planned_steps
 
 log = logging.getLogger("gpt")
 
-EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # scored at once by each process
-# Planned floating-point operations. On a CPU in float32 these are minutes, of which compiling saves
-# a sixth and costs 20 s; where there are C kernels, they are faster (docs/experiments.md). On a GPU
-# some ten seconds, by estimate: not measured.
-COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 1e15}
 # Bad steps in a row that mean that a run has diverged, and will not find back.
 MOST_SKIPPED = 25
 SMALLEST_SCALE = 2.0**-20  # of a GradScaler, which halves it at each
@@ -132,9 +123,13 @@ class Trainer:
         bare = distributed.unwrap(model)
         if not sharding.is_sharded(bare):  # that is where it should be
             bare.to(self.world.device)
-        kind = self.world.device.type
-        self.choices = self._choose(found.choices_on(kind) if found else {}, bare)
-        self._apply_choices(bare)
+        device = self.world.device
+        characters = self.total_steps * config.batch_size * train_dataset.block_size
+        earlier = found.choices_on(device.type) if found else {}
+        self.choices = choices.choose(config, device, characters * flops_per_token(bare), earlier)
+        choices.apply(self.choices, bare)
+        self.amp_dtype = getattr(torch, self.choices["amp_dtype"])
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype is torch.float16)
         if found:
             self._restore(found, bare)
         self.bare = self.model = bare
@@ -148,64 +143,12 @@ class Trainer:
                 "optimizer, before the Trainer"
             )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.world.device.type == "cuda" and config.data_loader_workers == 0:
+        if device.type == "cuda" and config.data_loader_workers == 0:
             datasets = [data for data in (train_dataset, test_dataset) if data is not None]
-            memory = torch.cuda.get_device_properties(self.world.device).total_memory
+            memory = torch.cuda.get_device_properties(device).total_memory
             if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
                 for dataset in datasets:
-                    dataset.to(self.world.device)
-
-    # ----------------------------------------------------------------------------------------------
-    # Choices: what every "auto" means, decided once in the life of a run
-
-    def _choose(self, earlier: dict[str, Any], bare: nn.Module) -> dict[str, Any]:
-        config, device = self.config, self.world.device
-        choices: dict[str, Any] = {
-            "device": device.type,
-            "amp_dtype": choose_amp_dtype(config, device, earlier),
-        }
-        planned = (
-            self.total_steps
-            * config.batch_size
-            * self.train_dataset.block_size
-            * flops_per_token(bare)
-        )
-        pays = planned > COMPILE_PAYS_FROM[device.type]
-        if device.type == "cpu":
-            is_float32 = choices["amp_dtype"] == "float32"
-            pays = pays and is_float32 and kernels.library(torch.float32) is None
-        automatic = {"compile": pays, "deterministic": device.type == "cpu"}
-        for name, choice in automatic.items():
-            setting = getattr(config, name)
-            choices[name] = earlier.get(name, choice) if setting == "auto" else setting == "true"
-        missing = missing_to_compile(device.type) if choices["compile"] else None
-        if missing:
-            log.warning("trainer.compile=%s: no %s here: not compiling", config.compile, missing)
-            choices["compile"] = False
-        return choices
-
-    def _apply_choices(self, bare: nn.Module) -> None:
-        device = self.world.device.type
-        if self.choices["deterministic"]:
-            if device == "cuda":
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            # A debugging aid that comes with it costs a pass over memory.
-            deterministic: Any = torch.utils.deterministic  # whose class has this as a property
-            deterministic.fill_uninitialized_memory = False
-        torch.set_deterministic_debug_mode("error" if self.choices["deterministic"] else "default")
-        if self.choices["compile"]:  # the same for the compiler, whose import takes a second
-            torch.use_deterministic_algorithms(self.choices["deterministic"])
-            torch.compiler.reset()  # or the ninth model of a process would not be compiled
-            bare.compile(dynamic=False)
-        name = self.choices["amp_dtype"]
-        self.amp_dtype = getattr(torch, name)
-        self.scaler = torch.amp.GradScaler(device, enabled=name == "float16")
-
-    def _autocast(self):
-        enabled = self.amp_dtype is not torch.float32
-        return torch.autocast(
-            self.world.device.type, dtype=self.amp_dtype if enabled else None, enabled=enabled
-        )
+                    dataset.to(device)
 
     # ----------------------------------------------------------------------------------------------
     # Snapshots
@@ -631,49 +574,25 @@ class Trainer:
             )  # fmt: skip
         return better
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, int, list[float | None]]:
-        """The loss over every held-out character but the first, each scored once, in windows laid
-        end to end.
+        """The loss over the held-out text, as `evaluation.evaluate` has it.
 
-        Returns (nats per character over all ranks, characters scored, each rank's own loss; None
-        for a rank that had no window). The ranks share the windows; the figure depends neither on
-        how many there are nor on the batch size, but for rounding. Runs the plain model: compiling
-        for evaluation would cost more than it saves.
+        Runs the plain model: compiling for evaluation would cost more than it saves.
         """
-        dataset, world = self.test_dataset, self.world
-        first = dataset.num_tiles * world.rank // world.size
-        last = dataset.num_tiles * (world.rank + 1) // world.size
-        most = -(-dataset.num_tiles // world.size)  # of any rank: all poll equally often
-        size = max(1, EVAL_CHARACTERS[world.device.type] // dataset.block_size)
-        total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
-        self.bare.eval()
         with self._eagerly(), self._autocast():
-            for start in range(first, first + most, size):
-                self._poll()
-                # Who has no window left computes one for nothing: blocks that are sharded are
-                # gathered by all ranks together.
-                end = min(start + size, last)
-                x, y = (
-                    z.to(world.device)
-                    for z in (dataset.tiles(start, end) if start < end else dataset.tiles(0, 1))
-                )
-                loss = self.bare(x, y)[1].double()
-                if start < end:
-                    ignored = int((y == IGNORE).sum()) if end == last else 0
-                    total += loss * (y.numel() - ignored)
-                    scored += y.numel() - ignored
-        self.bare.train()
-        results = distributed.gather((total.item(), scored), world)
-        losses = [loss / count if count else None for loss, count in results]
-        everything = sum(count for _, count in results)
-        return sum(loss for loss, _ in results) / everything, everything, losses
+            return evaluate(self.bare, self.test_dataset, self.world, self._poll)
 
     def _eagerly(self) -> contextlib.AbstractContextManager:
         """Where nothing is compiled."""
         if self.choices["compile"]:
             return torch.compiler.set_stance("force_eager")
         return contextlib.nullcontext()
+
+    def _autocast(self):
+        enabled = self.amp_dtype is not torch.float32
+        return torch.autocast(
+            self.world.device.type, dtype=self.amp_dtype if enabled else None, enabled=enabled
+        )
 
     # ----------------------------------------------------------------------------------------------
 
@@ -717,20 +636,6 @@ class Trainer:
             self.total_steps, self.total_steps * config.batch_size / len(dataset),
             f"{self.total_steps * characters:,}", f"; from step {self.step}" if self.step else "",
         )  # fmt: skip
-
-
-def missing_to_compile(device_type: str) -> str | None:
-    """What torch.compile needs here and does not find: on a CPU a C++ compiler; on a GPU Triton,
-    which builds a module for Python when it starts.
-    """
-    if device_type == "cpu":
-        return None if shutil.which(os.environ.get("CXX", "g++")) else "C++ compiler (g++)"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton"
-    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
-        return "C compiler (gcc)"
-    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-    return None if os.path.exists(header) else "header of Python (python3-dev)"
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -2,11 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-
-import distributed
 import trackers
 from errors import UserError
 from snapshot_files import is_local
@@ -149,30 +145,3 @@ def planned_steps(config: TrainerConfig, num_windows: int) -> int:
     if config.max_epochs is not None:
         plans.append(-(-config.max_epochs * num_windows // config.batch_size))
     return min(plans)
-
-
-def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[str, Any]) -> str:
-    """The type to compute in: the one asked for, or that a snapshot's choices name, or the best:
-    bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs.
-
-    Raises `UserError` for float16 with `config.offload` on a GPU, and for another type.
-    """
-    if not config.use_amp:
-        return "float32"
-    if config.amp_dtype != "auto":
-        dtype = config.amp_dtype
-    elif earlier.get("amp_dtype"):
-        dtype = earlier["amp_dtype"]
-        if dtype not in ("bfloat16", "float16", "float32"):
-            raise UserError(f"the snapshot says that the run computes in {dtype!r}")
-    elif distributed.computes_in_bfloat16(device):
-        dtype = "bfloat16"
-    else:
-        dtype = "float16" if device.type == "cuda" else "float32"
-    # GradScaler would bring its scale to gradients in the host's memory without waiting for it.
-    if dtype == "float16" and config.offload and device.type == "cuda":
-        raise UserError(
-            f"trainer.amp_dtype={config.amp_dtype}: computes in float16 here, which does not go "
-            "with trainer.offload=true on a GPU; set it to bfloat16, or trainer.use_amp=false"
-        )
-    return dtype

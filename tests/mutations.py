@@ -218,14 +218,14 @@ MUTATIONS = [
     ),
     Mutation(
         "dropout is on while evaluating",
-        "trainer.py",
-        "self.bare.eval()",
-        "self.bare.train()",
+        "evaluation.py",
+        "model.eval()",
+        "model.train()",
         "test_trainer.py::test_evaluation_scores_the_held_out_part_whatever_the_batch",
     ),
     Mutation(
         "the held-out loss is the mean of the ranks' means",
-        "trainer.py",
+        "evaluation.py",
         "return sum(loss for loss, _ in results) / everything",
         "return sum(x for x in losses if x is not None) / sum(x is not None for x in losses)",
         "test_distributed.py::test_losses_do_not_depend_on_the_number_of_processes",

@@ -12,12 +12,13 @@ import torch
 from conftest import ROOT, TINY, metrics, some_snapshot, start
 
 import sharded_snapshot
+from choices import choose_amp_dtype
 from distributed import World
 from errors import UserError
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 from snapshot_files import BackgroundWriter, SnapshotFiles, beside, check_shards, load
-from trainer_config import TrainerConfig, choose_amp_dtype
+from trainer_config import TrainerConfig
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 MUON = ["optimizer=muon", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]

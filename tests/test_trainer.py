@@ -12,6 +12,7 @@ from conftest import equal
 import sharded_snapshot
 from batches import MicroBatches
 from char_dataset import CharDataset, DataConfig
+from choices import missing_to_compile
 from distributed import World
 from errors import UserError
 from metrics import Metrics
@@ -20,7 +21,7 @@ from sample import load_model
 from signals import Stopped
 from snapshot import SnapshotError
 from snapshot_files import load
-from trainer import Trainer, TrainerConfig, missing_to_compile, planned_steps
+from trainer import Trainer, TrainerConfig, planned_steps
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
@@ -307,12 +308,12 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
 
 
 def test_evaluation_scores_the_held_out_part_whatever_the_batch(parts, tmp_path, monkeypatch):
-    import trainer as module
+    import evaluation
 
     trainer = make(parts, tmp_path, pdrop=0.5)
     results = []
     for characters in (1, 100, 10_000):
-        monkeypatch.setattr(module, "EVAL_CHARACTERS", {"cpu": characters})
+        monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": characters})
         results.append(trainer.evaluate())
     test = parts[1]
     x, y = test.tiles(0, test.num_tiles)
@@ -540,9 +541,11 @@ def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(
 ):
     from conftest import metrics
 
-    import trainer as module
+    import evaluation
 
-    monkeypatch.setattr(module, "EVAL_CHARACTERS", {"cpu": 8})  # several batches in one evaluation
+    monkeypatch.setattr(
+        evaluation, "EVAL_CHARACTERS", {"cpu": 8}
+    )  # several batches in one evaluation
     settings = {"save_every_steps": 4, "max_steps": 9, "micro_batch_size": 4}
     whole = make(parts, tmp_path / "a", pdrop=0.2, **settings)
     whole.train()
