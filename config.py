@@ -7,6 +7,7 @@ configuration into the dataclasses that the application is built from.
 
 import difflib
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -14,18 +15,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from char_dataset import DataConfig
-from distributed import launched_size
+from distributed import computes_in_bfloat16, launched_size
 from errors import UserError
 from launch import LaunchConfig, without
 from model import ARCHITECTURE, GPTConfig
 from optimizer import OptimizerConfig
-from snapshot import flatten
+from settings import flatten
 from trainer_config import TrainerConfig
+
+log = logging.getLogger("gpt")
 
 CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 GROUPS = ("data", "model", "optimizer", "trainer", "experiment")
@@ -73,6 +77,40 @@ def job_name(overrides: list[str]) -> str:
 
 # Not in `register`: a job of submitit's names its directory before it calls anything of ours.
 OmegaConf.register_new_resolver("job_name", job_name, replace=True)
+
+
+def with_recipe(arguments: list[str]) -> list[str]:
+    """`arguments` and the recipe that fits this machine, unless they name one."""
+    if "experiment=null" in arguments:  # Hydra has no such override; null is what config.yaml has
+        return [a for a in arguments if a != "experiment=null"]
+    names = {argument.split("=")[0].lstrip("+~") for argument in arguments}
+    if names & {"experiment", "--hydra-help", "--version"}:
+        return arguments
+    # torch's own way to ask would keep the GPU from processes that begin as copies of this one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
+        recipe = "shakespeare_gpu"
+    elif computes_in_bfloat16(torch.device("cpu")):
+        recipe = "shakespeare_cpu"
+    else:
+        recipe = "shakespeare_float32"
+    if names.isdisjoint(
+        {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+    ):
+        log.info(
+            "recipe      %s, which fits this machine; or experiment=NAME: %s", recipe, recipes()
+        )
+    # A choice made inside conf/config.yaml would be an interpolated group, and those may not
+    # override other groups. Hydra wants all overrides in one place.
+    overrides = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
+    first = next(overrides, 0)
+    return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
+
+
+def recipes() -> str:
+    """The names of all recipes."""
+    names = os.listdir(os.path.join(CONF, "experiment"))
+    return ", ".join(sorted(name.removesuffix(".yaml") for name in names))
 
 
 def validate(config: DictConfig) -> Config:

@@ -16,20 +16,7 @@ from config import CONF, Config, plain, register
 from errors import UserError, one_line
 from metrics import read_lines
 from run_directory import CONFIG, ENVIRONMENT, METRICS, newest_instead
-from snapshot import differences, flatten
-
-# What every run has for itself, has from its text, or has no say in what it learns.
-OWN = (
-    "run_name",
-    "run_dir",
-    "explicit",
-    "model.vocab_size",
-    "model.block_size",
-    "data.fallback",
-    "report",
-    "samples",
-    "trainer.trackers",
-)
+from settings import OWN, differences, flatten
 
 
 def median_rate(lines: list[dict[str, Any]]) -> float | None:

@@ -45,7 +45,7 @@ import slurm
 import sweep
 from char_dataset import CharDataset
 from choices import choose_amp_dtype
-from config import CONF, Config, explain, follow_overrides, plain, register, validate
+from config import CONF, Config, explain, follow_overrides, plain, register, validate, with_recipe
 from distributed import (
     World,
     gather,
@@ -290,40 +290,6 @@ def log_to_console() -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(lambda record: launched_rank() == 0)
     log.addHandler(handler)
-
-
-def with_recipe(arguments: list[str]) -> list[str]:
-    """`arguments` and the recipe that fits this machine, unless they name one."""
-    if "experiment=null" in arguments:  # Hydra has no such override; null is what config.yaml has
-        return [a for a in arguments if a != "experiment=null"]
-    names = {argument.split("=")[0].lstrip("+~") for argument in arguments}
-    if names & {"experiment", "--hydra-help", "--version"}:
-        return arguments
-    # torch's own way to ask would keep the GPU from processes that begin as copies of this one.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
-        recipe = "shakespeare_gpu"
-    elif distributed.computes_in_bfloat16(torch.device("cpu")):
-        recipe = "shakespeare_cpu"
-    else:
-        recipe = "shakespeare_float32"
-    if names.isdisjoint(
-        {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
-    ):
-        log.info(
-            "recipe      %s, which fits this machine; or experiment=NAME: %s", recipe, recipes()
-        )
-    # A choice made inside conf/config.yaml would be an interpolated group, and those may not
-    # override other groups. Hydra wants all overrides in one place.
-    overrides = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
-    first = next(overrides, 0)
-    return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
-
-
-def recipes() -> str:
-    """The names of all recipes."""
-    names = os.listdir(os.path.join(CONF, "experiment"))
-    return ", ".join(sorted(name.removesuffix(".yaml") for name in names))
 
 
 if __name__ == "__main__":

@@ -16,41 +16,13 @@ from errors import UserError, one_line
 from files import replacing
 from history import Run, median_rate
 from launch import without
+from settings import HARMLESS
 
 CARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 FEWEST = 3  # seeds that a spread can be told from
 # Student's t: of 1, 2, ... degrees of freedom, what 99 % of all draws lie within.
 T99 = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)  # and less of more
 SMALLEST = 0.005  # nats: between equal runs, rounding on other processors alone makes as much
-# Settings that cannot move the loss by more than rounding does.
-HARMLESS = (
-    "samples",
-    "report",
-    "data.cache_dir",
-    "data.url",
-    "data.sha256",
-    "model.attention",
-    "model.activation_checkpointing",
-    "trainer.micro_batch_size",
-    "trainer.data_loader_workers",
-    "trainer.snapshot_path",
-    "trainer.save_every",
-    "trainer.save_every_steps",
-    "trainer.keep_snapshots",
-    "trainer.snapshot_format",
-    "trainer.max_save_failures",
-    "trainer.eval_every_steps",
-    "trainer.log_every_steps",
-    "trainer.seed",
-    "trainer.device",
-    "trainer.threads",
-    "trainer.compile",
-    "trainer.deterministic",
-    "trainer.strategy",
-    "trainer.offload",
-    "trainer.resume",
-    "trainer.timeout_s",
-)
 
 
 # --------------------------------------------------------------------------------------------------

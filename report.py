@@ -32,7 +32,7 @@ from launch import without
 from progress import duration
 from reference import CARD, check, curve, load_card, save_card, tolerance
 from run_directory import METRICS, REPORT, newest_run
-from snapshot import flatten
+from settings import flatten
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 MOST_POINTS = 1000  # of one curve; more would not be seen

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from errors import UserError, one_line
-from snapshot import flatten
+from settings import flatten
 
 log = logging.getLogger("gpt")
 PROJECT = "character-level-gpt"  # that Trackio and W&B file all runs under

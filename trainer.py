@@ -31,8 +31,9 @@ from evaluation import evaluate
 from metrics import Metrics, peak_memory
 from progress import Progress, Stopwatch, duration, flops_per_token, format_loss, peak_flops
 from saver import Saver, find_snapshot, optimizer_state
+from settings import differences, flatten
 from signals import Request, Requests, Stopped
-from snapshot import Snapshot, check_can_resume, differences, flatten
+from snapshot import Snapshot, check_can_resume
 from trainer_config import TrainerConfig, planned_steps
 
 log = logging.getLogger("gpt")

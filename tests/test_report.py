@@ -23,9 +23,10 @@ from errors import UserError
 from history import Run, compose_recipe
 from metrics import Metrics
 from model import GPT, GPTConfig
-from reference import CARD, HARMLESS, check, curve, load_card, tolerance
+from reference import CARD, check, curve, load_card, tolerance
 from run_directory import choose_snapshot
 from sample import draw
+from settings import FIXED, HARMLESS, OWN
 from snapshot_files import load
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
@@ -539,8 +540,9 @@ def test_a_run_that_is_not_there_is_refused_with_the_newest(tmp_path, monkeypatc
         choose_snapshot(None, "runs/mine")
 
 
-def test_every_setting_that_cannot_move_the_loss_exists():
-    assert set(HARMLESS) <= set(KNOWN)
+@pytest.mark.parametrize("keys", [FIXED, HARMLESS, OWN])
+def test_every_setting_that_something_is_said_of_exists(keys):
+    assert set(keys) <= set(KNOWN) and len(set(keys)) == len(keys)
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -1,0 +1,87 @@
+"""The settings of a run by their dotted keys: which differ, and what it means if they do."""
+
+from typing import Any
+
+# What a run may not change when it goes on: the result would be neither the old run's nor the new
+# one's. The text is compared by its content, not by where it came from.
+FIXED = (
+    "model.arch",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.vocab_size",
+    "model.block_size",
+    "model.embd_pdrop",
+    "model.resid_pdrop",
+    "model.attn_pdrop",
+    "model.bias",
+    "model.tie_weights",
+    "data.train_split",
+    "data.truncate",
+    "optimizer.name",
+    "optimizer.decay_embeddings",
+    "trainer.seed",
+    "trainer.batch_size",
+)
+# Settings that cannot move the loss by more than rounding does.
+HARMLESS = (
+    "samples",
+    "report",
+    "data.cache_dir",
+    "data.url",
+    "data.sha256",
+    "model.attention",
+    "model.activation_checkpointing",
+    "trainer.micro_batch_size",
+    "trainer.data_loader_workers",
+    "trainer.snapshot_path",
+    "trainer.save_every",
+    "trainer.save_every_steps",
+    "trainer.keep_snapshots",
+    "trainer.snapshot_format",
+    "trainer.max_save_failures",
+    "trainer.eval_every_steps",
+    "trainer.log_every_steps",
+    "trainer.seed",
+    "trainer.device",
+    "trainer.threads",
+    "trainer.compile",
+    "trainer.deterministic",
+    "trainer.strategy",
+    "trainer.offload",
+    "trainer.resume",
+    "trainer.timeout_s",
+)
+# What every run has for itself, has from its text, or has no say in what it learns.
+OWN = (
+    "run_name",
+    "run_dir",
+    "explicit",
+    "model.vocab_size",
+    "model.block_size",
+    "data.fallback",
+    "report",
+    "samples",
+    "trainer.trackers",
+)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys whose values differ between two resolved configurations, with (old, new)."""
+    old, new = flatten(old), flatten(new)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
