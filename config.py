@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -55,6 +56,7 @@ class Config:
 
 
 KNOWN = list(flatten(cast(dict, OmegaConf.to_container(OmegaConf.structured(Config)))))
+LAST = {key.split(".")[-1]: key for key in KNOWN}  # by the last part of its name
 
 
 def register() -> None:
@@ -62,17 +64,20 @@ def register() -> None:
     ConfigStore.instance().store(name="base_config", node=Config)
 
 
-def job_name(overrides: list[str]) -> str:
-    """A directory name for one job of a sweep: its overrides, but for those of `launch`.
+def job_name(overrides: list[str], swept: str = "") -> str:
+    """A directory name for one job of a sweep: the overrides of the keys `swept`, separated by
+    spaces, and a digest of the others; without `swept` all of them. Those of `launch` do not count.
 
     The same overrides give the same name, so that the same sweep goes on where it stopped. Others
-    give another: where characters are replaced, or many left out, it ends with a digest.
+    give another: where characters are replaced, or many left out, it ends with a digest, too.
     """
-    whole = ",".join(sorted(without(overrides, "launch."))) or "defaults"
+    own = sorted(without(overrides, "launch."))
+    shown = [o for o in own if not swept or o.split("=")[0].lstrip("+~") in swept.split()]
+    whole = ",".join(shown) or "defaults"
     name = re.sub(r"[^\w.,=+-]", "_", whole)
-    if name == whole and len(name) <= 120:
+    if name == whole and len(name) <= 120 and shown == own:
         return name
-    return f"{name[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
+    return f"{name[:100]}-{hashlib.sha256(','.join(own).encode()).hexdigest()[:8]}"
 
 
 # Not in `register`: a job of submitit's names its directory before it calls anything of ours.
@@ -97,20 +102,12 @@ def with_recipe(arguments: list[str]) -> list[str]:
     if names.isdisjoint(
         {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
     ):
-        log.info(
-            "recipe      %s, which fits this machine; or experiment=NAME: %s", recipe, recipes()
-        )
+        log.info("recipe      %s, which fits this machine; --help lists the others", recipe)
     # A choice made inside conf/config.yaml would be an interpolated group, and those may not
     # override other groups. Hydra wants all overrides in one place.
     overrides = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
     first = next(overrides, 0)
     return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
-
-
-def recipes() -> str:
-    """The names of all recipes."""
-    names = os.listdir(os.path.join(CONF, "experiment"))
-    return ", ".join(sorted(name.removesuffix(".yaml") for name in names))
 
 
 def validate(config: DictConfig) -> Config:
@@ -140,6 +137,8 @@ def validate(config: DictConfig) -> Config:
             f"model.block_size={result.model.block_size}: must equal data.block_size "
             f"({result.data.block_size}); set data.block_size instead"
         )
+    if not result.run_name.strip() or not result.run_dir.strip():
+        raise UserError("run_name and run_dir: must not be empty")
     result.launch.check()
     result.trainer.check_world_size(launched_size() * result.launch.processes())
     return result
@@ -152,6 +151,11 @@ def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:
     if "model.model_type" in named and not named & {f"model.{size}" for size in sizes}:
         for size in sizes:  # the recipe's sizes are not those of the type that was asked for
             composed.model[size] = None
+    if "optimizer" in named:  # the recipe's values are for its own
+        chosen = os.path.join(CONF, "optimizer", f"{composed.optimizer.name}.yaml")
+        for name, value in cast(DictConfig, OmegaConf.load(chosen)).items():
+            if f"optimizer.{name!s}" not in named:
+                composed.optimizer[name] = value
     if "data.path" in named and "data.url" not in named:
         composed.data.url = None  # the configured url and digest are those of another text
         if "data.sha256" not in named:
@@ -182,15 +186,40 @@ def plain(config: Config) -> dict:
 def no_such_key(key: str) -> str:
     """The line for a key that does not exist, with the nearest that does."""
     known = [*KNOWN, *GROUPS]
-    last = {k.split(".")[-1]: k for k in known}
     near = difflib.get_close_matches(key, known, n=1)
-    near = near or [last[k] for k in difflib.get_close_matches(key.split(".")[-1], last, n=1)]
+    near = near or [LAST[k] for k in difflib.get_close_matches(key.split(".")[-1], LAST, n=1)]
     hint = f"did you mean {near[0]}?" if near else "see python main.py --help"
     return f"{key}: unknown key; {hint}"
 
 
+def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
+    """The line for a file that a group does not have."""
+    near = difflib.get_close_matches(name, options, n=1)
+    hint = f"did you mean {group}={near[0]}? " if near else ""
+    own = "; a text of your own is data=text data.path=FILE" if group == "data" else ""
+    return f"{group}={name}: there is none; {hint}There are {', '.join(options)}{own}"
+
+
+def check_dashes(arguments: Iterable[str]) -> None:
+    """Raises `UserError` for a setting that is given as other programs' options are, with
+    dashes.
+    """
+    for argument in arguments:
+        name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
+        if argument.startswith("--") and (key := LAST.get(name.split(".")[-1])):
+            raise UserError(f"{argument}: settings have no dashes: {key}={value or 'VALUE'}")
+
+
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
 def explain(error: Exception, arguments: Iterable[str]) -> str:
     """One line for an error of Hydra or OmegaConf, naming the key; `arguments` were given to it."""
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return no_such_option(group, name, error.options)
+    if isinstance(error, OverrideParseException) and not re.match(r".+=", error.override):
+        return f"{error.override}: settings are KEY=VALUE, without spaces around the ="
     for argument in arguments:
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0].replace("/", ".")
         if "=" not in argument or key.startswith(("hydra", "-")):
@@ -200,4 +229,11 @@ def explain(error: Exception, arguments: Iterable[str]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     full_key = getattr(cause, "full_key", None)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{full_key}: {lines[0]}" if full_key else " ".join(lines)
+    if not full_key:
+        return " ".join(lines)
+    if "is not a ListConfig" in lines[0]:
+        return f"{full_key}: must be a list, as in '{full_key}=[a,b]'"
+    wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", lines[0])
+    if wrong and wrong[2] in KINDS:
+        return f"{full_key}={wrong[1]}: must be {KINDS[wrong[2]]}"
+    return f"{full_key}: {lines[0]}"

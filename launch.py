@@ -83,6 +83,11 @@ def without(overrides: list[str], *keys: str) -> list[str]:
     return [o for o in overrides if not o.lstrip("+~").startswith(keys)]
 
 
+def quoted(value: str) -> str:
+    """`value` as an override has it, whatever is in it."""
+    return QuotedString(value, Quote.single).with_quotes()
+
+
 def arguments(hydra: Any, overrides: list[str], run_dir: str) -> list[str]:
     """The arguments with which a process composes what this job has composed: from `hydra`, Hydra's
     own configuration, the overrides as they were typed, and the directory that was chosen.
@@ -95,8 +100,12 @@ def arguments(hydra: Any, overrides: list[str], run_dir: str) -> list[str]:
     result += without(overrides, "launch.")
     if not any(o.lstrip("+").startswith("experiment=") for o in overrides):
         result.append("experiment=null")  # or it would choose one
-    quoted = QuotedString(run_dir, Quote.single).with_quotes()
-    return [*result, f"run_dir={quoted}", "launch.nproc_per_node=1", "launch.max_restarts=0"]
+    return [
+        *result,
+        f"run_dir={quoted(run_dir)}",
+        "launch.nproc_per_node=1",
+        "launch.max_restarts=0",
+    ]
 
 
 def is_news(record: logging.LogRecord) -> bool:

@@ -45,7 +45,17 @@ import slurm
 import sweep
 from char_dataset import CharDataset
 from choices import choose_amp_dtype
-from config import CONF, Config, explain, follow_overrides, plain, register, validate, with_recipe
+from config import (
+    CONF,
+    Config,
+    check_dashes,
+    explain,
+    follow_overrides,
+    plain,
+    register,
+    validate,
+    with_recipe,
+)
 from distributed import (
     World,
     gather,
@@ -59,7 +69,7 @@ from errors import UserError, one_line
 from files import replacing
 from model import GPT
 from optimizer import create_optimizer
-from run_directory import CONFIG, REPORT, check_none_elsewhere, own_files
+from run_directory import CONFIG, REPORT, check_none_elsewhere, own_files, shown
 from sample import draw
 from saver import find_snapshot
 from schedule import learning_rate_factor
@@ -85,7 +95,7 @@ def configure(*overrides: str) -> DictConfig:
         with initialize_config_dir(CONF, version_base="1.3"):
             composed = compose("config", overrides=with_recipe(list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, overrides)) from error
+        raise UserError(explain(error, overrides)) from None
     follow_overrides(composed, overrides)
     return composed
 
@@ -169,7 +179,7 @@ def train(composed: DictConfig) -> float | None:
         if trainer.best is not None:
             at = trainer.files.best
             log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, at)
-        log.info("sample      python sample.py run_dir=%s", config.run_dir)
+        log.info("sample      python sample.py run_dir=%s", shown(config.run_dir))
     return loss
 
 
@@ -200,14 +210,19 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     began_on = snapshot.config.get("data", {}).get("path") if snapshot else None
     if data.fallback is not None and began_on == data.fallback:
         path = data.fallback
+        log.warning(
+            "this run began on %s, as %s could not be downloaded, and stays with it; "
+            "for another text, run_name=NEW_NAME or trainer.resume=never",
+            path, data.path,
+        )  # fmt: skip
     else:
         path = run_on_each_host(lambda: fetch(data), world)
         if path != data.path:
             log.warning(
-                "%s could not be downloaded (no network?): training on %s, which comes with Python",
-                data.url,
-                path,
-            )
+                "%s could not be downloaded (no network?): training on %s, which comes with "
+                "Python; to train on the text itself, put it at %s",
+                data.url, path, data.path,
+            )  # fmt: skip
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
@@ -274,11 +289,31 @@ def begin_job() -> None:
     log_to_console()
 
 
+def print_config(arguments: list[str]) -> bool:
+    """Prints what `--cfg job` asks for as it would run, which Hydra, that knows nothing of
+    `follow_overrides`, does not; False where something else is asked for, too.
+    """
+    asked = {"--cfg", "-c", "--cfg=job"} & set(arguments)
+    others = [a for a in arguments if a not in (*asked, "job", "--resolve")]
+    if not asked or any("=" not in a or a.startswith("-") for a in others):
+        return False
+    print(OmegaConf.to_yaml(configure(*others), resolve="--resolve" in arguments), end="")
+    return True
+
+
 def fail(error: Exception | str, status: int = 1) -> NoReturn:
     """Ends the process with one line."""
     rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
     sys.stderr.write(f"error{rank}: {error}\n")  # in one piece: the ranks share a terminal
     distributed.leave(status)
+
+
+class Console(logging.Formatter):
+    """Messages as they are, warnings named as such."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        return f"warning: {message}" if record.levelno == logging.WARNING else message
 
 
 def log_to_console() -> None:
@@ -288,6 +323,7 @@ def log_to_console() -> None:
     log.propagate = False
     log.setLevel(logging.INFO)
     handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Console())
     handler.addFilter(lambda record: launched_rank() == 0)
     log.addHandler(handler)
 
@@ -312,6 +348,12 @@ if __name__ == "__main__":
         here, others = os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # for submitit
     sys.argv[1:] = with_recipe(sys.argv[1:])
+    try:
+        check_dashes(sys.argv)
+        if print_config(sys.argv[1:]):
+            distributed.leave(0)
+    except UserError as error:
+        fail(error)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, to be shown our way
     try:
         main()

@@ -16,7 +16,7 @@ from errors import UserError, one_line
 from files import replacing
 from history import Run, median_rate
 from launch import without
-from settings import HARMLESS
+from settings import APART, HARMLESS
 
 CARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 FEWEST = 3  # seeds that a spread can be told from
@@ -148,16 +148,27 @@ def check(run: Run, card: dict[str, dict[str, Any]]) -> tuple[bool, list[str]]:
 
     It is not on track if it learns nothing, diverges, or if its newest loss at a step of the
     reference is above it by more than `tolerance`; where there is no reference to say what is meant
-    to be, neither if it overfits.
+    to be, or the run has another text, model, batch or plan, neither if it overfits.
     """
     name = f"the recipe {run.recipe}" if run.recipe else "the defaults"
     reference = card.get(run.recipe or "")
     changed = say_changes(run)
+    apart = [key for key in run.changes() if key in APART or key.startswith("model.")]
+    apart = [key for key in apart if key not in HARMLESS]
+    if reference and run.starts and run.starts[-1]["text_sha256"] != reference["text_sha256"]:
+        changed = ", ".join(filter(None, (changed, "the text, by its SHA-256")))
+        apart.append("the text")
     problems = [nothing_learned(run), diverging(run)]
     remarks = []
-    if reference is None:
+    if reference is None or apart:
         problems.append(overfitting(run))
-        remarks = [f"There is no reference for {name}: only what a run shows by itself is judged."]
+        why = f"It is not compared with the reference for {name}, as {', '.join(apart)} differ"
+        if reference is None:
+            why = f"There is no reference for {name}"
+        elif len(apart) == 1:
+            why += "s"
+        remarks = [f"{why}: only what a run shows by itself is judged."]
+        reference = None
     else:
         compared = [compare(run, reference, split) for split in ("val", "train")]
         above = [words for is_above, words in compared if is_above]
@@ -168,8 +179,6 @@ def check(run: Run, card: dict[str, dict[str, Any]]) -> tuple[bool, list[str]]:
             remarks.append(
                 f"No step of it can be compared yet: the reference begins at step {first}."
             )
-        if run.starts and run.starts[-1]["text_sha256"] != reference["text_sha256"]:
-            changed = ", ".join(filter(None, (changed, "the text, by its SHA-256")))
         rate = median_rate(run.train)
         if rate and rate < 0.7 * reference["characters_per_s"]:
             remarks.append(

@@ -22,16 +22,15 @@ from typing import Any
 
 import jinja2
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
 
 from arguments import parse, run_program
 from errors import UserError, one_line
 from files import replacing
 from history import OWN, Run, median_rate
-from launch import without
+from launch import quoted, without
 from progress import duration
 from reference import CARD, check, curve, load_card, save_card, tolerance
-from run_directory import METRICS, REPORT, newest_run
+from run_directory import REPORT, is_run, newest_run
 from settings import flatten
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
@@ -304,7 +303,7 @@ def override(key: str, value: Any) -> str:
     if not isinstance(value, str):
         value = json.dumps(value)
     elif not re.fullmatch(r"[\w./:-]+", value):
-        value = QuotedString(value, Quote.single).with_quotes()
+        value = quoted(value)
     return f"{key}={value}"
 
 
@@ -441,7 +440,10 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
     found = []
     for name in given if isinstance(given, list) else [given]:
         matches = [str(name)] if os.path.isdir(str(name)) else sorted(glob.glob(str(name)))
-        runs = [path for path in matches if os.path.exists(os.path.join(path, METRICS))]
+        runs = [path for path in matches if is_run(path)]
+        if not runs:  # the directory of a sweep
+            inside = (path for match in matches for path in sorted(glob.glob(f"{match}/*")))
+            runs = [path for path in inside if is_run(path)]
         if not runs:
             raise UserError(
                 f"run_dirs={run_dirs}: {name} is not the directory of a run, and matches none"

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 
 from omegaconf import OmegaConf
@@ -103,6 +104,11 @@ def logged(path: str) -> Iterator[None]:
 # Finding what is there
 
 
+def is_run(path: str) -> bool:
+    """Whether `path` is the directory of a run that has logged something."""
+    return os.path.exists(os.path.join(path, METRICS))
+
+
 def runs() -> list[str]:
     """The directories of the runs under runs/, the one that has logged last first."""
     found = glob.glob(f"runs/**/{METRICS}", recursive=True)
@@ -115,6 +121,12 @@ def newest_run() -> str:
     if not found:
         raise UserError(f"no run under runs/ has {METRICS}; train first, or give run_dir=")
     return found[0]
+
+
+def shown(path: str) -> str:
+    """`path` to be copied into a command line: relative where it lies below this directory."""
+    relative = os.path.relpath(path)
+    return shlex.quote(path if relative.startswith("..") else relative)
 
 
 def newest_instead(run_dir: str) -> str:
@@ -162,6 +174,8 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 
     Raises `UserError` if there is none.
     """
+    if snapshot is not None and run_dir is not None:
+        raise UserError("run_dir= and snapshot=: give only one of them")
     if snapshot is not None:
         return snapshot
     run_dir = run_dir or newest_run()

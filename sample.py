@@ -21,6 +21,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
@@ -36,7 +37,7 @@ from model import GPT, GPTConfig
 from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
-from text_files import Source, reading
+from text_files import PROGRESS_S, Source, reading
 
 SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
 AT_ONCE = 8192  # characters, with their context, in one batch; as many as an evaluation scores
@@ -207,13 +208,16 @@ def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
     Raises `UserError` for a text that cannot be read, has an unknown character or fewer than two,
     and for a file that already exists or cannot be written.
     """
-    total, count = 0.0, 0
+    total, count, said = 0.0, 0, time.monotonic()
     with contextlib.ExitStack() as stack:
         path = config.per_character
         file = stack.enter_context(new_file(path)) if path is not None else None
         for text, losses in score_batches(config, snapshot):
             total += sum(losses)
             count += len(text)
+            if time.monotonic() - said > PROGRESS_S:
+                print(f"[{count:,} characters: {total / count:.4f}]", file=sys.stderr)
+                said = time.monotonic()
             if file is not None:
                 for character, loss in zip(text, losses, strict=True):
                     file.write(json.dumps({"character": character, "loss": loss}) + "\n")

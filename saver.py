@@ -96,7 +96,8 @@ class Saver:
             raise
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
-                f"{self.files.path}: cannot be restored into this model: {one_line(error)}"
+                f"{self.files.path}: cannot be restored into this model; move it away, or set "
+                f"another trainer.snapshot_path: {one_line(error)[:300]}"
             ) from error
         self.saved_step = snapshot.step
 

@@ -52,6 +52,16 @@ HARMLESS = (
     "trainer.resume",
     "trainer.timeout_s",
 )
+# Of the others, those with which losses at the same step are of different things.
+APART = (
+    "init_from",
+    "data.block_size",
+    "data.train_split",
+    "data.truncate",
+    "trainer.max_steps",
+    "trainer.max_epochs",
+    "trainer.batch_size",
+)  # and model.*
 # What every run has for itself, has from its text, or has no say in what it learns.
 OWN = (
     "run_name",

@@ -133,7 +133,10 @@ class Snapshot:
         trainer was given a model by another program, which kept no such thing.
         """
         if not self.config.get("model"):
-            raise SnapshotError("the snapshot does not say of what size its model is")
+            raise SnapshotError(
+                "the snapshot does not say of what size its model is: the Trainer was given a "
+                "model without a config, and no run_config"
+            )
         return self.config["model"]
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":

@@ -17,16 +17,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
 from errors import UserError, one_line
 from files import replacing
 from history import median_rate
+from launch import quoted
 from metrics import read_lines
 from progress import format_loss
-from run_directory import METRICS
+from run_directory import METRICS, shown
 from signals import Stopped
 
 log = logging.getLogger("gpt")
@@ -65,6 +66,7 @@ class Job:
     there is nothing of is None.
     """
 
+    directory: str
     overrides: list[str]
     steps: int | None
     best_loss: float | None
@@ -82,6 +84,7 @@ class Job:
         val = [line for line in lines if line["split"] == "val"]
         best = min(val, key=lambda line: line["loss"], default={})
         return cls(
+            directory=run_dir,
             overrides=job["overrides"],
             steps=lines[-1]["step"] if lines else None,
             best_loss=best.get("loss"),
@@ -189,6 +192,8 @@ def report(sweep_dir: str) -> None:
     )
     for line in [*table(jobs), *table_over_seeds(jobs)]:
         log.info("%s", line)
+    if jobs[0].best_loss is not None:
+        log.info("sample      python sample.py run_dir=%s", shown(jobs[0].directory))
     path = os.path.join(sweep_dir, RESULTS)
     try:
         with open(path, "w", newline="") as file:
@@ -200,16 +205,21 @@ def report(sweep_dir: str) -> None:
 
 
 class Report(Callback):
-    """Hydra's callback of `conf/config.yaml`: has all jobs of a sweep lie in one directory, and it
-    end with its table, however it ends.
+    """Hydra's callback of `conf/config.yaml`: has all jobs of a sweep lie in one directory, named
+    by what differs between them, and it end with its table, however it ends.
 
     Every job would compose `hydra.sweep.dir` anew, and find another where it is the recipe or the
     run's name that differs. Hydra's own call at the end comes only where no job failed.
     """
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
-        sweep_dir = config.hydra.sweep.dir
-        quoted = QuotedString(sweep_dir, Quote.single).with_quotes()
+        sweep_dir, given = config.hydra.sweep.dir, config.hydra.overrides
+        own = [f"hydra.sweep.dir={quoted(sweep_dir)}"]
+        parsed = OverridesParser.create().parse_overrides(list(given.task))
+        swept = " ".join(sorted(o.key_or_group for o in parsed if o.is_sweep_override()))
+        if swept and not any(o.startswith("hydra.sweep.subdir=") for o in given.hydra):
+            name = f'${{job_name:${{hydra.overrides.task}},"{swept}"}}'
+            own.append(f"hydra.sweep.subdir={quoted(name)}")
         with read_write(config), open_dict(config):
-            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted}")
+            given.hydra.extend(own)
         atexit.register(report, os.path.abspath(sweep_dir))

@@ -103,7 +103,7 @@ def reading(name: str):
             raise Unreadable(f"{name}: cannot be read: {error.__cause__}") from error
         raise Unreadable(f"{name}: no such file") from error
     except IsADirectoryError as error:
-        raise Unreadable(f"{name}: is a directory, not a text") from error
+        raise Unreadable(f"{name}: is a directory; for the files in it: '{name}/*'") from error
     except ImportError as error:  # s3fs, gcsfs, ...: fsspec names the package to install
         raise Unreadable(f"{name}: {error}") from error
     except Exception as error:  # every remote file system has its own; all mean the same here
@@ -286,7 +286,7 @@ class Source:
 
     def __iter__(self) -> Iterator[str]:
         for file in self.files:
-            decoder = codecs.getincrementaldecoder("utf-8")()
+            decoder = codecs.getincrementaldecoder("utf-8-sig")()  # without a byte order mark
             first = self.num_bytes
             for piece in itertools.chain(file.pieces(), [b""]):
                 try:

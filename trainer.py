@@ -68,7 +68,7 @@ class Trainer:
         world: this process among all; found out, and the process group joined, if not given.
         run_dir: where the files of the run go.
         run_config: the whole configuration as plain types, kept in the snapshot and compared when
-            resuming.
+            resuming; by default `config` and, where it is a dataclass, `model.config`.
         snapshot: what to go on from; looked for at `config.snapshot_path` if not given.
 
     Raises `UserError` for a data set of another kind, where the batch cannot be shared, or the
@@ -100,7 +100,8 @@ class Trainer:
             )
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
-        self.run_config = run_config or {"trainer": dataclasses.asdict(config)}
+        bare = distributed.unwrap(model)
+        self.run_config = run_config or described(config, bare)
         self.saver = Saver(config, run_dir, self.world)
         self.files = self.saver.files
         self.requests, self.agreement = Requests(), Agreement(self.world)
@@ -121,7 +122,6 @@ class Trainer:
         found = snapshot or find_snapshot(config, run_dir, self.world)
         if found:
             self._check(found)
-        bare = distributed.unwrap(model)
         if not sharding.is_sharded(bare):  # that is where it should be
             bare.to(self.world.device)
         device = self.world.device
@@ -264,8 +264,9 @@ class Trainer:
             if self.newest:
                 log.info("held-out loss %.4f at step %d", *self.newest)
             log.info(
-                "this run is finished: %d of %d steps; to train on, raise trainer.max_steps or "
+                "this run is %s: %d of %d steps; to train on, raise trainer.max_steps or "
                 "trainer.max_epochs",
+                "finished" if self.step == self.total_steps else "past its end",
                 self.step,
                 self.total_steps,
             )
@@ -518,7 +519,7 @@ class Trainer:
         self.progress.log(mean, rate)
         left = duration(seconds_per_step * (self.total_steps - self.step))
         log.info(
-            "step %*d/%d | epoch %.2f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s "
+            "step %*d/%d | epoch %.3f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s "
             "left",
             len(str(self.total_steps)), self.step, self.total_steps, self.epoch, mean, lr,
             norm.item(),
@@ -603,7 +604,8 @@ class Trainer:
         if world.device.type == "cuda":
             device = torch.cuda.get_device_name(world.device)
         else:
-            device = f"CPU, {torch.get_num_threads()} threads a process"
+            threads = torch.get_num_threads()
+            device = f"CPU, {threads} thread{'s' * (threads > 1)} a process"
         processes = f"{world.size} process{'es' * (world.size > 1)}"
         shared = ", the model sharded" * sharding.is_sharded(self.bare)
         parameters = sum(p.numel() for p in self.parameters)
@@ -632,11 +634,22 @@ class Trainer:
             "epoch       %s windows, one from each character: %s characters",
             f"{len(dataset):,}", f"{len(dataset) * dataset.block_size:,}",
         )  # fmt: skip
+        planned = self.total_steps * characters
         log.info(
-            "plan        %d steps = %.2f epochs, %s characters%s",
-            self.total_steps, self.total_steps * config.batch_size / len(dataset),
-            f"{self.total_steps * characters:,}", f"; from step {self.step}" if self.step else "",
+            "plan        %d step%s = %s characters = %.3g times the text = %.3g epochs%s",
+            self.total_steps, "s" * (self.total_steps > 1), f"{planned:,}",
+            planned / len(dataset.data), self.total_steps * config.batch_size / len(dataset),
+            f"; from step {self.step}" if self.step else "",
         )  # fmt: skip
+
+
+def described(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
+    """What there is to say of a run that a program of its own has put together."""
+    described: dict[str, Any] = {"trainer": dataclasses.asdict(config)}
+    own: Any = getattr(model, "config", None)
+    if dataclasses.is_dataclass(own) and not isinstance(own, type):
+        described["model"] = dataclasses.asdict(own)
+    return described
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -11,6 +11,7 @@ from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate, with_recipe
+from main import configure
 from snapshot_files import load
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -171,12 +172,29 @@ def test_help_and_cfg_print_the_configuration_and_run_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_the_configuration_printed_is_the_one_that_would_run(tmp_path):
+    settings = ["experiment=overfit", "model.model_type=gpt-nano", "optimizer=muon"]
+    result = start(*settings, "optimizer.beta1=0.5", "--cfg", "job", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    shown = yaml.safe_load(result.stdout)
+    assert shown["model"]["n_layer"] is None  # as model_type says, not as the recipe does
+    assert (shown["optimizer"]["learning_rate"], shown["optimizer"]["beta1"]) == (6e-3, 0.5)
+
+
+def test_an_optimizer_that_is_named_comes_with_its_own_settings():
+    def learning_rate(*overrides: str) -> float:
+        return configure("experiment=shakespeare_cpu", *overrides).optimizer.learning_rate
+
+    assert learning_rate() == 8e-3 and learning_rate("optimizer=adamw") == 3e-4
+    assert learning_rate("optimizer=adamw", "optimizer.learning_rate=1e-3") == 1e-3
+
+
 def test_without_arguments_the_recipe_for_this_machine_is_chosen_and_said(tmp_path):
     result = start("data=pydoc", "trainer.max_steps=1", f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     first = result.stdout.splitlines()[0]
     assert re.match("recipe      shakespeare_(cpu|float32|gpu), which fits this machine", first)
-    assert "experiment=NAME" in first and "nanogpt_baby" in first
+    assert "--help lists the others" in first
 
 
 @pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])
@@ -262,12 +280,13 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
     run = tmp_path / "run"
     result = start(*settings, f"run_dir={run}", cwd=tmp_path, env=env)  # has no data/input.txt
     assert result.returncode == 0, result.stderr
-    assert "training on pydoc:topics" in result.stdout
+    assert "warning: https://raw" in result.stdout and "on pydoc:topics, which" in result.stdout
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "input.txt").write_bytes(shakespeare.read_bytes())
     result = start(*settings, f"run_dir={run}", "trainer.max_steps=8", cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
     assert "resuming" in result.stdout and "text        pydoc:topics" in result.stdout
+    assert "warning: this run began on pydoc:topics" in result.stdout
     (tmp_path / "data" / "input.txt").unlink()
     other = f"run_dir={tmp_path / 'other'}"  # a text that is named is never replaced by another
     url = "raw.githubusercontent.com"
@@ -288,9 +307,17 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ),
         (
             "trainer.batch_size=many",
-            "trainer.batch_size: Value 'many' of type 'str' could not be converted to Integer",
+            "trainer.batch_size=many: must be a whole number",
         ),
-        ("experiment=shakespear", "shakespeare_cpu"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate=fast: must be a number"),
+        ("report=perhaps", "report=perhaps: must be true or false"),
+        ("trainer.trackers=wandb", "trainer.trackers: must be a list, as in 'trainer.trackers=["),
+        ("experiment=overfitt", "experiment=overfitt: there is none; did you mean experiment=over"),
+        ("model=modren", "model=modren: there is none; did you mean model=modern? There are gpt2"),
+        ("data=book.txt", "a text of your own is data=text data.path=FILE"),
+        ("trainer.seed", "trainer.seed: settings are KEY=VALUE, without spaces"),
+        ("--max_steps=5", "--max_steps=5: settings have no dashes: trainer.max_steps=5"),
+        ("run_name=", "run_name and run_dir: must not be empty"),
         ("data=text", "data.path: missing"),
         ("model.n_embd=10", "model.n_embd=10: must be divisible by model.n_head=4"),
         ("model.n_embd=12", "heads 3 wide: rotary positions"),

@@ -98,3 +98,23 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
             short += ["data=pydoc", "data.truncate=0.02"]
         result = start(*arguments, *short, nproc=nproc, launcher=launcher, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(nproc, tmp_path):
+    page = (ROOT / "docs" / "from-mingpt-ddp.md").read_text()
+    program = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "mine.py").write_text(program.replace("max_steps=200", "max_steps=3"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "input.txt").write_text("ROMEO: a text of one's own, and long. " * 100)
+    script, env = str(tmp_path / "mine.py"), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = start(script=script, nproc=nproc, cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr
+    assert "held-out loss" in result.stdout and "\nROMEO:" in result.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
+    result = start("max_new_tokens=5", script="sample.py", cwd=tmp_path)  # the newest run's
+    assert result.returncode == 0, result.stderr
+    other = program.replace("gpt-nano", "gpt-micro")
+    (tmp_path / "mine.py").write_text(other)
+    result = start(script=script, cwd=tmp_path, env=env)
+    assert result.returncode == 1 and "model.n_layer was 3, is 4" in result.stderr

@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from reference import CARD, check, curve, load_card, tolerance
 from run_directory import choose_snapshot
 from sample import draw
-from settings import FIXED, HARMLESS, OWN
+from settings import APART, FIXED, HARMLESS, OWN
 from snapshot_files import load
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
@@ -168,7 +168,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     result = start(*TINY, "report=true", f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     warnings = [
-        x for x in result.stdout.splitlines() if x.startswith("report.html was not written")
+        x for x in result.stdout.splitlines() if x.startswith("warning: report.html was not")
     ]
     assert len(warnings) == 1 and "Is a directory" in warnings[0]
 
@@ -414,11 +414,22 @@ def test_what_differs_from_the_recipe_is_named_first_if_it_can_move_the_loss(tmp
     assert set(run.changes()) == {"optimizer.learning_rate", "trainer.threads", "trainer.seed"}
 
 
-def test_another_text_than_the_references_is_named_first(tmp_path, card):
-    run = some_run(tmp_path / "run", held_out=lambda step: 2.5)
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({}, "the text differs"),
+        ({"model__n_layer": 1, "data__block_size": 32}, "data.block_size, model.n_layer, the text"),
+    ],
+)
+def test_what_is_not_comparable_with_the_reference_is_judged_by_itself(
+    tmp_path, card, changed, says
+):
+    run = some_run(tmp_path / "run", held_out=lambda step: 2.5, **changed)
     run.starts[-1]["text_sha256"] = "cd"
     on_track, words = check(run, card)
-    assert not on_track and words[0].endswith("shakespeare_cpu: the text, by its SHA-256.")
+    assert on_track and words[0].endswith("the text, by its SHA-256.")
+    assert f"not compared with the reference for the recipe shakespeare_cpu, as {says}" in words[-1]
+    assert not any("above" in sentence for sentence in words)
 
 
 def test_without_a_reference_a_run_is_judged_by_itself(tmp_path):
@@ -540,7 +551,7 @@ def test_a_run_that_is_not_there_is_refused_with_the_newest(tmp_path, monkeypatc
         choose_snapshot(None, "runs/mine")
 
 
-@pytest.mark.parametrize("keys", [FIXED, HARMLESS, OWN])
+@pytest.mark.parametrize("keys", [FIXED, HARMLESS, APART, OWN])
 def test_every_setting_that_something_is_said_of_exists(keys):
     assert set(keys) <= set(KNOWN) and len(set(keys)) == len(keys)
 

@@ -18,7 +18,7 @@ from sweep import Job, columns, read_jobs, table, table_over_seeds
 
 
 def job(*overrides: str, loss: float | None = 2.0, status: str = "finished") -> Job:
-    return Job(["a=1", *overrides], 10, loss, 5, loss, 1000.0, status)
+    return Job("here", ["a=1", *overrides], 10, loss, 5, loss, 1000.0, status)
 
 
 def folder_of(run: Path, *overrides: str) -> Path:
@@ -52,7 +52,8 @@ def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
         assert found.last_loss == [*losses][-1] and found.characters_per_s > 0
     shown = table(jobs)
     assert shown[1].startswith("optimizer.learning_rate=0.01") and "data=pydoc" not in shown[1]
-    assert result.stdout.splitlines()[-len(shown) :] == shown
+    best = f"sample      python sample.py run_dir={jobs[0].directory}"
+    assert result.stdout.splitlines()[-len(shown) - 1 :] == [*shown, best]
 
 
 def test_a_sweep_over_seeds_ends_with_their_mean_and_deviation_and_is_not_done_twice(tmp_path):
@@ -75,6 +76,8 @@ def test_a_sweep_over_seeds_ends_with_their_mean_and_deviation_and_is_not_done_t
     with open(tmp_path / "run.sweep" / "results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 6 and {row["status"] for row in rows} == {"finished"}
+    names = {Path(row["directory"]).name[:-9] for row in rows}
+    assert "optimizer.learning_rate=0.01,trainer.seed=3" in names and len(names) == 6
     assert float(rows[0]["best_loss"]) == min(float(row["best_loss"]) for row in rows)
 
 
@@ -86,7 +89,7 @@ def test_jobs_whose_recipe_or_name_differs_are_of_one_sweep(swept, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.sweep"]
     jobs = read_jobs(str(tmp_path / "runs" / "run.sweep"))
     assert [job.status for job in jobs] == ["finished"] * 2
-    assert result.stdout.splitlines()[-3:] == table(jobs)
+    assert result.stdout.splitlines()[-4:-1] == table(jobs)
 
 
 def test_different_jobs_have_different_directories_and_the_same_job_has_its_own():
@@ -96,6 +99,8 @@ def test_different_jobs_have_different_directories_and_the_same_job_has_its_own(
     assert len(set(names)) == len(names) and all(0 < len(name) <= 120 for name in names)
     assert all(re.fullmatch(r"[\w.,=+-]+", name) for name in names)
     assert job_name(["b=2", "launch.nproc_per_node=2", "a=1"]) == job_name(["a=1", "b=2"])
+    swept = [job_name([f"a={a}", f"b={b}"], "b") for a in (1, 2) for b in (1, 2)]
+    assert len(set(swept)) == 4 and [name[:4] for name in swept] == ["b=1-", "b=2-"] * 2
 
 
 def test_a_sweep_over_how_a_run_is_started_is_refused(tmp_path):
@@ -110,7 +115,7 @@ def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_p
     heads = ["-m", *TINY, f"run_dir={tmp_path / 'run'}", "model.n_head=3,4"]
     result = start(*heads)
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    rows = [line.split() for line in result.stdout.splitlines()[-2:]]
+    rows = [line.split() for line in result.stdout.splitlines()[-3:-1]]
     assert [(row[0], row[1], row[-1]) for row in rows] == [
         ("model.n_head=4", "6", "finished"),
         ("model.n_head=3", "0", "failed"),
@@ -183,7 +188,7 @@ def test_what_a_killed_job_left_is_read_without_its_torn_line(tmp_path):
     (folder / "metrics.jsonl").write_text(
         '{"step": 3, "split": "val", "loss": 2.5}\n{"step": 4, "split": "tr'
     )
-    found = Job(["lr=1"], 3, 2.5, 3, 2.5, None, "stopped")
+    found = Job(str(folder), ["lr=1"], 3, 2.5, 3, 2.5, None, "stopped")
     assert read_jobs(str(tmp_path)) == [found]
     (folder / "metrics.jsonl").write_text("my thesis\n")
     with pytest.raises(UserError, match=r"a \[1\]: job.yaml or metrics.jsonl cannot be read"):

@@ -114,6 +114,14 @@ def test_a_file_may_be_called_like_a_pattern(books):
     assert read(f"{books}/c[1].txt") == "third "
 
 
+def test_a_byte_order_mark_is_no_character(tmp_path):
+    for name, content in (("1.txt", b"first "), ("2.txt", b"caf\xc3\xa9"), ("3.txt", b"\xff")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert read([str(tmp_path / "1.txt"), str(tmp_path / "2.txt")]) == "first café"
+    with pytest.raises(UserError, match=r"3.txt: not UTF-8: byte 0xff at offset 3"):
+        read(str(tmp_path / "3.txt"))
+
+
 def test_a_character_does_not_go_on_in_the_next_file(tmp_path):
     first, second = tmp_path / "1.txt", tmp_path / "2.txt"
     first.write_bytes(b"caf\xc3")

@@ -77,9 +77,24 @@ def test_the_tutorial_call_trains_and_leaves_its_files(parts, tmp_path, monkeypa
     assert math.isfinite(loss)
     for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt", "metrics.jsonl"):
         assert (tmp_path / name).exists(), name
-    # Of the model it knows what the trainer was told: nothing. No other program guesses.
+    assert load_model(load("gpt_snapshot.pt"), "cpu").config == model.config
+
+
+def test_the_snapshot_of_a_model_that_says_nothing_of_itself_is_not_sampled(parts, tmp_path):
+    class Bare(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(99, 99)
+
+        def forward(self, x, y):
+            return None, torch.nn.functional.cross_entropy(self.table(x).flatten(0, 1), y.flatten())
+
+    model = Bare()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainerConfig(**SETTINGS | {"eval_every_steps": None})
+    Trainer(config, model, optimizer, parts[0], run_dir=str(tmp_path)).train()
     with pytest.raises(SnapshotError, match="does not say of what size its model is"):
-        load_model(load("gpt_snapshot.pt"), "cpu")
+        load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
 def test_the_tutorials_random_split_is_refused_with_what_takes_its_place(parts):
@@ -783,7 +798,10 @@ def test_no_request_is_lost_to_another():
 @pytest.mark.parametrize(
     "change, error",
     [
-        ({"model_state": {}}, r"gpt_snapshot\.pt: cannot be restored into this model: "),
+        (
+            {"model_state": {}},
+            r"gpt_snapshot\.pt: cannot be restored into this model; move it away",
+        ),
         ({"choices": {"amp_dtype": "nonsense"}}, "the run computes in 'nonsense'"),
         ({"scaler_state": {}}, None),
     ],
