@@ -146,13 +146,13 @@ def validate(config: DictConfig) -> Config:
 
 def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:
     """Changes in `composed` what its overrides, as they were typed, mean beyond what they say."""
-    named = {o.split("=")[0].lstrip("+~") for o in overrides}
+    named = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
     sizes = ("n_layer", "n_head", "n_embd")
-    if "model.model_type" in named and not named & {f"model.{size}" for size in sizes}:
+    if "model.model_type" in named and not any(f"model.{s}" in named for s in sizes):
         for size in sizes:  # the recipe's sizes are not those of the type that was asked for
             composed.model[size] = None
-    if "optimizer" in named:  # the recipe's values are for its own
-        chosen = os.path.join(CONF, "optimizer", f"{composed.optimizer.name}.yaml")
+    chosen = os.path.join(CONF, "optimizer", f"{named.get('optimizer')}.yaml")
+    if os.path.exists(chosen):  # the recipe's values are for its own
         for name, value in cast(DictConfig, OmegaConf.load(chosen)).items():
             if f"optimizer.{name!s}" not in named:
                 composed.optimizer[name] = value
@@ -160,7 +160,7 @@ def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:
         composed.data.url = None  # the configured url and digest are those of another text
         if "data.sha256" not in named:
             composed.data.sha256 = None
-    if named & {"data", "data.path", "data.url"}:
+    if named.keys() & {"data", "data.path", "data.url"}:
         composed.data.fallback = None  # no other text stands in for one that was chosen
     if composed.init_from is not None:
         means = {"model": ["arch"], "model.model_type": sizes, "data.block_size": ["block_size"]}

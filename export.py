@@ -1,8 +1,8 @@
 """Writes a trained model as a directory for Hugging Face's Transformers.
 
 python export.py out=my_gpt                                     the newest run, its best snapshot
-python export.py run_dir=runs/shakespeare_cpu out=my_gpt        another run
-python export.py snapshot=runs/shakespeare_cpu/gpt_snapshot.pt out=my_gpt
+python export.py run_dir=runs/NAME out=my_gpt                   another run
+python export.py snapshot=runs/NAME/gpt_snapshot.pt out=my_gpt
 python export.py out=my_gpt push_to=USER/NAME                   and uploads it, for all to see
 
 `AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits; `main.py init_from=my_gpt`

@@ -2,7 +2,7 @@
 what else the model might have said and where a head looked.
 
     python playground.py                               the newest run; the others can be chosen
-    python playground.py run_dir=runs/shakespeare_cpu  another run first
+    python playground.py run_dir=runs/NAME             another run first
     python playground.py snapshots=[a.pt,b.pt]         two to compare, side by side
     python playground.py port=8000 host=0.0.0.0        for others, too: there is no password
 

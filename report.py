@@ -1,10 +1,10 @@
 """The report of a run: one page, `report.html`, that opens from the disk and needs no network.
 
     python report.py                                   the newest run, into its own directory
-    python report.py run_dir=runs/shakespeare_cpu      another run; any time, also while it trains
+    python report.py run_dir=runs/NAME                 another run; any time, also while it trains
     python report.py run_dirs=[runs/a,runs/b]          several runs, laid over each other
-    python report.py run_dirs='runs/NAME.sweep/*'      those of a sweep
-    python report.py check run_dir=runs/shakespeare_cpu    is it on track? says so; status 1 if not
+    python report.py run_dirs=runs/NAME.sweep          those of a sweep
+    python report.py check run_dir=runs/NAME           is it on track? says so; status 1 if not
     python report.py reference run_dirs=[a,b,c]        a recipe's reference, from runs with 3 seeds
 
 Also `out=FILE` for the page, and `reference=FILE` for another card than docs/reference.json. Beside

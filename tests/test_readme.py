@@ -27,7 +27,7 @@ SHORT = [s for s in TINY if not s.startswith(("experiment", "model", "trainer.ba
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The directory of a run that ended, for the commands that only read one."""
-    run = tmp_path_factory.mktemp("readme") / "runs" / "shakespeare_cpu.sweep" / "job"
+    run = tmp_path_factory.mktemp("readme") / "runs" / "rates.sweep" / "job"
     assert start(*TINY, "data.truncate=1", f"run_dir={run}").returncode == 0
     return run
 
