@@ -27,8 +27,8 @@ def choose(
     config: TrainerConfig, device: torch.device, planned_flops: float, earlier: dict[str, Any]
 ) -> dict[str, Any]:
     """The choices of a run that needs `planned_flops` floating-point operations in all: `device`
-    ("cpu" or "cuda"), `amp_dtype`, `compile` and `deterministic`. Those `earlier` made, of a
-    snapshot, stand where the setting is `auto`.
+    ("cpu" or "cuda"), `amp_dtype`, `compile` and `deterministic`. The `earlier` ones of a snapshot
+    stand where the setting is `auto`.
 
     Raises `UserError` where `choose_amp_dtype` does.
     """

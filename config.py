@@ -1,4 +1,4 @@
-"""The root of the configuration: four typed groups, checked together, with errors that name the
+"""The root of the configuration: typed groups, checked together, with errors that name the
 key.
 
 Hydra composes it from `conf/`; `register` tells it the types. `validate` turns the composed
@@ -6,26 +6,23 @@ configuration into the dataclasses that the application is built from.
 """
 
 import difflib
-import hashlib
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
-import torch
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from char_dataset import DataConfig
-from distributed import computes_in_bfloat16, launched_size
+from distributed import launched_size
 from errors import UserError
-from launch import LaunchConfig, without
-from model import ARCHITECTURE, GPTConfig
+from launch import LaunchConfig
+from model import GPTConfig
 from optimizer import OptimizerConfig
 from settings import flatten
 from trainer_config import TrainerConfig
@@ -56,58 +53,12 @@ class Config:
 
 
 KNOWN = list(flatten(cast(dict, OmegaConf.to_container(OmegaConf.structured(Config)))))
-LAST = {key.split(".")[-1]: key for key in KNOWN}  # by the last part of its name
+LAST = {key.split(".")[-1]: key for key in reversed(KNOWN)}  # the first that ends so
 
 
 def register() -> None:
     """Makes the schema known to Hydra. Call before composing."""
     ConfigStore.instance().store(name="base_config", node=Config)
-
-
-def job_name(overrides: list[str], swept: str = "") -> str:
-    """A directory name for one job of a sweep: the overrides of the keys `swept`, separated by
-    spaces, and a digest of the others; without `swept` all of them. Those of `launch` do not count.
-
-    The same overrides give the same name, so that the same sweep goes on where it stopped. Others
-    give another: where characters are replaced, or many left out, it ends with a digest, too.
-    """
-    own = sorted(without(overrides, "launch."))
-    shown = [o for o in own if not swept or o.split("=")[0].lstrip("+~") in swept.split()]
-    whole = ",".join(shown) or "defaults"
-    name = re.sub(r"[^\w.,=+-]", "_", whole)
-    if name == whole and len(name) <= 120 and shown == own:
-        return name
-    return f"{name[:100]}-{hashlib.sha256(','.join(own).encode()).hexdigest()[:8]}"
-
-
-# Not in `register`: a job of submitit's names its directory before it calls anything of ours.
-OmegaConf.register_new_resolver("job_name", job_name, replace=True)
-
-
-def with_recipe(arguments: list[str]) -> list[str]:
-    """`arguments` and the recipe that fits this machine, unless they name one."""
-    if "experiment=null" in arguments:  # Hydra has no such override; null is what config.yaml has
-        return [a for a in arguments if a != "experiment=null"]
-    names = {argument.split("=")[0].lstrip("+~") for argument in arguments}
-    if names & {"experiment", "--hydra-help", "--version"}:
-        return arguments
-    # torch's own way to ask would keep the GPU from processes that begin as copies of this one.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
-        recipe = "shakespeare_gpu"
-    elif computes_in_bfloat16(torch.device("cpu")):
-        recipe = "shakespeare_cpu"
-    else:
-        recipe = "shakespeare_float32"
-    if names.isdisjoint(
-        {"--help", "-h", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
-    ):
-        log.info("recipe      %s, which fits this machine; --help lists the others", recipe)
-    # A choice made inside conf/config.yaml would be an interpolated group, and those may not
-    # override other groups. Hydra wants all overrides in one place.
-    overrides = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
-    first = next(overrides, 0)
-    return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
 
 
 def validate(config: DictConfig) -> Config:
@@ -121,17 +72,13 @@ def validate(config: DictConfig) -> Config:
             raise UserError(no_such_key(key))
     try:
         OmegaConf.to_container(config, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(explain(error, sys.argv[1:])) from error
-    missing = OmegaConf.missing_keys(config)
-    if missing:
-        raise UserError(
-            f"{', '.join(sorted(missing))}: missing; give a value, such as {min(missing)}=VALUE"
-        )
-    try:
+        if missing := OmegaConf.missing_keys(config):
+            raise UserError(
+                f"{', '.join(sorted(missing))}: missing; give a value, such as {min(missing)}=VALUE"
+            )
         result = cast(Config, OmegaConf.to_object(config))
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error, sys.argv[1:])) from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise UserError(explain(error, ())) from error
     if result.model.block_size != result.data.block_size:
         raise UserError(
             f"model.block_size={result.model.block_size}: must equal data.block_size "
@@ -142,35 +89,6 @@ def validate(config: DictConfig) -> Config:
     result.launch.check()
     result.trainer.check_world_size(launched_size() * result.launch.processes())
     return result
-
-
-def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:
-    """Changes in `composed` what its overrides, as they were typed, mean beyond what they say."""
-    named = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
-    sizes = ("n_layer", "n_head", "n_embd")
-    if "model.model_type" in named and not any(f"model.{s}" in named for s in sizes):
-        for size in sizes:  # the recipe's sizes are not those of the type that was asked for
-            composed.model[size] = None
-    chosen = os.path.join(CONF, "optimizer", f"{named.get('optimizer')}.yaml")
-    if os.path.exists(chosen):  # the recipe's values are for its own
-        for name, value in cast(DictConfig, OmegaConf.load(chosen)).items():
-            if f"optimizer.{name!s}" not in named:
-                composed.optimizer[name] = value
-    if "data.path" in named and "data.url" not in named:
-        composed.data.url = None  # the configured url and digest are those of another text
-        if "data.sha256" not in named:
-            composed.data.sha256 = None
-    if named.keys() & {"data", "data.path", "data.url"}:
-        composed.data.fallback = None  # no other text stands in for one that was chosen
-    if composed.init_from is not None:
-        means = {"model": ["arch"], "model.model_type": sizes, "data.block_size": ["block_size"]}
-        if composed.model.model_type is None:
-            del means["model.model_type"]
-        asked = {name for key in named for name in means.get(key, ())}
-        asked |= {
-            n for n in ARCHITECTURE if f"model.{n}" in named and composed.model[n] is not None
-        }
-        composed.explicit = sorted(asked)
 
 
 def plain(config: Config) -> dict:
@@ -195,19 +113,9 @@ def no_such_key(key: str) -> str:
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     """The line for a file that a group does not have."""
     near = difflib.get_close_matches(name, options, n=1)
-    hint = f"did you mean {group}={near[0]}? " if near else ""
-    own = "; a text of your own is data=text data.path=FILE" if group == "data" else ""
-    return f"{group}={name}: there is none; {hint}There are {', '.join(options)}{own}"
-
-
-def check_dashes(arguments: Iterable[str]) -> None:
-    """Raises `UserError` for a setting that is given as other programs' options are, with
-    dashes.
-    """
-    for argument in arguments:
-        name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
-        if argument.startswith("--") and (key := LAST.get(name.split(".")[-1])):
-            raise UserError(f"{argument}: settings have no dashes: {key}={value or 'VALUE'}")
+    hint = f"did you mean {group}={near[0]}? Choose" if near else "choose"
+    own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
+    return f"{group}={name}: no such file in conf/{group}; {hint} from {', '.join(options)}{own}"
 
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}

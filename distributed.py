@@ -3,7 +3,7 @@ without any launcher.
 
 The launcher's environment (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`: torchrun's
 names, which Accelerate sets too, and `slurm.adopt` under srun) decides whether there is a process
-group; nothing else in the application reads these variables.
+group; nothing else but `slurm.py` reads these variables.
 """
 
 import atexit

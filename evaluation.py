@@ -30,22 +30,25 @@ def evaluate(
     most = -(-dataset.num_tiles // world.size)  # of any rank: all poll equally often
     size = max(1, EVAL_CHARACTERS[world.device.type] // dataset.block_size)
     total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
+    was_training = model.training
     model.eval()
-    for start in range(first, first + most, size):
-        poll()
-        # Who has no window left computes one for nothing: blocks that are sharded are gathered by
-        # all ranks together.
-        end = min(start + size, last)
-        x, y = (
-            z.to(world.device)
-            for z in (dataset.tiles(start, end) if start < end else dataset.tiles(0, 1))
-        )
-        loss = model(x, y)[1].double()
-        if start < end:
-            ignored = int((y == IGNORE).sum()) if end == last else 0
-            total += loss * (y.numel() - ignored)
-            scored += y.numel() - ignored
-    model.train()
+    try:
+        for start in range(first, first + most, size):
+            poll()
+            # Who has no window left computes one for nothing: blocks that are sharded are gathered
+            # by all ranks together.
+            end = min(start + size, last)
+            x, y = (
+                z.to(world.device)
+                for z in (dataset.tiles(start, end) if start < end else dataset.tiles(0, 1))
+            )
+            loss = model(x, y)[1].double()
+            if start < end:
+                ignored = int((y == IGNORE).sum()) if end == last else 0
+                total += loss * (y.numel() - ignored)
+                scored += y.numel() - ignored
+    finally:
+        model.train(was_training)
     results = distributed.gather((total.item(), scored), world)
     losses = [loss / count if count else None for loss, count in results]
     everything = sum(count for _, count in results)

@@ -53,6 +53,8 @@ class Run:
         try:
             config = cast(dict, OmegaConf.to_container(OmegaConf.load(os.path.join(path, CONFIG))))
             int(config["model"]["vocab_size"]), config["trainer"]["max_steps"]
+        except FileNotFoundError as error:
+            raise UserError(f"run_dir={path}: has no {CONFIG}, which main.py writes") from error
         except Exception as error:  # a file can be wrong in many ways
             raise UserError(f"{path}/{CONFIG}: cannot be read: {one_line(error)}") from error
         good = [line for line in lines if line["loss"] is not None]

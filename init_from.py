@@ -87,7 +87,7 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
         return None
     if snapshot is not None:
         log.info("init_from   was for the beginning: this run resumes from its own snapshot")
-        adopt(config, architecture_of(snapshot), "the run's own snapshot")
+        settle(config, architecture_of(snapshot), "the run's own snapshot")
         return None
 
     def read_named() -> Learned:
@@ -97,12 +97,12 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
             raise UserError(f"init_from={source}: {error}") from error
 
     learned = run_on_first(read_named, world)
-    adopt(config, learned.architecture, f"init_from={source}")
+    settle(config, learned.architecture, f"init_from={source}")
     log.info("init_from   %s", learned.description)
     return learned
 
 
-def adopt(config: Config, architecture: dict[str, Any], source: str) -> None:
+def settle(config: Config, architecture: dict[str, Any], source: str) -> None:
     """Gives `config` the `architecture` of `source`.
 
     Raises `UserError` where the command line asks for another. Only the context may be another:

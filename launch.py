@@ -153,7 +153,7 @@ def start(config: LaunchConfig, arguments: list[str]) -> None:
             if failure.exitcode < 0:
                 how = f"was ended by {failure.signal_name()}; the same command resumes it"
             else:
-                how = f"ended with status {failure.exitcode}; it has said why"
+                how = f"ended with status {failure.exitcode}; see its error above"
             raise UserError(f"rank {rank} (process {failure.pid}) {how}") from None
         finally:
             for number, handler in handlers.items():

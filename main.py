@@ -45,17 +45,7 @@ import slurm
 import sweep
 from char_dataset import CharDataset
 from choices import choose_amp_dtype
-from config import (
-    CONF,
-    Config,
-    check_dashes,
-    explain,
-    follow_overrides,
-    plain,
-    register,
-    validate,
-    with_recipe,
-)
+from config import CONF, Config, explain, plain, register, validate
 from distributed import (
     World,
     gather,
@@ -69,6 +59,7 @@ from errors import UserError, one_line
 from files import replacing
 from model import GPT
 from optimizer import create_optimizer
+from overrides import check_dashes, follow_overrides, with_recipe
 from run_directory import CONFIG, REPORT, check_none_elsewhere, own_files, shown
 from sample import draw
 from saver import find_snapshot
@@ -76,7 +67,7 @@ from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import is_local
-from text_cache import prepare
+from text_cache import fill
 from text_files import fetch
 from trainer import Trainer
 
@@ -89,14 +80,19 @@ def configure(*overrides: str) -> DictConfig:
 
     Without an `experiment=` it has the recipe that fits this machine. Raises `UserError`.
     """
-    register()
     log_to_console()
+    return compose_all(with_recipe(list(overrides)))
+
+
+def compose_all(overrides: list[str]) -> DictConfig:
+    """The configuration that exactly these overrides make, outside of `hydra.main`."""
+    register()
     try:
         with initialize_config_dir(CONF, version_base="1.3"):
-            composed = compose("config", overrides=with_recipe(list(overrides)))
+            composed = compose("config", overrides=overrides)
+        follow_overrides(composed, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, overrides)) from None
-    follow_overrides(composed, overrides)
     return composed
 
 
@@ -147,6 +143,11 @@ def train(composed: DictConfig) -> float | None:
             init_from.give(learned, model, dataset.vocabulary)
             learned = None  # or every process would keep the whole of it
         optimizer = create_optimizer(model, config.optimizer)
+        log.info(
+            "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
+            config.optimizer.name, config.optimizer.schedule, config.optimizer.learning_rate,
+            config.optimizer.weight_decay,
+        )  # fmt: skip
 
         def sample() -> list[str]:
             return draw(cast(GPT, trainer.bare), dataset.vocabulary, world.device)
@@ -227,7 +228,7 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
     texts: list[str | None] = []  # rank 0 hands its own to the others, if it has one
-    run_on_each_host(lambda: texts.append(prepare(data)), world)
+    run_on_each_host(lambda: texts.append(fill(data)), world)
     dataset = CharDataset(data, run_on_first(lambda: texts[0], world))
     if len(set(gather(dataset.digest, world))) > 1:
         raise UserError(f"data.path={path}: the processes read different texts there")
@@ -276,7 +277,7 @@ def main(composed: DictConfig) -> float | None:
         distributed.leave(status)
     except UserError as error:
         if hydra_config.mode == RunMode.MULTIRUN:
-            log.error("error: %s", error)
+            log.error("%s", error)
             raise  # Hydra goes on with the other jobs and raises it again when they are done
         fail(error)
 
@@ -297,7 +298,7 @@ def print_config(arguments: list[str]) -> bool:
     others = [a for a in arguments if a not in (*asked, "job", "--resolve")]
     if not asked or any("=" not in a or a.startswith("-") for a in others):
         return False
-    print(OmegaConf.to_yaml(configure(*others), resolve="--resolve" in arguments), end="")
+    print(OmegaConf.to_yaml(compose_all(others), resolve="--resolve" in arguments), end="")
     return True
 
 
@@ -309,11 +310,12 @@ def fail(error: Exception | str, status: int = 1) -> NoReturn:
 
 
 class Console(logging.Formatter):
-    """Messages as they are, warnings named as such."""
+    """Messages as they are, warnings and errors named as such."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
-        return f"warning: {message}" if record.levelno == logging.WARNING else message
+        named = record.levelno >= logging.WARNING
+        return f"{record.levelname.lower()}: {message}" if named else message
 
 
 def log_to_console() -> None:
@@ -342,21 +344,19 @@ if __name__ == "__main__":
                 "-m: the jobs of a sweep take turns, each with processes of its own: start it with "
                 f"python main.py -m launch.nproc_per_node={launched_size()} ..., without a launcher"
             )
+        if {"--cfg", "-c"} & set(sys.argv):
+            fail("--cfg: prints one configuration; leave out -m")
         for argument in sys.argv:
             if argument.lstrip("+").startswith("launch.") and "," in argument:
                 fail(f"{argument}: cannot differ between the jobs of a sweep; give one value")
         here, others = os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # for submitit
-    sys.argv[1:] = with_recipe(sys.argv[1:])
-    try:
-        check_dashes(sys.argv)
-        if print_config(sys.argv[1:]):
-            distributed.leave(0)
-    except UserError as error:
-        fail(error)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, to be shown our way
     try:
-        main()
+        check_dashes(sys.argv)
+        sys.argv[1:] = with_recipe(sys.argv[1:])
+        if not print_config(sys.argv[1:]):
+            main()
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error, sys.argv[1:]))
     except UserError as error:  # of a sweep's job; said then, but it may be long ago or elsewhere

@@ -16,7 +16,7 @@ from errors import UserError, one_line
 from files import replacing
 from history import Run, median_rate
 from launch import without
-from settings import APART, HARMLESS
+from settings import HARMLESS, NOT_COMPARABLE
 
 CARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 FEWEST = 3  # seeds that a spread can be told from
@@ -153,20 +153,16 @@ def check(run: Run, card: dict[str, dict[str, Any]]) -> tuple[bool, list[str]]:
     name = f"the recipe {run.recipe}" if run.recipe else "the defaults"
     reference = card.get(run.recipe or "")
     changed = say_changes(run)
-    apart = [key for key in run.changes() if key in APART or key.startswith("model.")]
-    apart = [key for key in apart if key not in HARMLESS]
-    if reference and run.starts and run.starts[-1]["text_sha256"] != reference["text_sha256"]:
+    apart = not_comparable(run, reference) if reference else []
+    if "the text" in apart:
         changed = ", ".join(filter(None, (changed, "the text, by its SHA-256")))
-        apart.append("the text")
     problems = [nothing_learned(run), diverging(run)]
     remarks = []
     if reference is None or apart:
         problems.append(overfitting(run))
-        why = f"It is not compared with the reference for {name}, as {', '.join(apart)} differ"
-        if reference is None:
-            why = f"There is no reference for {name}"
-        elif len(apart) == 1:
-            why += "s"
+        why = f"There is no reference for {name}"
+        if reference is not None:
+            why = f"Not compared with the reference for {name}, because of {', '.join(apart)}"
         remarks = [f"{why}: only what a run shows by itself is judged."]
         reference = None
     else:
@@ -195,6 +191,13 @@ def check(run: Run, card: dict[str, dict[str, Any]]) -> tuple[bool, list[str]]:
     elif problems:
         remarks.append("Look first at what differs.")
     return not problems, [*causes, *problems, *filter(None, remarks)]
+
+
+def not_comparable(run: Run, reference: dict[str, Any]) -> list[str]:
+    """The settings, or the text, with which a run's losses cannot be compared with `reference`."""
+    keys = [k for k in run.changes() if k in NOT_COMPARABLE or k.startswith("model.")]
+    other_text = run.starts and run.starts[-1]["text_sha256"] != reference["text_sha256"]
+    return [key for key in keys if key not in HARMLESS] + ["the text"] * bool(other_text)
 
 
 def compare(run: Run, reference: dict[str, Any], split: str) -> tuple[bool, str]:

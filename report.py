@@ -26,12 +26,12 @@ import yaml
 from arguments import parse, run_program
 from errors import UserError, one_line
 from files import replacing
-from history import OWN, Run, median_rate
+from history import Run, median_rate
 from launch import quoted, without
 from progress import duration
-from reference import CARD, check, curve, load_card, save_card, tolerance
+from reference import CARD, check, curve, load_card, not_comparable, save_card, tolerance
 from run_directory import REPORT, is_run, newest_run
-from settings import flatten
+from settings import OWN, flatten
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 MOST_POINTS = 1000  # of one curve; more would not be seen
@@ -198,6 +198,8 @@ def reference_band(
     reference = card.get(runs[0].recipe or "")
     if reference is None or len({run.recipe for run in runs}) > 1:
         return None, ""
+    if any(not_comparable(run, reference) for run in runs):
+        return None, ""
     split = "val" if len(reference["val"]) > 1 else "train"
     allowed = tolerance(reference, split)
     rows = [
@@ -252,13 +254,15 @@ def name_runs(runs: list[Run]) -> list[str]:
     """A short name for each of several runs: the settings in which they differ, or where these are
     many, their directories.
     """
-    names = [", ".join(f"{k.split('.')[-1]}={v}" for k, v in row.items()) for row in apart(runs)]
+    names = [
+        ", ".join(f"{k.split('.')[-1]}={v}" for k, v in row.items()) for row in differing(runs)
+    ]
     if len(set(names)) < len(runs) or max(map(len, names)) > LONGEST_LABEL:
         names = [os.path.basename(os.path.normpath(run.path)) for run in runs]
     return names if len(set(names)) == len(runs) else [run.path for run in runs]
 
 
-def apart(runs: list[Run]) -> list[dict[str, Any]]:
+def differing(runs: list[Run]) -> list[dict[str, Any]]:
     """For each run, the settings whose values are not the same in all, but for their names."""
     configs = [flatten(run.config) for run in runs]
     keys = sorted(set().union(*configs) - {*OWN, "trainer.snapshot_path"})
@@ -367,7 +371,7 @@ def page(runs: list[Run], card: dict[str, Any]) -> tuple[str, list[Chart]]:
             describe(run, card) | {"label": name, "hue": hue_of(i)}
             for i, (run, name) in enumerate(zip(runs, names, strict=True))
         ],
-        apart=apart(runs),
+        apart=differing(runs),
         reference=card.get(runs[0].recipe or "") if parts and parts[0].band else None,
     )
     return html, parts
@@ -459,7 +463,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
     config: Any = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
     run_dirs = find_runs(*(vars(config).get(name) for name in ("run_dir", "run_dirs")))
-    card = config.reference
+    card = config.reference  # where it is
     if command == "check":
         history = Run.read(run_dirs[0])
         on_track, words = check(history, load_card(card))

@@ -146,7 +146,7 @@ class Saver:
 
     def why(self) -> str:
         """What the newest failure was, as far as this rank knows."""
-        return self.writer.error if self.writer else "rank 0 has the reason"
+        return self.writer.error if self.writer else "see the error of rank 0"
 
     def has_saved(self, step: int) -> bool:
         """Waits for the save under way; whether, on rank 0, the latest snapshot is of `step`."""

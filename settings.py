@@ -23,7 +23,7 @@ FIXED = (
     "trainer.seed",
     "trainer.batch_size",
 )
-# Settings that cannot move the loss by more than rounding does.
+# Settings that cannot move the loss by more than rounding does, or than seeds do.
 HARMLESS = (
     "samples",
     "report",
@@ -52,8 +52,8 @@ HARMLESS = (
     "trainer.resume",
     "trainer.timeout_s",
 )
-# Of the others, those with which losses at the same step are of different things.
-APART = (
+# Of the others, beside those of the model, those with which losses at one step cannot be compared.
+NOT_COMPARABLE = (
     "init_from",
     "data.block_size",
     "data.train_split",
@@ -61,8 +61,9 @@ APART = (
     "trainer.max_steps",
     "trainer.max_epochs",
     "trainer.batch_size",
-)  # and model.*
-# What every run has for itself, has from its text, or has no say in what it learns.
+)
+# Never counted as a change from the recipe: names of the run, what its text gives, and settings
+# without effect on training.
 OWN = (
     "run_name",
     "run_dir",

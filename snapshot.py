@@ -52,7 +52,7 @@ class Snapshot:
         processes: how many trained when it was taken.
         vocabulary: the distinct characters, their position being their id.
         text_digest: SHA-256 of the (truncated) text.
-        choices: what every `auto` setting came to mean in this run.
+        choices: what was computed with: device, type, whether compiled and deterministic.
         config: the whole resolved configuration, plain types.
         shards: of a sharded snapshot, which leaves the first two fields empty, where the tensors
             are: `folder`, relative to that of the snapshot, and `files`, the name of each to its
@@ -124,8 +124,14 @@ class Snapshot:
         return cls(**fields)
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
-        """The choices, or none where they were made for another kind of device."""
-        return self.choices if self.choices.get("device", device_type) == device_type else {}
+        """What the settings that were `auto` came to mean; nothing on another kind of device."""
+        if self.choices.get("device", device_type) != device_type:
+            return {}
+        settings = self.config.get("trainer", {})
+        asked = {name for name in self.choices if settings.get(name, "auto") != "auto"}
+        if settings.get("use_amp") is False:
+            asked.add("amp_dtype")
+        return {name: choice for name, choice in self.choices.items() if name not in asked}
 
     @property
     def model_config(self) -> dict[str, Any]:

@@ -310,12 +310,11 @@ class SnapshotFiles:
             self._move(self.temporary, self.path)
         return content, path
 
-    def set_aside(self, paths: list[str] | None = None, word: str = "old") -> list[str]:
-        """Renames `paths`, or all snapshots, to the first number free for all (`NAME.old1.pt`).
+    def set_aside(self, paths: list[str], word: str = "old") -> list[str]:
+        """Renames `paths` to the first number free for all (`NAME.old1.pt`).
 
         Returns the new names.
         """
-        paths = self.all() if paths is None else paths
         number = 1
         while any(exists(beside(path, f"{word}{number}")) for path in paths):
             number += 1

@@ -89,7 +89,7 @@ class Job:
             steps=lines[-1]["step"] if lines else None,
             best_loss=best.get("loss"),
             best_step=best.get("step"),
-            last_loss=last_loss(run_dir),
+            last_loss=val[-1]["loss"] if val else None,
             characters_per_s=median_rate(lines),
             status=job["status"],
         )
@@ -183,7 +183,7 @@ def report(sweep_dir: str) -> None:
     try:
         jobs = read_jobs(sweep_dir)
     except UserError as error:
-        log.error("error: no table of this sweep: %s", error)
+        log.error("no table of this sweep: %s", error)
         return
     if not jobs:
         return
@@ -205,8 +205,8 @@ def report(sweep_dir: str) -> None:
 
 
 class Report(Callback):
-    """Hydra's callback of `conf/config.yaml`: has all jobs of a sweep lie in one directory, named
-    by what differs between them, and it end with its table, however it ends.
+    """Hydra's callback of `conf/config.yaml`: puts all jobs of a sweep into one directory, names
+    each by its swept overrides, and prints the table when the sweep ends, however it ends.
 
     Every job would compose `hydra.sweep.dir` anew, and find another where it is the recipe or the
     run's name that differs. Hydra's own call at the end comes only where no job failed.

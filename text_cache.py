@@ -78,7 +78,7 @@ def open_text(config: DataConfig) -> str | EncodedText:
     return cast(EncodedText, load(path, config))
 
 
-def prepare(config: DataConfig) -> str | None:
+def fill(config: DataConfig) -> str | None:
     """What one process of a host does for all: puts a large text into the cache of the host.
 
     Returns a small text that is remote, or whose size could not be known before it was read: it is

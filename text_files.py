@@ -231,7 +231,7 @@ def text_file(name: str, file_system: Any, inner: str, asked: str) -> TextFile:
     )
 
 
-class Progress:
+class ReadingProgress:
     """Says every few seconds how much of `name` has been read, `size` bytes if that is known."""
 
     def __init__(self, name: str, size: int | None):
@@ -278,7 +278,7 @@ class Source:
         if len(self.files) > 1:
             self.name += f" and {len(self.files) - 1} more"
         self.digest = hashlib.sha256()
-        self.progress = Progress(self.name, self.size)
+        self.progress = ReadingProgress(self.name, self.size)
 
     @property
     def num_bytes(self) -> int:
@@ -329,7 +329,9 @@ def fetch(config: DataConfig) -> Any:
     try:
         with reading(config.url):
             [file] = find(config.url)
-        progress = Progress(file.name, file.size if file.compression in (None, ending) else None)
+        progress = ReadingProgress(
+            file.name, file.size if file.compression in (None, ending) else None
+        )
         os.makedirs(folder, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             dir=folder, prefix=".download-", suffix=ending, delete=False

@@ -11,6 +11,7 @@ processes.
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 import time
@@ -38,9 +39,8 @@ from trainer_config import TrainerConfig, planned_steps
 
 log = logging.getLogger("gpt")
 
-# Bad steps in a row that mean that a run has diverged, and will not find back.
-MOST_SKIPPED = 25
-SMALLEST_SCALE = 2.0**-20  # of a GradScaler, which halves it at each
+MOST_SKIPPED = 25  # steps in a row after which the run counts as diverged
+SMALLEST_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
 
 
 class _StopRequested(Exception):
@@ -95,13 +95,15 @@ class Trainer:
         self.train_dataset, self.test_dataset = train_dataset, test_dataset
         if not hasattr(train_dataset, "batch"):
             raise UserError(
-                f"train_dataset: a {type(train_dataset).__name__} cuts no batches; the two parts "
-                "of a CharDataset come from its split(), not from random_split"
+                f"train_dataset: a {type(train_dataset).__name__} has no batch(); split a text "
+                "with CharDataset.split(), not with random_split"
             )
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         self.run_dir = run_dir
         bare = distributed.unwrap(model)
-        self.run_config = run_config or described(config, bare)
+        # As plain types: a snapshot holds nothing else.
+        given = run_config or described(config, bare)
+        self.run_config = json.loads(json.dumps(given, default=str))
         self.saver = Saver(config, run_dir, self.world)
         self.files = self.saver.files
         self.requests, self.agreement = Requests(), Agreement(self.world)
@@ -290,9 +292,9 @@ class Trainer:
                 if self.batches is None or not self.batches.lost_a_process():
                     raise
                 raise UserError(
-                    f"step {self.step + 1}: a process that prepares batches has died, of too "
-                    "little memory perhaps (trainer.data_loader_workers="
-                    f"{self.config.data_loader_workers}; 0 needs none): {one_line(error)}"
+                    f"step {self.step + 1}: a data loader process has died, perhaps out of memory "
+                    f"(trainer.data_loader_workers={self.config.data_loader_workers}; with 0 there "
+                    f"is none): {one_line(error)}"
                 ) from error
             finally:
                 if self.batches:
@@ -450,11 +452,8 @@ class Trainer:
         self.skipped += 1
         log.warning("step %d: gradient norm %g: no update", self.step + 1, norm)
         if self.skipped >= MOST_SKIPPED:
-            raise UserError(
-                f"step {self.step + 1}: the gradient norm was not finite {MOST_SKIPPED} times in a "
-                "row: training has diverged; lower optimizer.learning_rate; snapshots of earlier "
-                "steps are as they were"
-            )
+            why = f"the gradient norm was not finite {MOST_SKIPPED} times in a row"
+            raise diverged(self.step + 1, why)
 
     def _learning_rate(self, step: int) -> float:
         """That of the first parameter group at `step`."""
@@ -472,11 +471,7 @@ class Trainer:
         """
         if self.scaler.is_enabled():
             if self.scaler.get_scale() < SMALLEST_SCALE:
-                raise UserError(
-                    f"step {self.step}: float16 gradients overflow at any scale: training has "
-                    "diverged; lower "
-                    f"optimizer.learning_rate; snapshots of earlier steps are as they were"
-                )
+                raise diverged(self.step, "float16 gradients overflow at any scale")
             return  # the scaler skips such steps and lowers its scale: that is its work
         if self.config.on_nonfinite == "skip":
             return
@@ -485,11 +480,10 @@ class Trainer:
             firsts = distributed.gather(self.first_bad.tolist(), self.world)
             step, loss, norm = min(first for first in firsts if first[0] >= 0)
             lr = self._learning_rate(int(step) - 1)
-            raise UserError(
-                f"step {step:.0f}: loss {loss:g}, gradient norm {norm:g} at learning rate "
-                f"{lr:.3g}: training has diverged; lower optimizer.learning_rate or raise "
-                "optimizer.warmup_steps, or leave such steps out with trainer.on_nonfinite=skip; "
-                "snapshots of earlier steps are as they were"
+            raise diverged(
+                int(step),
+                f"loss {loss:g}, gradient norm {norm:g} at learning rate {lr:.3g}",
+                ", raise optimizer.warmup_steps, or skip such steps (trainer.on_nonfinite=skip)",
             )
 
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
@@ -535,8 +529,8 @@ class Trainer:
         if self.sample is None or not (due or self.step == self.total_steps):
             return {}
         # A model that is sharded computes in the type that its blocks are gathered in.
-        shared = sharding.is_sharded(self.bare)
-        precision = self._autocast() if shared else contextlib.nullcontext()
+        sharded = sharding.is_sharded(self.bare)
+        precision = self._autocast() if sharded else contextlib.nullcontext()
         with self.stopwatch.paused(), self._eagerly(), precision:
             return {"samples": self.sample()}
 
@@ -550,11 +544,7 @@ class Trainer:
         loss, scored, rank_losses = self.evaluate()
         if not math.isfinite(loss):
             lr = self._learning_rate(self.step - 1)
-            raise UserError(
-                f"step {self.step}: the held-out loss is {loss} at learning rate {lr:.3g}: "
-                "training has diverged; lower optimizer.learning_rate; snapshots of earlier steps "
-                "are as they were"
-            )
+            raise diverged(self.step, f"the held-out loss is {loss} at learning rate {lr:.3g}")
         self.newest = (loss, self.step)
         best = min(self.best or self.newest, self.newest)  # the first of equals
         better, self.best = best is self.newest, best
@@ -579,8 +569,11 @@ class Trainer:
     def evaluate(self) -> tuple[float, int, list[float | None]]:
         """The loss over the held-out text, as `evaluation.evaluate` has it.
 
-        Runs the plain model: compiling for evaluation would cost more than it saves.
+        Runs the plain model: compiling for evaluation would cost more than it saves. Raises
+        `UserError` without a test set.
         """
+        if self.test_dataset is None:
+            raise UserError("evaluate: the Trainer was given no test_dataset")
         with self._eagerly(), self._autocast():
             return evaluate(self.bare, self.test_dataset, self.world, self._poll)
 
@@ -607,10 +600,10 @@ class Trainer:
             threads = torch.get_num_threads()
             device = f"CPU, {threads} thread{'s' * (threads > 1)} a process"
         processes = f"{world.size} process{'es' * (world.size > 1)}"
-        shared = ", the model sharded" * sharding.is_sharded(self.bare)
+        sharded = ", the model sharded" * sharding.is_sharded(self.bare)
         parameters = sum(p.numel() for p in self.parameters)
         characters = config.batch_size * dataset.block_size
-        log.info("device      %s; %s%s", device, processes, shared)
+        log.info("device      %s; %s%s", device, processes, sharded)
         log.info(
             "precision   %s%s; %s; %s", self.choices["amp_dtype"],
             " with loss scaling" if self.scaler.is_enabled() else "",
@@ -641,6 +634,14 @@ class Trainer:
             planned / len(dataset.data), self.total_steps * config.batch_size / len(dataset),
             f"; from step {self.step}" if self.step else "",
         )  # fmt: skip
+
+
+def diverged(step: int, what: str, more: str = "") -> UserError:
+    """The error of a run whose numbers are past help, and the ways out; `more` of them."""
+    return UserError(
+        f"step {step}: {what}: training has diverged; lower optimizer.learning_rate{more}; "
+        "earlier snapshots are intact"
+    )
 
 
 def described(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:

@@ -44,11 +44,9 @@ class TrainerConfig:
 
     def __post_init__(self):
         # From Python as well as from YAML, where `true` needs no quotes.
-        self.compile, self.deterministic = (
-            str(self.compile).lower(),
-            str(self.deterministic).lower(),
-        )
-        choices = {
+        self.compile = str(self.compile).lower()
+        self.deterministic = str(self.deterministic).lower()
+        options = {
             "amp_dtype": ("auto", "bfloat16", "float16"),
             "device": ("auto", "cpu", "cuda"),
             "compile": ("auto", "true", "false"),
@@ -58,7 +56,7 @@ class TrainerConfig:
             "resume": ("auto", "must", "never"),
             "on_nonfinite": ("stop", "skip"),
         }
-        for name, allowed in choices.items():
+        for name, allowed in options.items():
             if getattr(self, name) not in allowed:
                 raise UserError(
                     f"trainer.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}"

@@ -210,7 +210,7 @@ def test_a_dead_loader_ends_the_run_with_one_line(tmp_path, nproc):
     os.kill(chaos.children(trainer)[0], signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "a process that prepares batches has died" in out, out
+    assert "a data loader process has died" in out, out
     assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
 
 

@@ -11,10 +11,11 @@ from hydra import compose, initialize_config_dir
 
 import export
 import init_from
-from config import Config, follow_overrides, register, validate
+from config import Config, register, validate
 from distributed import World
 from errors import UserError
 from model import GPT
+from overrides import follow_overrides
 from snapshot_files import load
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))

@@ -155,7 +155,7 @@ def test_what_is_wrong_is_said_before_processes_are_started_or_once_by_each(tmp_
     result = start(*TINY, TWO, run, "data.path=nowhere.txt", cwd=tmp_path)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert errors[-1].startswith("error: rank ") and errors[-1].endswith("it has said why")
+    assert errors[-1].startswith("error: rank ") and errors[-1].endswith("see its error above")
     assert set(errors[:-1]) <= {f"error (rank {r}): nowhere.txt: no such file" for r in (0, 1)}
     assert 1 <= len(errors[:-1]) == len(set(errors[:-1])), result.stderr
 

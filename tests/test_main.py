@@ -10,8 +10,9 @@ import yaml
 from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 from hydra import compose, initialize_config_dir
 
-from config import Config, plain, register, validate, with_recipe
+from config import Config, plain, register, validate
 from main import configure
+from overrides import with_recipe
 from snapshot_files import load
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -181,6 +182,24 @@ def test_the_configuration_printed_is_the_one_that_would_run(tmp_path):
     assert (shown["optimizer"]["learning_rate"], shown["optimizer"]["beta1"]) == (6e-3, 0.5)
 
 
+def test_without_a_recipe_the_configuration_printed_has_none(tmp_path):
+    result = start("experiment=null", "--cfg", "job", cwd=tmp_path)
+    shown = yaml.safe_load(result.stdout)
+    assert result.returncode == 0 and shown["run_name"] == "run" and shown["trainer"]["seed"]
+
+
+def test_a_named_size_gives_all_sizes_that_are_not_named_themselves():
+    model = configure("experiment=shakespeare_cpu", "model.model_type=gpt-mini", "model.n_layer=3")
+    sizes = validate(model).model
+    assert (sizes.n_layer, sizes.n_head, sizes.n_embd) == (3, 6, 192)
+
+
+def test_another_path_or_url_has_another_digest():
+    for overrides in (["data.path=x.txt"], ["data.path=x.txt", "data.url=https://x.org/x.txt"]):
+        assert configure("experiment=shakespeare_cpu", *overrides).data.sha256 is None
+    assert configure("experiment=shakespeare_cpu", "data.url=https://x.org/mirror").data.sha256
+
+
 def test_an_optimizer_that_is_named_comes_with_its_own_settings():
     def learning_rate(*overrides: str) -> float:
         return configure("experiment=shakespeare_cpu", *overrides).optimizer.learning_rate
@@ -199,7 +218,7 @@ def test_without_arguments_the_recipe_for_this_machine_is_chosen_and_said(tmp_pa
 
 @pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])
 def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monkeypatch):
-    monkeypatch.setattr("config.computes_in_bfloat16", lambda _: has_bfloat16)
+    monkeypatch.setattr("overrides.computes_in_bfloat16", lambda _: has_bfloat16)
     chosen = with_recipe(["trainer.device=cpu", "data=pydoc"])
     assert chosen == [f"experiment=shakespeare_{recipe}", "trainer.device=cpu", "data=pydoc"]
 
@@ -312,11 +331,16 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("optimizer.learning_rate=fast", "optimizer.learning_rate=fast: must be a number"),
         ("report=perhaps", "report=perhaps: must be true or false"),
         ("trainer.trackers=wandb", "trainer.trackers: must be a list, as in 'trainer.trackers=["),
-        ("experiment=overfitt", "experiment=overfitt: there is none; did you mean experiment=over"),
-        ("model=modren", "model=modren: there is none; did you mean model=modern? There are gpt2"),
-        ("data=book.txt", "a text of your own is data=text data.path=FILE"),
+        (
+            "experiment=overfitt",
+            "experiment=overfitt: no such file in conf/experiment; did you mean",
+        ),
+        ("model=modren", "did you mean model=modern? Choose from gpt2, modern"),
+        ("data=book.txt", "a text of your own: data=text data.path=FILE"),
         ("trainer.seed", "trainer.seed: settings are KEY=VALUE, without spaces"),
         ("--max_steps=5", "--max_steps=5: settings have no dashes: trainer.max_steps=5"),
+        ("--block-size=64", "--block-size=64: settings have no dashes: data.block_size=64"),
+        ("--model=gpt2", "--model=gpt2: settings have no dashes: model=gpt2"),
         ("run_name=", "run_name and run_dir: must not be empty"),
         ("data=text", "data.path: missing"),
         ("model.n_embd=10", "model.n_embd=10: must be divisible by model.n_head=4"),

@@ -161,7 +161,7 @@ def test_the_same_files_as_on_a_disk(files):
     ]
     assert [load(path).step for path in files.all()] == [3, 2, 3, 2, 2]
     assert equal(load(files.path), some_snapshot(3))
-    assert files.set_aside()[0] == "s3://bucket/run/s.old1.pt"
+    assert files.set_aside(files.all())[0] == "s3://bucket/run/s.old1.pt"
 
 
 def test_a_name_is_no_pattern(network):
@@ -169,7 +169,7 @@ def test_a_name_is_no_pattern(network):
     for step in (1, 2):
         write(files, step, best=True)
     assert [load(path).step for path in files.all()] == [2, 1, 2, 2]
-    assert len(files.set_aside()) == 4
+    assert len(files.set_aside(files.all())) == 4
 
 
 def test_a_damaged_object_is_set_aside_and_the_one_before_used(network):

@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from reference import CARD, check, curve, load_card, tolerance
 from run_directory import choose_snapshot
 from sample import draw
-from settings import APART, FIXED, HARMLESS, OWN
+from settings import FIXED, HARMLESS, NOT_COMPARABLE, OWN
 from snapshot_files import load
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
@@ -417,8 +417,11 @@ def test_what_differs_from_the_recipe_is_named_first_if_it_can_move_the_loss(tmp
 @pytest.mark.parametrize(
     "changed, says",
     [
-        ({}, "the text differs"),
-        ({"model__n_layer": 1, "data__block_size": 32}, "data.block_size, model.n_layer, the text"),
+        ({}, "the text:"),
+        (
+            {"model__n_layer": 1, "data__block_size": 32},
+            "data.block_size, model.n_layer, the text:",
+        ),
     ],
 )
 def test_what_is_not_comparable_with_the_reference_is_judged_by_itself(
@@ -428,8 +431,9 @@ def test_what_is_not_comparable_with_the_reference_is_judged_by_itself(
     run.starts[-1]["text_sha256"] = "cd"
     on_track, words = check(run, card)
     assert on_track and words[0].endswith("the text, by its SHA-256.")
-    assert f"not compared with the reference for the recipe shakespeare_cpu, as {says}" in words[-1]
+    assert f"reference for the recipe shakespeare_cpu, because of {says}" in words[-1]
     assert not any("above" in sentence for sentence in words)
+    assert report.reference_band([run], card) == (None, "")
 
 
 def test_without_a_reference_a_run_is_judged_by_itself(tmp_path):
@@ -551,7 +555,7 @@ def test_a_run_that_is_not_there_is_refused_with_the_newest(tmp_path, monkeypatc
         choose_snapshot(None, "runs/mine")
 
 
-@pytest.mark.parametrize("keys", [FIXED, HARMLESS, APART, OWN])
+@pytest.mark.parametrize("keys", [FIXED, HARMLESS, NOT_COMPARABLE, OWN])
 def test_every_setting_that_something_is_said_of_exists(keys):
     assert set(keys) <= set(KNOWN) and len(set(keys)) == len(keys)
 

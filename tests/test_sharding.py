@@ -264,7 +264,7 @@ def test_shards_are_those_of_snapshots_set_aside_and_numbered_too(writer):
     writer.files.keep = 1
     for step in (1, 2):
         write(writer, some_shards(writer, step))
-    writer.files.set_aside()
+    writer.files.set_aside(writer.files.all())
     for step in (3, 4, 5):
         write(writer, some_shards(writer, step))
     assert kept(writer) == [1, 2, 4, 5]

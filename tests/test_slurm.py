@@ -391,4 +391,4 @@ def test_a_job_of_submitit_that_is_ended_saves_and_the_sweep_says_so(begun, tmp_
     out = (tmp_path / "out").read_text().splitlines()
     (error,) = [line for line in out if line.startswith("error: ")]
     assert error.startswith("error: Job ") and "has not produced any output" in error
-    assert out[-1].endswith("stopped")  # the table of the sweep
+    assert out[-2].endswith("stopped")  # the table of the sweep

@@ -241,11 +241,11 @@ def test_setting_aside_renames_and_never_overwrites(tmp_path, path):
     for round_number in (1, 2):
         for step in (1, 2):
             write(files, 10 * round_number + step)
-        assert files.set_aside() == [
+        assert files.set_aside(files.all()) == [
             str(tmp_path / f"s.old{round_number}.pt"),
             str(tmp_path / f"s.prev.old{round_number}.pt"),
         ]
-    assert files.set_aside() == []
+    assert files.set_aside(files.all()) == []
     assert load(str(tmp_path / "s.old1.pt")).step == 12
     assert load(str(tmp_path / "s.prev.old2.pt")).step == 21
 

@@ -11,8 +11,8 @@ import yaml
 from conftest import TINY, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 
-from config import job_name
 from errors import UserError
+from overrides import job_name
 from snapshot_files import load
 from sweep import Job, columns, read_jobs, table, table_over_seeds
 

@@ -22,7 +22,7 @@ import text_cache
 import text_files
 from char_dataset import CharDataset, encode_text
 from errors import UserError
-from text_cache import load, open_text, prepare, write_record
+from text_cache import fill, load, open_text, write_record
 from text_files import DataConfig, TextFile
 
 TEXTS = {
@@ -111,10 +111,10 @@ def test_a_compressed_text_is_large_by_its_size_or_what_was_read(name, large, pa
 
 
 def test_only_what_others_need_not_read_is_handed_to_them(large, passes):
-    assert prepare(large("short text " * 9)) is None and passes == []
-    assert prepare(large("short text " * 9, "small.gz")) == "short text " * 9
+    assert fill(large("short text " * 9)) is None and passes == []
+    assert fill(large("short text " * 9, "small.gz")) == "short text " * 9
     config = large(TEXTS["ascii"], "large.gz")
-    assert prepare(config) is None and load(cache(config), config) is not None
+    assert fill(config) is None and load(cache(config), config) is not None
 
 
 # --- once ---

@@ -97,10 +97,43 @@ def test_the_snapshot_of_a_model_that_says_nothing_of_itself_is_not_sampled(part
         load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
+def test_what_a_program_says_of_its_run_comes_back_from_the_snapshot(parts, tmp_path):
+    trainer = make(parts, tmp_path)
+    said = {"model": {"dtype": torch.float32, "lr": np.float64(0.5), "path": tmp_path, "n": (1, 2)}}
+    model, optimizer = trainer.bare, trainer.optimizer
+    config = TrainerConfig(**SETTINGS)
+    run = Trainer(config, model, optimizer, *parts, run_dir=str(tmp_path), run_config=said)
+    run.train()
+    assert load(str(tmp_path / "gpt_snapshot.pt")).config == {
+        "model": {"dtype": "torch.float32", "lr": 0.5, "path": str(tmp_path), "n": [1, 2]}
+    }
+
+
+def test_a_type_that_was_asked_for_is_not_what_auto_means_later(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr("distributed.computes_in_bfloat16", lambda _: True)
+    make(parts, tmp_path, use_amp=False, compile="false").train()
+    resumed = make(parts, tmp_path, use_amp=True, max_steps=8)
+    assert resumed.step == 6 and resumed.choices["amp_dtype"] == "bfloat16"
+    resumed.train()
+    monkeypatch.setattr("distributed.computes_in_bfloat16", lambda _: False)
+    assert make(parts, tmp_path, use_amp=True).choices["amp_dtype"] == "bfloat16"
+
+
+def test_an_evaluation_leaves_the_model_in_its_mode(parts, tmp_path):
+    trainer = make(parts, tmp_path)
+    for mode in (True, False):
+        trainer.bare.train(mode)
+        trainer.evaluate()
+        assert trainer.bare.training is mode
+    trainer.test_dataset = None
+    with pytest.raises(UserError, match="no test_dataset"):
+        trainer.evaluate()
+
+
 def test_the_tutorials_random_split_is_refused_with_what_takes_its_place(parts):
     model = GPT(GPTConfig(model_type="gpt-nano", vocab_size=parts[0].vocab_size, block_size=8))
     subset = torch.utils.data.Subset(parts[0], range(100))
-    with pytest.raises(UserError, match=r"a Subset cuts no batches; .* come from its split\(\)"):
+    with pytest.raises(UserError, match=r"a Subset has no batch\(\); split .*\.split\(\)"):
         Trainer(TrainerConfig(), model, create_optimizer(model, OptimizerConfig()), subset)
 
 
@@ -456,8 +489,8 @@ def test_a_run_of_another_seed_or_batch_is_refused_without_a_configuration(parts
 
 
 def test_what_auto_chose_is_kept_when_resuming(parts, tmp_path):
-    trainer = make(parts, tmp_path, use_amp=True, deterministic="false")
-    trainer.choices["amp_dtype"] = "float16"
+    trainer = make(parts, tmp_path, use_amp=True)
+    trainer.choices |= {"amp_dtype": "float16", "deterministic": False}
     trainer.train()
     resumed = make(parts, tmp_path, use_amp=True)
     assert resumed.choices == {
