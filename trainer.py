@@ -332,12 +332,15 @@ class Trainer:
         if self.step and self._evaluation_is_due():  # a stop came before it
             self.saver.saved_step = None
             self._evaluate_and_save()
+        first = self.step + 1
         while self.step < self.total_steps:
             loss, norm = self._train_step()
             self.step += 1
             self.progress.step(self._next_evaluation())
             if self.step == self.total_steps or self.step % self.config.log_every_steps == 0:
                 self._log_step(loss, norm)
+            if self.step == first:  # which compiles, and says nothing of the others' time
+                self.stopwatch = Stopwatch(self.step, self.world.device)
             self._evaluate_and_save()
 
     def _evaluate_and_save(self) -> None:
@@ -620,7 +623,7 @@ class Trainer:
         )  # fmt: skip
         held_out = len(self.test_dataset.data) if self.test_dataset is not None else 0
         log.info(
-            "text        %s characters to train on, %s held out, %d distinct",
+            "split       %s characters to train on, %s held out, %d distinct",
             f"{len(dataset.data):,}", f"{held_out:,}", dataset.vocab_size,
         )  # fmt: skip
         log.info(

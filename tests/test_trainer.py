@@ -119,6 +119,23 @@ def test_a_type_that_was_asked_for_is_not_what_auto_means_later(parts, tmp_path,
     assert make(parts, tmp_path, use_amp=True).choices["amp_dtype"] == "bfloat16"
 
 
+def test_the_first_step_does_not_count_in_the_time_of_a_step(parts, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    trainer = make(parts, tmp_path, log_every_steps=3, eval_every_steps=None)
+    step = trainer._train_step
+
+    def slow_at_first():
+        clock[0] += 1000.0 if trainer.step == 0 else 2.0
+        return step()
+
+    trainer._train_step = slow_at_first
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_s"] for line in lines if line["split"] == "train"]
+    assert rates == [12 * 8 / 2] * 2
+
+
 def test_an_evaluation_leaves_the_model_in_its_mode(parts, tmp_path):
     trainer = make(parts, tmp_path)
     for mode in (True, False):
