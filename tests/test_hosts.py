@@ -182,7 +182,7 @@ def test_two_hosts_train_one_run_which_the_first_alone_writes(hosts, tmp_path):
     for host in hosts:
         host.torchrun(*TINY, *EXACT, f"run_dir={run}")
     finish(hosts)
-    assert "device      CPU, 1 threads a process; 2 processes" in hosts[0].output()
+    assert "device      CPU, 1 thread a process; 2 processes" in hosts[0].output()
     assert "plan " in hosts[0].output() and "plan " not in hosts[1].output()
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == RUN_FILES
     alone = tmp_path / "alone"
