@@ -31,6 +31,7 @@ import kernels
 from char_dataset import CharDataset, DataConfig
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, create_optimizer
+from overrides import with_recipe
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "docs" / "benchmarks.json"
@@ -48,7 +49,9 @@ TRAINERS = {
     "Transformers Trainer, bfloat16": ("transformers", "accelerate"),
     "Transformers Trainer, float32": ("transformers", "accelerate"),
     "Accelerate, bfloat16": ("transformers", "accelerate"),
+    "Accelerate, float32": ("transformers", "accelerate"),
     "Lightning, bfloat16": ("transformers", "lightning"),
+    "Lightning, float32": ("transformers", "lightning"),
 }
 
 
@@ -397,7 +400,7 @@ def _command(*arguments, directory: str | Path = ROOT, environment: dict | None 
 
 SECTIONS: dict[str, list[tuple[Any, ...]]] = {
     "step": [(step, size, trainer) for size in SIZES for trainer in TRAINERS],
-    "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "shakespeare_cpu", "nanogpt_cpu")],
+    "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "default", "nanogpt_cpu")],
     "generate": [(generate, model) for model in ("4L/2H/128", "6L/6H/384")],
     "start": [(start, caches) for caches in ("warm", "cold")],
     "growth": [
@@ -423,9 +426,13 @@ def run_sections(sections: list[str], rounds: int, nanogpt_directory: str | None
             tasks = [*tasks, (nanogpt, nanogpt_directory)]
         for number in range(rounds):
             for function, *arguments in tasks:
+                if function is step and not pays(arguments[1]):
+                    continue
                 if function is step and (missing := _missing(TRAINERS[arguments[1]])):
                     print(f"{arguments[1]}: left out, {missing} is not installed", flush=True)
                     continue
+                if arguments == ["default"]:
+                    arguments = [with_recipe([])[0].removeprefix("experiment=")]
                 key = "nanogpt" if function is nanogpt else ", ".join(arguments)
                 if function is loss:
                     arguments = [*arguments, str(number + 1)]  # the seed
@@ -434,6 +441,17 @@ def run_sections(sections: list[str], rounds: int, nanogpt_directory: str | None
                 results.setdefault(section, {}).setdefault(key, []).append(figures)
                 print(section, key, json.dumps(figures), flush=True)
     return results
+
+
+def pays(trainer: str) -> bool:
+    """Whether somebody would have `trainer` in its type here: bfloat16 where the hardware computes
+    in it, and else float32; of Transformers both, as its default is float32.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bfloat16 = distributed.computes_in_bfloat16(device)
+    if trainer == "Transformers Trainer, float32" or trainer == "this":
+        return True
+    return trainer.endswith("bfloat16") == bfloat16
 
 
 def _missing(packages: tuple[str, ...]) -> str | None:
@@ -467,6 +485,10 @@ def machine() -> dict:
     }
 
 
+def same_machine(one: dict, other: dict) -> bool:
+    return all(one[key] == other[key] for key in ("cpu", "gpu"))
+
+
 def spread(rows: list[dict], name: str, form: str = "{:,.0f}") -> str:
     """Median and range over rounds."""
     values = [row[name] for row in rows]
@@ -477,156 +499,154 @@ def spread(rows: list[dict], name: str, form: str = "{:,.0f}") -> str:
 
 
 def report(results: dict) -> str:
-    """docs/benchmarks.md."""
+    """docs/benchmarks.md, of {section: [{machine, figures}, ...]}: a table for each machine."""
     out = [
         "# Benchmarks",
         "",
         "Written by `python bench.py`. Medians, and ranges over the rounds; every figure is a "
         "process of its own, and the rounds take all rows of a table in turn. GPU: not measured "
-        "where a table names none. The figures as data: [benchmarks.json](benchmarks.json).",
+        "where no table names one. The figures as data: [benchmarks.json](benchmarks.json).",
+    ]
+    for section, (title, text, head, rows_of) in TABLES.items():
+        if section not in results:
+            continue
+        out += ["", f"## {title}", "", text]
+        for measured in results[section]:
+            m = measured["machine"]
+            versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+            where = f"{m['date']}, {m['gpu'] or m['cpu']}; {versions}; Python {m['python']}."
+            out += ["", f"`python bench.py sections={section}`, {where}", ""]
+            out += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+            out += [f"| {' | '.join(row)} |" for row in rows_of(measured["figures"])]
+    return "\n".join(out) + "\n"
+
+
+def step_rows(figures: dict) -> list[list[str]]:
+    rows = []
+    for key, values in figures.items():
+        size = next(size for size in SIZES if key.startswith(size))
+        trainer = key.removeprefix(f"{size}, ")
+        ratios = [
+            {"ratio": ours["characters_per_s"] / other["characters_per_s"]}
+            for ours, other in zip(figures[f"{size}, this"], values, strict=True)
+        ]
+        rate, share = (
+            spread(values, "characters_per_s"),
+            spread(values, "share_of_matmul", "{:.0%}"),
+        )
+        rows.append([size, trainer, rate, spread(ratios, "ratio", "{:.2f}"), share])
+    return sorted(rows, key=lambda row: [*SIZES].index(row[0]))
+
+
+def loss_rows(figures: dict) -> list[list[str]]:
+    names = {key: f"`{key}`" for key in figures}
+    names["nanogpt"] = "nanoGPT's CPU recipe, its one seed and estimate"
+    return [
+        [
+            names[key],
+            spread(values, "loss", "{:.4f}"),
+            spread(values, "seconds", "{:.1f}"),
+            str(len(values)),
+            values[0].get("plan", "2000 steps of 12 x 64"),
+        ]
+        for key, values in figures.items()
     ]
 
-    def table(section: str, title: str, text: str, head: list[str], rows: list[list[str]]) -> None:
-        m = results[section]["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-        where = f"{m['date']}, {m['gpu'] or m['cpu']}; {versions}; Python {m['python']}."
-        out.extend(
-            ["", f"## {title}", "", text, "", f"`python bench.py sections={section}`, {where}"]
-        )
-        out.append("")
-        out.append(f"| {' | '.join(head)} |")
-        out.append(f"|{'---|' * len(head)}")
-        out.extend(f"| {' | '.join(row)} |" for row in rows)
 
-    if "step" in results:
-        rows = []
-        for size in SIZES:
-            for trainer in TRAINERS:
-                values = results["step"]["figures"].get(f"{size}, {trainer}")
-                if values is None:
-                    rows.append([size, trainer, "not measured", "", ""])
-                    continue
-                ours = results["step"]["figures"][f"{size}, this"]
-                ratios = [
-                    {"ratio": a["characters_per_s"] / b["characters_per_s"]}
-                    for a, b in zip(ours, values, strict=False)
-                ]
-                rows.append(
-                    [
-                        size,
-                        trainer,
-                        spread(values, "characters_per_s"),
-                        spread(ratios, "ratio", "{:.2f}"),
-                        spread(values, "share_of_matmul", "{:.0%}"),
-                    ]
-                )
-        table(
-            "step",
-            "A training step",
-            "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
-            "end to the next's. The last column is what the model's own operations make of the "
-            "rate of a bare `torch.mm` in the same process, in bfloat16 where the hardware has it.",
-            [
-                "size",
-                "trainer",
-                "characters a second",
-                "this is times as fast",
-                "of the matmul rate",
-            ],
-            rows,
-        )
-    if "loss" in results:
-        rows = [
-            [
-                f"`{key}`"
-                if key != "nanogpt"
-                else "nanoGPT's CPU recipe, its one seed and estimate",
-                spread(values, "loss", "{:.4f}"),
-                spread(values, "seconds", "{:.1f}"),
-                str(len(values)),
-                values[0].get("plan", "2000 steps of 12 x 64"),
-            ]
-            for key, values in results["loss"]["figures"].items()
+def generate_rows(figures: dict) -> list[list[str]]:
+    rows = []
+    for key, values in figures.items():
+        for row in values:
+            row["gain"] = row["cached"] / row["uncached"]
+            row["batch"] = row["cached_64"] / row["cached"]
+        names = ("uncached", "cached", "gain", "cached_64", "batch")
+        forms = ("{:,.0f}", "{:,.0f}", "{:.1f}", "{:,.0f}", "{:.1f}")
+        rows.append([key, *(spread(values, n, f) for n, f in zip(names, forms, strict=True))])
+    return rows
+
+
+def start_rows(figures: dict) -> list[list[str]]:
+    return [
+        [key, spread(v, "import_s", "{:.1f}"), spread(v, "first_step_s", "{:.1f}")]
+        for key, v in figures.items()
+    ]
+
+
+def growth_rows(figures: dict) -> list[list[str]]:
+    return [
+        [
+            *key.split(", "),
+            f"{values[0]['parameters']:,}",
+            spread(values, "characters_per_s"),
+            spread(values, "share_of_matmul", "{:.0%}"),
+            f"{max(v['peak_bytes'] for v in values) / 2**20:,.0f}",
         ]
-        table(
-            "loss",
-            "Time to a loss",
-            "Whole processes, from the command to its end, with nothing compiled before, one seed "
-            "a round. The loss is of every held-out character but the first, in nats.",
-            ["recipe", "held-out loss", "seconds", "seeds", "trained on"],
-            rows,
-        )
-    if "generate" in results:
-        rows = []
-        for key, values in results["generate"]["figures"].items():
-            for row in values:
-                row["gain"] = row["cached"] / row["uncached"]
-                row["batch"] = row["cached_64"] / row["cached"]
-            names = ("uncached", "cached", "gain", "cached_64", "batch")
-            forms = ("{:,.0f}", "{:,.0f}", "{:.1f}", "{:,.0f}", "{:.1f}")
-            rows.append([key, *(spread(values, n, f) for n, f in zip(names, forms, strict=True))])
-        table(
-            "generate",
-            "Generating",
-            "`modern`, float32, characters a second from 256 characters of context on.",
-            ["model", "without cache", "with", "gain", "64 at once", "gain over one"],
-            rows,
-        )
-    if "start" in results:
-        rows = [
-            [key, spread(v, "import_s", "{:.1f}"), spread(v, "first_step_s", "{:.1f}")]
-            for key, v in results["start"]["figures"].items()
-        ]
-        table(
-            "start",
-            "Starting",
-            "Seconds of `python -c 'import main'`, and from `python main.py` to the end of its "
-            "first step; cold: the kernels are built first.",
-            ["caches", "import", "first step"],
-            rows,
-        )
-    if "growth" in results:
-        rows = [
-            [
-                *key.split(", "),
-                f"{values[0]['parameters']:,}",
-                spread(values, "characters_per_s"),
-                spread(values, "share_of_matmul", "{:.0%}"),
-                f"{max(v['peak_bytes'] for v in values) / 2**20:,.0f}",
-            ]
-            for key, values in results["growth"]["figures"].items()
-        ]
-        table(
-            "growth",
-            "How cost grows",
-            "`modern`, Muon, 4,096 characters a step; 4 layers 128 wide, heads of 32, 128 "
-            "characters of context and 65 distinct ones, but for what the row says. "
-            "[experiments.md](experiments.md) has what bounds each end. ![plot](growth.png)",
-            [
-                *("what", "value", "parameters", "characters a second"),
-                *("of the matmul rate", "peak resident MiB"),
-            ],
-            rows,
-        )
-        plot(results["growth"]["figures"])
-    if "processes" in results:
-        rows, figures = [], results["processes"]["figures"]
-        for key, values in figures.items():
-            count, windows = key.split(", ")
-            for row, one in zip(values, figures[f"1, {windows}"], strict=True):
-                row["gain"] = row["characters_per_s"] / one["characters_per_s"]
-            rates = spread(values, "characters_per_s"), spread(values, "gain", "{:.2f}")
-            rows.append([windows, count, *rates])
-        table(
-            "processes",
-            "Processes",
-            "`shakespeare_cpu`, one thread a process, windows of 256 characters. What a step loses "
-            "to two processes is much the same whatever it computes: gloo's sum, waiting for the "
-            "other, and the memory that both share.",
-            ["windows a step and process", "processes", "characters a second", "gain"],
-            rows,
-        )
-    return "\n".join(out) + "\n"
+        for key, values in figures.items()
+    ]
+
+
+def processes_rows(figures: dict) -> list[list[str]]:
+    rows = []
+    for key, values in figures.items():
+        count, windows = key.split(", ")
+        for row, one in zip(values, figures[f"1, {windows}"], strict=True):
+            row["gain"] = row["characters_per_s"] / one["characters_per_s"]
+        rates = spread(values, "characters_per_s"), spread(values, "gain", "{:.2f}")
+        rows.append([windows, count, *rates])
+    return rows
+
+
+# Of each section: title, text, the table's head and what makes its rows of the figures.
+TABLES = {
+    "step": (
+        "A training step",
+        "GPT-2 with AdamW and clipping, no dropout, windows of the same text, from one step's "
+        "end to the next's. The last column is what the model's own operations make of the "
+        "rate of a bare `torch.mm` in the same process, in bfloat16 where the hardware has it. "
+        "There the others are measured in bfloat16, elsewhere in float32.",
+        ["size", "trainer", "characters a second", "this is times as fast", "of the matmul rate"],
+        step_rows,
+    ),
+    "loss": (
+        "Time to a loss",
+        "Whole processes, from the command to its end, with nothing compiled before, one seed "
+        "a round. The loss is of every held-out character but the first, in nats.",
+        ["recipe", "held-out loss", "seconds", "seeds", "trained on"],
+        loss_rows,
+    ),
+    "generate": (
+        "Generating",
+        "`modern`, float32, characters a second from 256 characters of context on.",
+        ["model", "without cache", "with", "gain", "64 at once", "gain over one"],
+        generate_rows,
+    ),
+    "start": (
+        "Starting",
+        "Seconds of `python -c 'import main'`, and from `python main.py` to the end of its "
+        "first step; cold: the kernels are built first.",
+        ["caches", "import", "first step"],
+        start_rows,
+    ),
+    "growth": (
+        "How cost grows",
+        "`modern`, Muon, 4,096 characters a step; 4 layers 128 wide, heads of 32, 128 "
+        "characters of context and 65 distinct ones, but for what the row says. "
+        "[experiments.md](experiments.md) has what bounds each end. ![plot](growth.png)",
+        [
+            *("what", "value", "parameters", "characters a second"),
+            *("of the matmul rate", "peak resident MiB"),
+        ],
+        growth_rows,
+    ),
+    "processes": (
+        "Processes",
+        "`shakespeare_cpu`, one thread a process, windows of 256 characters. What a step loses "
+        "to two processes is much the same whatever it computes: gloo's sum, waiting for the "
+        "other, and the memory that both share.",
+        ["windows a step and process", "processes", "characters a second", "gain"],
+        processes_rows,
+    ),
+}
 
 
 def plot(results: dict) -> None:
@@ -682,11 +702,14 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not only_report:
         fresh = run_sections(sections, int(settings["rounds"]), settings["nanogpt"] or None)
-        results.update(
-            {name: {"machine": machine(), "figures": rows} for name, rows in fresh.items()}
-        )
+        here = machine()
+        for name, figures in fresh.items():  # in place of what this machine has measured before
+            others = [r for r in results.get(name, []) if not same_machine(r["machine"], here)]
+            results[name] = [*others, {"machine": here, "figures": figures}]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(report(results))
+    if "growth" in results:
+        plot(results["growth"][-1]["figures"])
     print(f"written: {RESULTS.with_suffix('.md')} and {RESULTS.name}")
 
 
