@@ -708,7 +708,7 @@ def main() -> None:
             results[name] = [*others, {"machine": here, "figures": figures}]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(report(results))
-    if "growth" in results:
+    if "growth" in results and (only_report or "growth" in sections):
         plot(results["growth"][-1]["figures"])
     print(f"written: {RESULTS.with_suffix('.md')} and {RESULTS.name}")
 
