@@ -449,7 +449,7 @@ def pays(trainer: str) -> bool:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bfloat16 = distributed.computes_in_bfloat16(device)
-    if trainer == "Transformers Trainer, float32" or trainer == "this":
+    if trainer in ("this", "Transformers Trainer, float32"):
         return True
     return trainer.endswith("bfloat16") == bfloat16
 
