@@ -62,7 +62,7 @@ from optimizer import create_optimizer
 from overrides import check_dashes, follow_overrides, with_recipe
 from run_directory import CONFIG, REPORT, check_none_elsewhere, own_files, shown
 from sample import draw
-from saver import find_snapshot
+from saver import Saver
 from schedule import learning_rate_factor
 from signals import Stopped
 from snapshot import Snapshot
@@ -116,7 +116,8 @@ def train(composed: DictConfig) -> float | None:
         own = own_files(config.run_dir, config.trainer)
         run_on_first(lambda: stack.enter_context(own), world)
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        snapshot = find_snapshot(config.trainer, config.run_dir, world)
+        saver = Saver(config.trainer, config.run_dir, world)
+        snapshot = saver.found
         if snapshot is None and config.trainer.resume != "never":
             run_on_first(lambda: check_none_elsewhere(config.run_dir, config.trainer), world)
         learned = init_from.prepare(config, snapshot, world)
@@ -165,7 +166,7 @@ def train(composed: DictConfig) -> float | None:
             world=world,
             run_dir=config.run_dir,
             run_config=plain(config),
-            snapshot=snapshot,
+            saver=saver,
         )
         snapshot = None
         if world.device.type == "cpu" and not trainer.choices["compile"]:

@@ -32,9 +32,11 @@ SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has
 
 class Saver:
     """The snapshots of the run in `run_dir`. All ranks have one, to save and restore together; rank
-    0 writes.
+    0 writes. Raises `UserError` on every rank where the run cannot go on from what is there.
 
     Attributes:
+        found: what to resume from, until it is restored; None to start anew, as with
+            `resume=never`, where what is there is set aside when training begins.
         files: where they are.
         writer: on rank 0; None on the others.
         saved_step: that of the latest snapshot; None where it could not be written.
@@ -46,7 +48,41 @@ class Saver:
         self.writer = BackgroundWriter(self.files) if world.is_first else None
         self.saved_step: int | None = None
         self._owed_best: Snapshot | None = None  # whose shards could not be written
-        self._sets_aside = sets_aside(config, run_dir, world)
+        self._sets_aside = config.resume == "never" and not self._has_set_aside()
+        self.found = None if self._sets_aside else self._find()
+
+    def _has_set_aside(self) -> bool:
+        """Whether torchrun has started this very run again, after it renamed what it found."""
+        restart = distributed.is_restart(self.world)
+        mark = os.path.join(self.run_dir, SET_ASIDE)
+
+        def is_marked() -> bool:
+            if not restart:
+                with contextlib.suppress(FileNotFoundError):  # of another start
+                    os.remove(mark)
+            return os.path.exists(mark)
+
+        return distributed.run_on_first(is_marked, self.world)
+
+    def _find(self) -> Snapshot | None:
+        """The newest good snapshot, read and verified by rank 0, handed to all; None without any.
+
+        Raises `UserError` on every rank if snapshots exist but none is good, or if there is none
+        and `resume=must`.
+        """
+
+        def find() -> tuple[bytes, str] | None:
+            found = self.files.find(log.warning)
+            if found is None and self.config.resume == "must":
+                raise UserError(f"trainer.resume=must: there is no snapshot at {self.files.path}")
+            return found
+
+        found = distributed.run_on_first(find, self.world)
+        if found is None:
+            return None
+        snapshot = Snapshot.from_bytes(*found)
+        log.info("resuming from %s, step %d", found[1], snapshot.step)
+        return snapshot
 
     def open(self) -> None:
         """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
@@ -100,6 +136,7 @@ class Saver:
                 f"another trainer.snapshot_path: {one_line(error)[:300]}"
             ) from error
         self.saved_step = snapshot.step
+        self.found = None
 
     def save(self, snapshot: Snapshot, latest: bool, best: bool, first: Callable[[], None]) -> None:
         """Begins to write the latest snapshot, the best one, or both; `first()` is done before.
@@ -189,46 +226,3 @@ def _with_states(snapshot: Snapshot, change: Callable[[dict], dict]) -> Snapshot
         model_state=change(snapshot.model_state),
         optimizer_state=change(snapshot.optimizer_state),
     )
-
-
-def find_snapshot(config: TrainerConfig, run_dir: str, world: World) -> Snapshot | None:
-    """The snapshot to go on from, read and verified by rank 0 and handed to all; None to start
-    anew.
-
-    None with `resume=never`, too; what is there is set aside when training begins. Raises
-    `UserError` on every rank if snapshots exist but none is good, or if there is none and
-    `resume=must`.
-    """
-    if sets_aside(config, run_dir, world):
-        return None
-    files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
-
-    def find() -> tuple[bytes, str] | None:
-        found = files.find(log.warning)
-        if found is None and config.resume == "must":
-            raise UserError(f"trainer.resume=must: there is no snapshot at {files.path}")
-        return found
-
-    found = distributed.run_on_first(find, world)
-    if found is None:
-        return None
-    snapshot = Snapshot.from_bytes(*found)
-    log.info("resuming from %s, step %d", found[1], snapshot.step)
-    return snapshot
-
-
-def sets_aside(config: TrainerConfig, run_dir: str, world: World) -> bool:
-    """Whether what an earlier start left is to be renamed: `resume=never`, unless that has been
-    done and torchrun has started this very run again.
-    """
-    if config.resume != "never":
-        return False
-    restart, done = distributed.is_restart(world), os.path.join(run_dir, SET_ASIDE)
-
-    def is_done() -> bool:
-        if not restart:
-            with contextlib.suppress(FileNotFoundError):  # of another start
-                os.remove(done)
-        return os.path.exists(done)
-
-    return not distributed.run_on_first(is_done, world)

@@ -31,7 +31,7 @@ from errors import UserError, one_line
 from evaluation import evaluate
 from metrics import Metrics, peak_memory
 from progress import Progress, Stopwatch, duration, flops_per_token, format_loss, peak_flops
-from saver import Saver, find_snapshot, optimizer_state
+from saver import Saver, optimizer_state
 from settings import differences, flatten
 from signals import Request, Requests, Stopped
 from snapshot import Snapshot, check_can_resume
@@ -69,7 +69,7 @@ class Trainer:
         run_dir: where the files of the run go.
         run_config: the whole configuration as plain types, kept in the snapshot and compared when
             resuming; by default `config` and, where it is a dataclass, `model.config`.
-        snapshot: what to go on from; looked for at `config.snapshot_path` if not given.
+        saver: the snapshots of the run, with the one to resume from; made if not given.
 
     Raises `UserError` for a data set of another kind, where the batch cannot be shared, or the
     snapshot cannot be resumed.
@@ -88,7 +88,7 @@ class Trainer:
         world: World | None = None,
         run_dir: str = ".",
         run_config: dict[str, Any] | None = None,
-        snapshot: Snapshot | None = None,
+        saver: Saver | None = None,
     ):
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.sample = sample
@@ -99,17 +99,17 @@ class Trainer:
                 "with CharDataset.split(), not with random_split"
             )
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
+        config.check_world_size(self.world.size)
         self.run_dir = run_dir
         bare = distributed.unwrap(model)
         # As plain types: a snapshot holds nothing else.
         given = run_config or described(config, bare)
         self.run_config = json.loads(json.dumps(given, default=str))
-        self.saver = Saver(config, run_dir, self.world)
+        self.saver = saver or Saver(config, run_dir, self.world)
         self.files = self.saver.files
         self.requests, self.agreement = Requests(), Agreement(self.world)
         self.save_asked = False
 
-        config.check_world_size(self.world.size)
         share = config.batch_size // self.world.size
         limit = min(config.micro_batch_size or share, share)
         self.micro_batch_size = next(size for size in range(limit, 0, -1) if share % size == 0)
@@ -121,7 +121,7 @@ class Trainer:
         self.newest: tuple[float, int] | None = None
         self.metrics_lines = 0
         self.skipped = 0  # steps in a row whose numbers were not finite
-        found = snapshot or find_snapshot(config, run_dir, self.world)
+        found = self.saver.found
         if found:
             self._check(found)
         if not sharding.is_sharded(bare):  # that is where it should be
