@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
+import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -59,6 +61,18 @@ LAST = {key.split(".")[-1]: key for key in reversed(KNOWN)}  # the first that en
 def register() -> None:
     """Makes the schema known to Hydra. Call before composing."""
     ConfigStore.instance().store(name="base_config", node=Config)
+
+
+def compose(overrides: list[str]) -> DictConfig:
+    """The configuration that these overrides make, and nothing else. Raises `UserError`."""
+    register()
+    try:
+        if GlobalHydra.instance().is_initialized():  # within `hydra.main`
+            return hydra.compose("config", overrides)
+        with hydra.initialize_config_dir(CONF, version_base="1.3"):
+            return hydra.compose("config", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, overrides)) from error
 
 
 def validate(config: DictConfig) -> Config:

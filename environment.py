@@ -34,7 +34,7 @@ def record(run_dir: str, trainer: Trainer) -> None:
         "overrides": OmegaConf.to_container(hydra.overrides.task) if hydra else None,
         "device": device_name(trainer.world.device),
         "cores": os.cpu_count(),
-        "hosts": trainer.world.size // trainer.world.local_size,
+        "hosts": -(-trainer.world.size // trainer.world.local_size),
         "processes": trainer.world.size,
         "threads": torch.get_num_threads(),
         "precision": trainer.choices["amp_dtype"],

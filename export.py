@@ -24,6 +24,7 @@ from errors import UserError, one_line
 from huggingface import to_files, unknown_token
 from model import CompleteConfig, GPTConfig
 from run_directory import choose_snapshot
+from sample import opening
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 
@@ -44,7 +45,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
 
     Raises `UserError` if `out` already exists and not empty, or cannot be written.
     """
-    config = GPTConfig(**snapshot.model_config).complete()
+    config = GPTConfig.recorded(snapshot.model_config).complete()
     files = to_files(config, snapshot.model_state, snapshot.vocabulary)
     files["README.md"] = model_card(snapshot, config, path).encode()
     parent, name = os.path.split(os.path.abspath(out))
@@ -89,19 +90,22 @@ def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
         "optimizer steps": f"{snapshot.step:,}",
         "characters trained on": f"{characters:,} ({snapshot.finished_epoch} whole epochs)",
         "started from": snapshot.config.get("init_from") or "fresh weights",
-        "text": f"{text_name(data)}, SHA-256 `{snapshot.text_digest}`",
+        "text": f"{text_name(data)}SHA-256 `{snapshot.text_digest}`",
         "distinct characters": len(snapshot.vocabulary),
         "characters of context": config.block_size,
         "parameters": f"{parameters:,}",
         "architecture": f"`{config.arch}`: {config.n_layer} blocks, {config.n_head} heads, "
         f"{config.n_embd} wide",
         "batch": f"{trainer.get('batch_size')} windows of {config.block_size} characters",
-        "optimizer": f"{optimizer.get('name')}, learning rate {optimizer.get('learning_rate')}, "
-        f"schedule {optimizer.get('schedule')}",
+        "optimizer": f"{optimizer['name']}, learning rate {optimizer['learning_rate']}, "
+        f"schedule {optimizer['schedule']}"
+        if optimizer
+        else None,
         "computed in": snapshot.choices.get("amp_dtype"),
         "seed": snapshot.seed,
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    # A program of its own may have kept less of how it trained.
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
     notes = [
         f"One token is one character. The tokenizer gives characters that are not in the training "
         f"text one token of their own, U+{ord(unknown_token(snapshot.vocabulary)):04X} (id "
@@ -118,8 +122,9 @@ def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
         notes.append("It was trained without biases; Transformers' GPT-2 has them: they are zero.")
     paragraphs = "\n\n".join(notes)
     name = snapshot.config.get("run_name", "run")
-    prompt = "\n" if "\n" in snapshot.vocabulary else snapshot.vocabulary[0]
-    literal = json.dumps(prompt, ensure_ascii=False)  # with the quotes that ruff wants of it
+    literal = json.dumps(
+        opening(snapshot.vocabulary), ensure_ascii=False
+    )  # with the quotes that ruff wants of it
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -146,10 +151,10 @@ print(pipeline("text-generation", "PATH_OR_NAME")({literal})[0]["generated_text"
 
 
 def text_name(data: dict[str, Any]) -> str:
-    """Which text, without the folders of this machine."""
-    path = data.get("url") or data.get("path")
-    paths = path if isinstance(path, list) else [str(path)]
-    return ", ".join(path if "://" in path else os.path.basename(path) for path in paths)
+    """Which text, without the folders of this machine, and a comma; nothing if it is not known."""
+    path = data.get("url") or data.get("path") or []
+    paths = path if isinstance(path, list) else [path]
+    return "".join(f"{p if '://' in p else os.path.basename(p)}, " for p in paths)
 
 
 def held_out_loss(snapshot: Snapshot) -> str:
@@ -197,7 +202,7 @@ def main(arguments: list[str]) -> None:
     path = choose_snapshot(config.snapshot, config.run_dir)
     snapshot = read_whole(path)
     export(snapshot, path, config.out)
-    print(f"{config.out}: step {snapshot.step} of {path}, held-out loss {held_out_loss(snapshot)}")
+    print(f"{config.out}: {path}, {snapshot}")
     if config.push_to:
         print(f"{config.push_to}: uploaded to {push(client, config.out, config.push_to)}")
 

@@ -6,13 +6,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from config import CONF, Config, plain, register
+from config import CONF, Config, compose, plain
 from errors import UserError, one_line
 from metrics import read_lines
 from run_directory import CONFIG, ENVIRONMENT, METRICS, newest_instead
@@ -31,7 +27,7 @@ class Run:
 
     Attributes:
         config: `config.yaml`, nested dictionaries.
-        starts: the lines of `environment.jsonl`; none of a run from before there was one.
+        starts: the lines of `environment.jsonl`, of which there is at least one.
         train, val: the lines of `metrics.jsonl` of either split whose loss is a number, by step.
         nonfinite: the steps whose loss was none.
     """
@@ -45,11 +41,14 @@ class Run:
 
     @classmethod
     def read(cls, path: str) -> "Run":
-        """Raises `UserError` if the directory has no metrics, or a file in it is damaged."""
+        """Raises `UserError` if a file is missing in the directory, or damaged."""
         file = os.path.join(path, METRICS)
         if not os.path.exists(file):
             raise UserError(f"run_dir={path}: there is no {METRICS} in it{newest_instead(path)}")
-        lines = read_lines(file, "split", "loss")
+        lines = read_lines(file, "split", "loss", "seconds")
+        starts = read_lines(os.path.join(path, ENVIRONMENT))
+        if not starts:
+            raise UserError(f"run_dir={path}: has no {ENVIRONMENT}, which main.py writes")
         try:
             config = cast(dict, OmegaConf.to_container(OmegaConf.load(os.path.join(path, CONFIG))))
             int(config["model"]["vocab_size"]), config["trainer"]["max_steps"]
@@ -63,13 +62,13 @@ class Run:
         return cls(
             path=path,
             config=config,
-            starts=read_lines(os.path.join(path, ENVIRONMENT)),
+            starts=starts,
             train=[line for line in good if line["split"] == "train"],
             val=[line for line in good if line["split"] == "val"],
             nonfinite=[line["step"] for line in lines if line["loss"] is None],
         )
 
-    @property
+    @functools.cached_property
     def lines(self) -> list[dict[str, Any]]:
         """Of both splits, by step."""
         return sorted([*self.train, *self.val], key=lambda line: line["step"])
@@ -80,11 +79,9 @@ class Run:
         return self.lines[-1]["step"]
 
     @property
-    def total_steps(self) -> int | None:
-        """Of the plan; None where only the text could tell."""
-        if self.starts:
-            return self.starts[-1]["total_steps"]
-        return self.config["trainer"]["max_steps"]
+    def total_steps(self) -> int:
+        """Of the plan."""
+        return self.starts[-1]["total_steps"]
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -92,18 +89,19 @@ class Run:
         return min(self.val, key=lambda line: line["loss"], default=None)
 
     @property
-    def seconds(self) -> float | None:
+    def seconds(self) -> float:
         """From the first step to the last that was logged, evaluations and saves included."""
-        return self.lines[-1].get("seconds")
+        return self.lines[-1]["seconds"]
 
     @property
     def recipe(self) -> str | None:
         """The name of the recipe it was made from, as far as that is known."""
-        if self.starts and self.starts[-1]["recipe"]:
+        if self.starts[-1]["overrides"] is not None:
             return self.starts[-1]["recipe"]
         name = self.config.get("run_name")  # a recipe's own, unless given
         return name if os.path.exists(os.path.join(CONF, "experiment", f"{name}.yaml")) else None
 
+    @functools.cached_property
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """The keys whose values are not those of its recipe, with (the recipe's, its own).
 
@@ -123,14 +121,5 @@ def compose_recipe(name: str | None) -> dict[str, Any]:
     """The configuration of a recipe, or without a name the defaults, as a run that changes nothing
     has it; not to be changed.
     """
-    overrides = [f"experiment={name}"] if name else []
-    try:
-        if GlobalHydra.instance().is_initialized():  # at the end of a run
-            config = compose("config", overrides)
-        else:
-            register()
-            with initialize_config_dir(CONF, version_base="1.3"):
-                config = compose("config", overrides)
-        return plain(cast(Config, OmegaConf.to_object(config)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"experiment={name}: {one_line(error)}") from error
+    composed = compose([f"experiment={name}"] if name else [])
+    return plain(cast(Config, OmegaConf.to_object(composed)))

@@ -26,7 +26,7 @@ from config import Config
 from distributed import World, run_on_first
 from errors import UserError
 from huggingface import PER_CHARACTER
-from model import ARCHITECTURE
+from model import ARCHITECTURE, GPTConfig
 from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
@@ -53,26 +53,17 @@ def read(source: str) -> Learned:
     """
     if is_local(source) and os.path.exists(os.path.join(source, "config.json")):
         config, weights, vocabulary = huggingface.read(source)
-        architecture = {name: getattr(config, name) for name in ARCHITECTURE}
-        return Learned(weights, vocabulary, architecture, source)
+        return Learned(weights, vocabulary, architecture_of(config), source)
     path = source
     if is_local(source) and os.path.isdir(source):
         path = choose_snapshot(None, source)
     snapshot = read_whole(path)
-    description = f"{path}, step {snapshot.step}"
-    if snapshot.loss is not None:
-        description += f", held-out loss {snapshot.loss:.4f}"
-    return Learned(
-        snapshot.model_state, snapshot.vocabulary, architecture_of(snapshot), description
-    )
+    architecture = architecture_of(GPTConfig.recorded(snapshot.model_config))
+    return Learned(snapshot.model_state, snapshot.vocabulary, architecture, f"{path}, {snapshot}")
 
 
-def architecture_of(snapshot: Snapshot) -> dict[str, Any]:
-    model = snapshot.model_config
-    missing = [name for name in ARCHITECTURE if name not in model]
-    if missing:
-        raise UserError(f"the snapshot does not say its model.{missing[0]}")
-    return {name: model[name] for name in ARCHITECTURE}
+def architecture_of(config: GPTConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ARCHITECTURE}
 
 
 def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned | None:
@@ -87,7 +78,8 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
         return None
     if snapshot is not None:
         log.info("init_from   was for the beginning: this run resumes from its own snapshot")
-        settle(config, architecture_of(snapshot), "the run's own snapshot")
+        own = GPTConfig.recorded(snapshot.model_config)
+        settle(config, architecture_of(own), "the run's own snapshot")
         return None
 
     def read_named() -> Learned:
@@ -125,8 +117,8 @@ def settle(config: Config, architecture: dict[str, Any], source: str) -> None:
 
 @torch.no_grad()
 def give(learned: Learned, model: nn.Module, vocabulary: str) -> None:
-    """Puts `learned` weights into a fresh `model` for `vocabulary`, which may be wrapped or shared
-    out; all ranks must call it. Logs what was kept.
+    """Puts `learned` weights into a fresh `model` for `vocabulary`, bare, wrapped or sharded; all
+    ranks must call it. Logs what was kept.
 
     Raises `UserError` for weights that do not fit.
     """

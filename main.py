@@ -27,7 +27,6 @@ from typing import NoReturn, cast
 
 import hydra
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -45,7 +44,7 @@ import slurm
 import sweep
 from char_dataset import CharDataset
 from choices import choose_amp_dtype
-from config import CONF, Config, explain, plain, register, validate
+from config import Config, compose, explain, plain, register, validate
 from distributed import (
     World,
     gather,
@@ -85,14 +84,9 @@ def configure(*overrides: str) -> DictConfig:
 
 
 def compose_all(overrides: list[str]) -> DictConfig:
-    """The configuration that exactly these overrides make, outside of `hydra.main`."""
-    register()
-    try:
-        with initialize_config_dir(CONF, version_base="1.3"):
-            composed = compose("config", overrides=overrides)
-        follow_overrides(composed, overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, overrides)) from None
+    """The same with exactly these overrides."""
+    composed = compose(overrides)
+    follow_overrides(composed, overrides)
     return composed
 
 

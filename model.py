@@ -11,11 +11,12 @@ that starts at zero, and a soft cap on the logits.
 Shapes in comments: B sequences, T characters, C = n_embd, H heads of D = C / H, V = vocab_size.
 """
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -121,6 +122,18 @@ class GPTConfig:
             if getattr(self, name) is None:
                 setattr(self, name, self.arch == "gpt2")
 
+    @classmethod
+    def recorded(cls, values: dict[str, Any]) -> "GPTConfig":
+        """The one with the `values` that a snapshot has. Raises `UserError` if they are not those
+        of a `GPT`.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        other = [name for name in values if name not in names]
+        other += [name for name in ARCHITECTURE if name not in values]
+        if other:
+            raise UserError(f"the snapshot is of another kind of model: model.{other[0]}")
+        return cls(**values)
+
     def complete(self) -> "CompleteConfig":
         """Itself; raises `UserError` if `vocab_size` or `block_size` is still missing."""
         for name in ("vocab_size", "block_size"):
@@ -184,7 +197,7 @@ class KVCache:
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    """x over the root mean square of its last dimension, whose width stays the same."""
+    """x divided by the root mean square over its last dimension; same shape."""
     if kernels.fit(x):
         return kernels.rms_norm(x)
     # F.rms_norm would do, at twice the time where tensors are small, as in `generate`.

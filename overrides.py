@@ -74,7 +74,7 @@ def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:
         for name in ("url", "sha256"):
             if f"data.{name}" not in named:
                 composed.data[name] = None
-    if named.keys() & {"data", "data.path", "data.url"}:
+    if named.keys() & {"data", "data.path", "data.url"} and "data.fallback" not in named:
         composed.data.fallback = None  # no other text stands in for one that was chosen
     if composed.init_from is not None:
         means = {"model": ["arch"], "model.model_type": sizes, "data.block_size": ["block_size"]}

@@ -80,9 +80,7 @@ def read(path: str) -> tuple[GPT, str, str]:
     snapshot = read_whole(path)
     model = load_model(snapshot, "cuda" if torch.cuda.is_available() else "cpu")
     size = sum(p.numel() for p in model.parameters())
-    loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
-    about = f"{path}: {size / 1e6:.3g} M parameters, step {snapshot.step}{loss}"
-    return model, snapshot.vocabulary, about
+    return model, snapshot.vocabulary, f"{path}: {size / 1e6:.3g} M parameters, {snapshot}"
 
 
 @dataclass

@@ -82,10 +82,10 @@ def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, `most` of them or fewer."""
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    size = next(power * m for m in (1, 2, 5, 10, 20) if (high - low) / (power * m) <= most - 1)
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, six of them or fewer."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 6))
+    size = next(power * m for m in (1, 2, 5, 10, 20) if (high - low) / (power * m) <= 5)
     return [i * size for i in range(int(-(-low // size)), int(high // size) + 1)]
 
 
@@ -198,7 +198,7 @@ def reference_band(
     reference = card.get(runs[0].recipe or "")
     if reference is None or len({run.recipe for run in runs}) > 1:
         return None, ""
-    if any(not_comparable(run, reference) for run in runs):
+    if any(changes(run)[1] or not_comparable(run, reference) for run in runs):
         return None, ""
     split = "val" if len(reference["val"]) > 1 else "train"
     allowed = tolerance(reference, split)
@@ -272,22 +272,21 @@ def differing(runs: list[Run]) -> list[dict[str, Any]]:
 
 def commands(run: Run) -> list[tuple[str, str]]:
     """(what it is for, the command) to do a run again, to go on with it, and to read from it."""
-    unknown: dict[str, Any] = {"overrides": None, "processes": 1, "hosts": 1}
-    start = run.starts[-1] if run.starts else unknown
+    start = run.starts[-1]
     overrides = start["overrides"]
     if overrides is None:
         overrides = [f"experiment={run.recipe}"] if run.recipe else []
         overrides += [override(key, now) for key, (_, now) in changes(run)[0].items()]
-    own = ("run_name=", "run_dir=", "launch.", "trainer.resume=", "hydra.")
+    own = ("run_name=", "run_dir=", "launch.", "trainer.resume=")
     words = without(overrides, *own)
     if not any(word.startswith("experiment=") for word in words):
         words.insert(0, "experiment=null")
     launcher = ["python"]
-    if start["hosts"] > 1:
-        each = start["processes"] // start["hosts"]
+    each, left = divmod(start["processes"], start["hosts"])
+    if start["hosts"] > 1 and not left:  # of hosts unlike each other, torchrun would need one each
         launcher = ["torchrun", f"--nnodes={start['hosts']}", f"--nproc_per_node={each}"]
-        launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29500"]
-    elif start["processes"] > 1:
+        launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29400"]
+    elif each > 1 and start["hosts"] == 1:
         words.append(f"launch.nproc_per_node={start['processes']}")
     go_on, what = words, "Go on from where it stopped"
     if run.total_steps == run.step:
@@ -314,7 +313,7 @@ def override(key: str, value: Any) -> str:
 def changes(run: Run) -> tuple[dict[str, tuple[Any, Any]], str | None]:
     """A run's differences from its recipe, or why there are none to be told."""
     try:
-        return run.changes(), None
+        return run.changes, None
     except UserError as error:  # a recipe that is no longer there
         return {}, str(error)
 
@@ -323,15 +322,14 @@ def describe(run: Run, card: dict[str, Any]) -> dict[str, Any]:
     """What the page says of one run."""
     changed, unknown = changes(run)
     on_track, words = check(run, card) if unknown is None else (None, [unknown])
-    steps = f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
     rate = median_rate(run.train)
     held_out = {line["step"]: line["loss"] for line in run.val}
     facts = {
         "best held-out loss": f"{run.best['loss']:.4f}" if run.best else "",
         "at step": f"{run.best['step']:,}" if run.best else "",
         "last held-out loss": f"{run.val[-1]['loss']:.4f}" if run.val else "",
-        "steps": steps,
-        "wall time": duration(run.seconds) if run.seconds else "",
+        "steps": f"{run.step:,} of {run.total_steps:,}",
+        "wall time": duration(run.seconds),
         "characters/s": f"{rate:,.0f}" if rate else "",
     }
     return {
@@ -463,23 +461,22 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
     config: Any = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
     run_dirs = find_runs(*(vars(config).get(name) for name in ("run_dir", "run_dirs")))
-    card = config.reference  # where it is
     if command == "check":
-        history = Run.read(run_dirs[0])
-        on_track, words = check(history, load_card(card))
-        plan = f" of {history.total_steps}" if history.total_steps else ""
-        print(f"{run_dirs[0]}, step {history.step}{plan}: {'' if on_track else 'NOT '}on track")
+        run = Run.read(run_dirs[0])
+        on_track, words = check(run, load_card(config.reference))
+        verdict = "on track" if on_track else "NOT on track"
+        print(f"{run_dirs[0]}, step {run.step} of {run.total_steps}: {verdict}")
         print("\n".join(f"- {sentence}" for sentence in words))
         return 0 if on_track else 1
     if command == "reference":
         name, reference = curve([Run.read(path) for path in run_dirs])
-        save_card({**load_card(card), name: reference}, card)
-        print(f"{name}: {card} has its reference now")
+        save_card({**load_card(config.reference), name: reference}, config.reference)
+        print(f"{name}: {config.reference} has its reference now")
         return 0
     folder = run_dirs[0]
     if len(run_dirs) > 1:
         folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
-    print(write(run_dirs, config.out or os.path.join(folder, REPORT), card, png=True))
+    print(write(run_dirs, config.out or os.path.join(folder, REPORT), config.reference, png=True))
     return 0
 
 

@@ -26,6 +26,9 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
+JOB = "job.yaml"  # of a sweep's job: its overrides and how it ended
+SET_ASIDE = ".set_aside"  # marks that trainer.resume=never has been followed
+OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB, SET_ASIDE)  # than snapshots
 
 
 @contextlib.contextmanager
@@ -36,7 +39,7 @@ def own_files(run_dir: str, config: TrainerConfig) -> Iterator[None]:
     Raises `UserError` if something cannot be written, another run owns it, or the snapshot would
     have the name of another file.
     """
-    if config.snapshot_path in (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT):
+    if os.path.normpath(config.snapshot_path) in OTHER_FILES:
         raise UserError(
             f"trainer.snapshot_path={config.snapshot_path}: the run has another file of that name"
         )

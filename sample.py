@@ -84,7 +84,7 @@ class SampleConfig:
 
 def load_model(snapshot: Snapshot, device: str) -> GPT:
     """The trained model of a snapshot, ready to generate."""
-    model = GPT(GPTConfig(**snapshot.model_config))
+    model = GPT(GPTConfig.recorded(snapshot.model_config))
     model.load_state_dict(snapshot.model_state)
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("the snapshot's weights are not finite: the run has diverged; take another")
@@ -152,7 +152,7 @@ def read_prompt(config: SampleConfig, vocabulary: str) -> str:
     name = f"prompt_file={config.prompt_file}"
     if config.prompt_file == "-":
         with reading(name), open(0, "rb", closefd=False) as file:
-            prompt = file.read().decode()
+            prompt = file.read().decode("utf-8-sig")  # as `Source` reads
     else:
         prompt = "".join(Source(config.prompt_file))
     if not prompt:
@@ -289,8 +289,7 @@ def main(arguments: list[str]) -> int:
         config = parse(SampleConfig, arguments)
         path = choose_snapshot(config.snapshot, config.run_dir)
         snapshot = read_whole(path)
-        loss = f", held-out loss {snapshot.loss:.4f}" if snapshot.loss is not None else ""
-        print(f"[{path}, step {snapshot.step}{loss}]", file=sys.stderr)
+        print(f"[{path}, {snapshot}]", file=sys.stderr)
         if config.score is None:
             print_texts(sample(config, snapshot))
         else:

@@ -20,14 +20,12 @@ import sharded_snapshot
 import sharding
 from distributed import World
 from errors import UserError, one_line
-from run_directory import METRICS
+from run_directory import METRICS, SET_ASIDE
 from snapshot import Snapshot
 from snapshot_files import BackgroundWriter, SnapshotFiles
 from trainer_config import TrainerConfig, snapshot_path
 
 log = logging.getLogger("gpt")
-
-SET_ASIDE = ".set_aside"  # marks, in the run's directory, that resume=never has been followed
 
 
 class Saver:

@@ -16,6 +16,7 @@ FIXED = (
     "model.attn_pdrop",
     "model.bias",
     "model.tie_weights",
+    "data.block_size",
     "data.train_split",
     "data.truncate",
     "optimizer.name",
@@ -25,8 +26,6 @@ FIXED = (
 )
 # Settings that cannot move the loss by more than rounding does, or than seeds do.
 HARMLESS = (
-    "samples",
-    "report",
     "data.cache_dir",
     "data.url",
     "data.sha256",
@@ -52,7 +51,7 @@ HARMLESS = (
     "trainer.resume",
     "trainer.timeout_s",
 )
-# Of the others, beside those of the model, those with which losses at one step cannot be compared.
+# Settings that, like every one of the model, make losses at the same step incomparable.
 NOT_COMPARABLE = (
     "init_from",
     "data.block_size",
@@ -67,7 +66,6 @@ NOT_COMPARABLE = (
 OWN = (
     "run_name",
     "run_dir",
-    "explicit",
     "model.vocab_size",
     "model.block_size",
     "data.fallback",

@@ -5,13 +5,11 @@ A signal reaches one process, at any moment; the trainer asks at moments of its 
 the other processes on the highest request (`distributed.Agreement`).
 """
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from enum import IntEnum
 
 
@@ -88,23 +86,6 @@ class Requests:
             return self._stop
         save, self._save = self._save, False
         return Request.SAVE if save else Request.NOTHING
-
-
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Signals that come meanwhile come afterwards; processes begun meanwhile wait for `ignore`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore() -> None:
-    """Has this process ignore the signals that are meant for another."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def prepare() -> None:

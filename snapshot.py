@@ -133,6 +133,13 @@ class Snapshot:
             asked.add("amp_dtype")
         return {name: choice for name, choice in self.choices.items() if name not in asked}
 
+    def __str__(self) -> str:
+        """Its step, and the newest held-out loss, with the step of that where it is another."""
+        if self.loss is None:
+            return f"step {self.step}"
+        at = "" if self.loss_step == self.step else f" at step {self.loss_step}"
+        return f"step {self.step}, held-out loss {self.loss:.4f}{at}"
+
     @property
     def model_config(self) -> dict[str, Any]:
         """`config.model`, from which the model is built again. Raises `SnapshotError` where the

@@ -27,11 +27,10 @@ from history import median_rate
 from launch import quoted
 from metrics import read_lines
 from progress import format_loss
-from run_directory import METRICS, shown
+from run_directory import JOB, METRICS, shown
 from signals import Stopped
 
 log = logging.getLogger("gpt")
-JOB = "job.yaml"  # in the directory of a job: its overrides and how it ended
 RESULTS = "results.csv"  # in the directory of the sweep
 
 

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import choices
 import distributed
 import sharding
-from batches import Batches, MicroBatches
+from batches import MicroBatches, ahead
 from distributed import Agreement, World, naming_the_silent
-from errors import UserError, one_line
+from errors import UserError
 from evaluation import evaluate
 from metrics import Metrics, peak_memory
 from progress import Progress, Stopwatch, duration, flops_per_token, format_loss, peak_flops
@@ -68,7 +68,8 @@ class Trainer:
         world: this process among all; found out, and the process group joined, if not given.
         run_dir: where the files of the run go.
         run_config: the whole configuration as plain types, kept in the snapshot and compared when
-            resuming; by default `config` and, where it is a dataclass, `model.config`.
+            resuming; by default `config` and, where they are dataclasses, the `config` of the model
+            and of `train_dataset`.
         saver: the snapshots of the run, with the one to resume from; made if not given.
 
     Raises `UserError` for a data set of another kind, where the batch cannot be shared, or the
@@ -103,7 +104,7 @@ class Trainer:
         self.run_dir = run_dir
         bare = distributed.unwrap(model)
         # As plain types: a snapshot holds nothing else.
-        given = run_config or described(config, bare)
+        given = run_config or described(config, bare, train_dataset)
         self.run_config = json.loads(json.dumps(given, default=str))
         self.saver = saver or Saver(config, run_dir, self.world)
         self.files = self.saver.files
@@ -275,7 +276,7 @@ class Trainer:
             return self.newest[0] if self.newest else None
         self.metrics: Metrics | None = None
         self.progress: Progress | None = None
-        self.batches: Batches | None = None
+        self.batches = self._batches()
 
         with self.requests:
             try:
@@ -288,18 +289,8 @@ class Trainer:
                     except _StopRequested as stop:
                         self._stop(stop.request)
                 self.saver.finish(self.step)
-            except (RuntimeError, OSError, EOFError) as error:
-                if self.batches is None or not self.batches.lost_a_process():
-                    raise
-                raise UserError(
-                    f"step {self.step + 1}: a data loader process has died, perhaps out of memory "
-                    f"(trainer.data_loader_workers={self.config.data_loader_workers}; with 0 there "
-                    f"is none): {one_line(error)}"
-                ) from error
             finally:
-                if self.batches:
-                    self.batches.close()
-                self.batches = None
+                self.batches.close()
                 self.saver.wait()  # after an error, too: what was good then is worth having
                 if self.progress:
                     self.progress.close()
@@ -323,7 +314,6 @@ class Trainer:
     def _train(self) -> None:
         self.agreement.finish()  # of a call to `train` before, which was stopped
         self.optimizer.zero_grad()
-        self.batches = self._batches()
         # Step, loss and gradient norm of this rank's first step that was not finite.
         self.first_bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
         self.stopwatch = Stopwatch(self.step, self.world.device)
@@ -392,10 +382,10 @@ class Trainer:
             or (epochs and any(epoch % epochs == 0 for epoch in self._epochs_ended()))
         )
 
-    def _batches(self) -> Batches:
+    def _batches(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches from the next step to the end of the run."""
         config = self.config
-        return Batches(
+        return ahead(
             MicroBatches(
                 self.train_dataset, config.seed, config.batch_size, self.accumulation, self.world
             ),
@@ -409,7 +399,6 @@ class Trainer:
         """One optimizer step. Returns this rank's mean loss and the gradient norm of all, on the
         device.
         """
-        assert self.batches is not None  # since `_train` began
         config, device = self.config, self.world.device
         self._seed(step_seed(config.seed, self.step, self.world.rank))
         factor = self.schedule(self.step, self.total_steps)
@@ -647,12 +636,13 @@ def diverged(step: int, what: str, more: str = "") -> UserError:
     )
 
 
-def described(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
-    """What there is to say of a run that a program of its own has put together."""
+def described(config: TrainerConfig, model: nn.Module, dataset: Any) -> dict[str, Any]:
+    """The configuration of a run that a program of its own has put together, as far as it shows."""
     described: dict[str, Any] = {"trainer": dataclasses.asdict(config)}
-    own: Any = getattr(model, "config", None)
-    if dataclasses.is_dataclass(own) and not isinstance(own, type):
-        described["model"] = dataclasses.asdict(own)
+    for name, part in (("model", model), ("data", dataset)):
+        own: Any = getattr(part, "config", None)
+        if dataclasses.is_dataclass(own) and not isinstance(own, type):
+            described[name] = dataclasses.asdict(own)
     return described
 
 

@@ -34,5 +34,5 @@ def test_what_the_trainer_imports_knows_neither_gpt_nor_hydra():
 
 
 def test_hydra_is_known_where_it_is_said():
-    said = {"main", "config", "launch", "sweep", "environment", "history"}
+    said = {"main", "config", "launch", "sweep", "environment"}
     assert {name for name, imported in IMPORTS.items() if "hydra" in imported} == said

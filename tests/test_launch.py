@@ -243,6 +243,7 @@ for override, says in (("model.n_layr=3", "did you mean model.n_layer?"), ("{TWO
 
 def test_a_session_configures_what_the_command_line_does(tmp_path):
     cases = [["data.path=book.txt"], ["experiment=overfit", "model.model_type=gpt-nano"], []]
+    cases.append(["data.url=https://a.b/c.txt", "data.fallback=pydoc:topics"])
     code = f"""
 import json
 from omegaconf import OmegaConf
@@ -253,10 +254,10 @@ for case in {cases}:
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     found = [json.loads(x[5:]) for x in result.stdout.splitlines() if x.startswith("json")]
-    book, nano, untouched = found
+    book, nano, untouched, mirror = found
     assert (book["data"]["url"], book["data"]["fallback"]) == (None, None)
     assert (nano["run_name"], nano["model"]["n_layer"]) == ("overfit", None)
-    assert untouched["data"]["fallback"] == "pydoc:topics"
+    assert untouched["data"]["fallback"] == mirror["data"]["fallback"] == "pydoc:topics"
 
 
 def test_the_notebook_launcher_of_accelerate_starts_two_processes(tmp_path):

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 from copy import deepcopy
-from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def some_run(
     held_out=lambda step: 1.5 + 3 * math.exp(-step / 200),
     steps: int = 1500,
     rate: float = 50_000,
-    recorded: bool = True,
+    by_hydra: bool = True,
     **changed,
 ) -> Run:
     """A run of shakespeare_cpu with these curves, `changed` settings (`__` for a dot) and texts
@@ -71,8 +70,9 @@ def some_run(
         "parameters": 800_000, "text_sha256": "ab", "torch": "2.13.0", "python": "3.11.7",
         "system": "Linux x86_64",
     }  # fmt: skip
-    if recorded:
-        (path / "environment.jsonl").write_text(json.dumps(begun) + "\n")
+    if not by_hydra:
+        begun |= {"recipe": None, "overrides": None}
+    (path / "environment.jsonl").write_text(json.dumps(begun) + "\n")
     return Run.read(str(path))
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_notes_its_start_and_counts_its_seconds_on(tmp_path):
     assert run.starts[1]["recipe"] is None and "data=pydoc" in run.starts[1]["overrides"]
     seconds = [line["seconds"] for line in run.lines]
     assert seconds == sorted(seconds) and len(set(seconds)) > 4
-    assert run.step == run.total_steps == 4 and run.changes()["trainer.max_steps"] == (None, 4)
+    assert run.step == run.total_steps == 4 and run.changes["trainer.max_steps"] == (None, 4)
 
 
 def test_seconds_go_on_from_the_line_that_is_kept(tmp_path):
@@ -199,17 +199,35 @@ def test_a_run_that_has_just_begun_has_a_page_and_is_on_track(tmp_path, card):
     assert words == ["No step of it can be compared yet: the reference begins at step 100."]
 
 
-def test_a_run_from_before_there_were_records_has_a_report_too(tmp_path, card):
-    run = some_run(tmp_path / "shakespeare_cpu", recorded=False, data__block_size=64)
-    assert run.recipe == "shakespeare_cpu" and run.total_steps == 1500
-    html, _ = report.page([run], card)
-    assert "data.block_size=64" in html and "Not on record" in html
-    lines = [json.loads(x) for x in (tmp_path / "shakespeare_cpu/metrics.jsonl").open()]
-    train = [line for line in lines if line["split"] == "train"]
-    for line in train:
+def test_a_run_that_has_not_logged_its_speed_has_a_report_too(tmp_path, card):
+    run = some_run(tmp_path / "shakespeare_cpu", data__block_size=64)
+    for line in run.train:
         del line["lr"], line["tokens_per_s"]
-    shown, parts = report.page([replace(run, train=train)], card)
+    shown, parts = report.page([run], card)
     assert [part.title for part in parts] == ["Loss"] and "1.4" in shown
+
+
+@pytest.mark.parametrize("name", ["environment.jsonl", "metrics.jsonl", "config.yaml"])
+def test_a_run_without_one_of_its_files_is_named(tmp_path, name):
+    some_run(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    with pytest.raises(UserError, match=rf"run_dir=.*run: .*{name}"):
+        Run.read(str(tmp_path / "run"))
+
+
+def test_a_run_is_of_the_recipe_that_was_asked_for_whatever_its_name(tmp_path):
+    run = some_run(tmp_path / "shakespeare_cpu")
+    run.starts[-1] |= {"recipe": None, "overrides": ["experiment=null", "run_name=shakespeare_cpu"]}
+    assert run.recipe is None
+    run.starts[-1] |= {"overrides": None}  # started by a program, not by Hydra
+    assert run.recipe == "shakespeare_cpu"
+
+
+def test_a_recipe_that_is_no_longer_there_is_named_and_the_page_still_made(tmp_path, card):
+    run = some_run(tmp_path / "shakespeare_cpu")
+    run.starts[-1]["recipe"] = "gone"
+    html, _ = report.page([run], card | {"gone": card["shakespeare_cpu"]})
+    assert "experiment=gone: no such file" in html
 
 
 # --- the page ---
@@ -329,13 +347,13 @@ def test_several_runs_are_laid_over_each_other_and_named_by_what_differs(
     assert capsys.readouterr().out.splitlines()[-1].startswith(str(tmp_path / "report.html"))
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("by_hydra", [True, False])
 @pytest.mark.parametrize("steps", [1500, 700])
 def test_the_commands_of_a_page_are_of_this_run_whatever_its_directory_is_called(
-    tmp_path, recorded, steps
+    tmp_path, by_hydra, steps
 ):
     path = tmp_path / "optimizer.name=adamw,b='c d'" / "shakespeare_cpu"
-    run = some_run(path, steps=steps, recorded=recorded, optimizer__learning_rate=1e-3)
+    run = some_run(path, steps=steps, by_hydra=by_hydra, optimizer__learning_rate=1e-3)
     commands = [shlex.split(command) for _, command in report.commands(run)]
     again, on = (
         {o.get_key_element(): o.value() for o in OverridesParser.create().parse_overrides(line[2:])}
@@ -411,7 +429,7 @@ def test_what_differs_from_the_recipe_is_named_first_if_it_can_move_the_loss(tmp
         "0.008)."
     )
     assert "Look first at what differs." in words
-    assert set(run.changes()) == {"optimizer.learning_rate", "trainer.threads", "trainer.seed"}
+    assert set(run.changes) == {"optimizer.learning_rate", "trainer.threads", "trainer.seed"}
 
 
 @pytest.mark.parametrize(
@@ -492,11 +510,11 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
     assert made["val"][0] == [500, round(falls(500), 4), 0.0]
 
 
-def test_runs_whose_metrics_have_no_seconds_make_no_reference(tmp_path):
+def test_runs_whose_metrics_have_no_speed_make_no_reference(tmp_path):
     runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in (1, 2, 3)]
-    for line in (line for run in runs for line in run.lines):
-        del line["seconds"]
-    with pytest.raises(UserError, match="seconds"):
+    for line in (line for run in runs for line in run.train):
+        del line["tokens_per_s"]
+    with pytest.raises(UserError, match="tokens_per_s"):
         curve(runs)
 
 

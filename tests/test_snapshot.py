@@ -231,3 +231,10 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
         check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
     with pytest.raises(UserError, match="text has SHA-256"):
         check_can_resume(saved, saved.config, saved.vocabulary, "cd", "s.pt")
+
+
+def test_a_loss_is_named_with_the_step_it_was_taken_at():
+    assert str(Snapshot({}, {}, step=7)) == "step 7"
+    assert str(Snapshot({}, {}, step=7, loss=1.5, loss_step=7)) == "step 7, held-out loss 1.5000"
+    stopped = Snapshot({}, {}, step=7, loss=1.5, loss_step=5)
+    assert str(stopped) == "step 7, held-out loss 1.5000 at step 5"

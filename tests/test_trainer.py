@@ -10,7 +10,7 @@ import torch
 from conftest import equal
 
 import sharded_snapshot
-from batches import MicroBatches
+from batches import ORDER_STEPS, MicroBatches
 from char_dataset import CharDataset, DataConfig
 from choices import missing_to_compile
 from distributed import World
@@ -107,6 +107,30 @@ def test_what_a_program_says_of_its_run_comes_back_from_the_snapshot(parts, tmp_
     assert load(str(tmp_path / "gpt_snapshot.pt")).config == {
         "model": {"dtype": "torch.float32", "lr": 0.5, "path": str(tmp_path), "n": [1, 2]}
     }
+
+
+@pytest.mark.parametrize("change", [{"train_split": 0.5}, {"truncate": 0.5}])
+def test_a_program_of_its_own_does_not_resume_on_another_part_of_the_text(tmp_path, change):
+    text = "".join(chr(97 + i * i % 7) for i in range(400))
+
+    def train(**changed):
+        parts = CharDataset(DataConfig(path="a.txt", block_size=8, **changed), text).split()
+        return make(parts, tmp_path).train()
+
+    train()
+    with pytest.raises(UserError, match=f"data.{next(iter(change))} was"):
+        train(**change)
+
+
+def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
+    trainer = make(parts, tmp_path)
+    said = {"model": {"hidden": 8}}
+    Trainer(
+        TrainerConfig(**SETTINGS), trainer.bare, trainer.optimizer, *parts,
+        run_dir=str(tmp_path), run_config=said, world=ALONE,
+    ).train()  # fmt: skip
+    with pytest.raises(UserError, match=r"another kind of model: model\.hidden"):
+        load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
 def test_a_type_that_was_asked_for_is_not_what_auto_means_later(parts, tmp_path, monkeypatch):
@@ -239,11 +263,13 @@ def test_what_compiling_lacks_is_named(device, has, missing, monkeypatch):
 
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
     batches = {}
-    for workers in (0, 2):
-        trainer = make(parts, tmp_path / str(workers), data_loader_workers=workers)
+    for workers in (0, 4):
+        trainer = make(
+            parts, tmp_path / str(workers), data_loader_workers=workers, max_steps=2 * ORDER_STEPS
+        )
         batches[workers] = list(trainer._batches())
-    assert len(batches[0]) == 6
-    for a, b in zip(batches[0], batches[2], strict=True):
+    assert len(batches[0]) >= 2 * ORDER_STEPS
+    for a, b in zip(batches[0], batches[4], strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
