@@ -15,7 +15,7 @@ import json
 import math
 import os
 import platform
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import distributed
+import hardware
 import kernels
 from char_dataset import CharDataset, DataConfig
 from model import GPT, GPTConfig
@@ -73,6 +74,8 @@ class Clock:
 
 
 # --------------------------------------------------------------------------------------------------
+NANOGPT = "2000 steps = 1,536,000 characters"  # the plan of its CPU recipe
+
 # What is measured: each function runs in a process of its own and returns figures
 
 
@@ -195,7 +198,7 @@ def growth(what: str, value: str) -> dict:
         "characters_per_s": rate,
         "share_of_matmul": rate * model.flops_per_token() / _matmul_flops(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": hardware.peak_memory(torch.device("cpu")),
     }
 
 
@@ -367,7 +370,7 @@ def _matmul_flops() -> float:
     on_gpu = torch.cuda.is_available()
     n = 8192 if on_gpu else 2048
     a = torch.randn(n, n, device="cuda" if on_gpu else "cpu")
-    if distributed.computes_in_bfloat16(a.device):
+    if hardware.computes_in_bfloat16(a.device):
         a = a.bfloat16()
     best = math.inf
     for _ in range(10):
@@ -448,7 +451,7 @@ def pays(trainer: str) -> bool:
     in it, and else float32; of Transformers both, as its default is float32.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bfloat16 = distributed.computes_in_bfloat16(device)
+    bfloat16 = hardware.computes_in_bfloat16(device)
     if trainer in ("this", "Transformers Trainer, float32"):
         return True
     return trainer.endswith("bfloat16") == bfloat16
@@ -465,11 +468,7 @@ def _missing(packages: tuple[str, ...]) -> str | None:
 
 def machine() -> dict:
     """What the figures were measured on and with."""
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":")[1].strip()
+    name = hardware.device_name(torch.device("cpu"))
     packages = ("torch", "transformers", "accelerate", "lightning")
     return {
         "cpu": f"{name}, {len(os.sched_getaffinity(0))} cores",
@@ -547,7 +546,7 @@ def loss_rows(figures: dict) -> list[list[str]]:
             spread(values, "loss", "{:.4f}"),
             spread(values, "seconds", "{:.1f}"),
             str(len(values)),
-            values[0].get("plan", "2000 steps of 12 x 64"),
+            " = ".join(re.findall(r"[\d,]+ (?:steps|characters)", values[0].get("plan", NANOGPT))),
         ]
         for key, values in figures.items()
     ]

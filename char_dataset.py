@@ -141,7 +141,7 @@ class CharDataset(Dataset):
         """The ids of `text`, int64 of shape (len(text),). Raises `UserError` naming a character it
         does not know.
         """
-        return encode(text, self.stoi)
+        return encode(text, self.vocabulary)
 
     def decode(self, ids) -> str:
         """The text of a sequence of ids."""
@@ -150,7 +150,7 @@ class CharDataset(Dataset):
 
 def encode_text(text: str) -> EncodedText:
     """A text that is in memory, encoded."""
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    codes = code_points(text)
     present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
     present[codes] = True
     distinct = np.flatnonzero(present)
@@ -164,18 +164,27 @@ def encode_text(text: str) -> EncodedText:
     )
 
 
-def encode(text: str, stoi: dict[str, int], start: int = 0) -> torch.Tensor:
-    """The ids of `text` under the vocabulary `stoi`; `UserError` names the first character that is
-    not in it, and its position, `start` being that of the first.
+def encode(text: str, vocabulary: str, start: int = 0) -> torch.Tensor:
+    """The ids of `text`, int64, the positions of its characters in `vocabulary`; `UserError` names
+    the first character that is not in it, and its position, `start` being that of the first.
     """
-    for position, character in enumerate(text, start):
-        if character not in stoi:
-            raise UserError(
-                f"character {character!r} (U+{ord(character):04X}) at position {position} is not "
-                "in the vocabulary of "
-                f"{len(stoi)}: {''.join(stoi)[:200]!r}{'...' * (len(stoi) > 200)}"
-            )
-    return torch.tensor([stoi[character] for character in text], dtype=torch.int64)
+    codes, known = (code_points(characters) for characters in (text, vocabulary))
+    order = np.argsort(known)
+    places = np.searchsorted(known, codes, sorter=order)
+    ids = order[np.minimum(places, len(known) - 1)]
+    if len(unknown := np.flatnonzero(known[ids] != codes)):
+        at = int(unknown[0])
+        raise UserError(
+            f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {start + at} is not in "
+            f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"
+            f"{'...' * (len(vocabulary) > 200)}"
+        )
+    return torch.from_numpy(ids)
+
+
+def code_points(text: str) -> np.ndarray:
+    """The Unicode code points of `text`, uint32 of shape (len(text),)."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 # --------------------------------------------------------------------------------------------------

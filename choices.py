@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-import distributed
+import hardware
 import kernels
 from errors import UserError
 from trainer_config import TrainerConfig
@@ -65,7 +65,7 @@ def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[
         dtype = earlier["amp_dtype"]
         if dtype not in ("bfloat16", "float16", "float32"):
             raise UserError(f"the snapshot says that the run computes in {dtype!r}")
-    elif distributed.computes_in_bfloat16(device):
+    elif hardware.computes_in_bfloat16(device):
         dtype = "bfloat16"
     else:
         dtype = "float16" if device.type == "cuda" else "float32"

@@ -8,7 +8,6 @@ group; nothing else but `slurm.py` reads these variables.
 
 import atexit
 import contextlib
-import ctypes
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+import hardware
 import slurm
 from errors import UserError, one_line
 from rendezvous import check_launcher, choose_interface, rendezvous
@@ -111,7 +111,7 @@ def start(device: str = "auto", threads: int | None = None, timeout_s: float = 6
             else os.cpu_count() or 1
         )
         torch.set_num_threads(threads or max(1, cores // local_size))
-        keep_freed_memory()
+        hardware.keep_freed_memory()
     store = None
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
@@ -149,42 +149,11 @@ def check_not_copied() -> None:
     trained_in = os.getpid()
 
 
-def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware does; where it does not, bfloat16 is slower than float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep freed memory for the next allocation instead of returning it to the kernel.
-
-    A CPU step allocates and frees the same tensors again and again; without this, a sixth of its
-    time goes to page faults (docs/experiments.md). Elsewhere than on Linux with glibc nothing
-    happens.
-    """
-    _set_malloc(trim=2**31 - 1, mmap=2**25)  # the largest it takes
-
-
-def return_freed_memory() -> None:
-    """The opposite, where memory counts for more than time."""
-    _set_malloc(trim=2**17, mmap=2**16)
-
-
-def _set_malloc(trim: int, mmap: int) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-        mallopt(M_TRIM_THRESHOLD, trim)
-        mallopt(M_MMAP_THRESHOLD, mmap)
-
-
 def leave(status: int) -> NoReturn:
     """Ends the process with exit status `status`, leaving the process group first.
 
-    Without the interpreter's own tear-down, which takes half a second once torch is imported, and
-    where threads of gloo outlive their group and abort the process now and then (seen with torch
-    2.13.0), after all its work is done.
+    Skips the interpreter's own tear-down, in which gloo's threads, which may outlive their group,
+    now and then abort the process (torch 2.13.0); it would take half a second, too.
     """
     if not dist.is_initialized():
         atexit._run_exitfuncs()
@@ -317,7 +286,7 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        message = " ".join(str(error).split())
+        message = one_line(error)
         about_peers = re.search(r"gloo|nccl|connection|timed? ?out", message, re.IGNORECASE)
         store = world.store
         if store is None or not about_peers:

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from files import replacing
+from hardware import device_name
 from metrics import read_lines
 from run_directory import ENVIRONMENT
 from trainer import Trainer
@@ -47,15 +48,3 @@ def record(run_dir: str, trainer: Trainer) -> None:
     }
     with replacing(path) as file:
         file.writelines(json.dumps(line) + "\n" for line in [*earlier, start])
-
-
-def device_name(device: torch.device) -> str:
-    """The make of a GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

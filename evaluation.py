@@ -35,8 +35,8 @@ def evaluate(
     try:
         for start in range(first, first + most, size):
             poll()
-            # Who has no window left computes one for nothing: blocks that are sharded are gathered
-            # by all ranks together.
+            # A rank without windows left still runs a forward pass: to gather the blocks of a
+            # sharded model takes every rank.
             end = min(start + size, last)
             x, y = (
                 z.to(world.device)

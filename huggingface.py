@@ -50,7 +50,7 @@ MODULES: dict[str, dict[str, list[str]]] = {
         "head": ["lm_head"],
     },
 }
-# of gpt2: the norms, and the matrices, which lie the other way round there (`Conv1D`)
+# of gpt2: the norms, and the matrices, which Transformers has transposed there (`Conv1D`)
 BIASED = [ours for ours in MODULES["gpt2"] if ours not in ("tok_emb", "pos_emb", "head")]
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # a row for each
 

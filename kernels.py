@@ -33,7 +33,7 @@ FLAGS_OF = {  # what the instructions of the name need beside
     "AVX512": "-mavx512f -mavx512bw -mavx512vl",
     "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512vl -mavx512bf16 -DBF16",
 }
-WIDTH = 16  # what kernels.c works on in a row is a multiple of it
+WIDTH = 16  # rows must be a multiple of it long
 
 
 def instructions(dtype: torch.dtype) -> str | None:
@@ -102,7 +102,7 @@ def fit(x: torch.Tensor, head_width: int = 2 * WIDTH) -> bool:
     `head_width` wide.
     """
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)  # not one that only stands for another
+        type(x) in (torch.Tensor, torch.nn.Parameter)  # not a subclass: FakeTensor, DTensor
         and x.device.type == "cpu"
         and x.size(-1) % WIDTH == 0
         and head_width % (2 * WIDTH) == 0

@@ -126,12 +126,12 @@ def train(composed: DictConfig) -> float | None:
         config.model.vocab_size = dataset.vocab_size
         torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
         choices = snapshot.choices_on(world.device.type) if snapshot else {}
-        dtype = choose_amp_dtype(config.trainer, world.device, choices)
+        dtype = getattr(torch, choose_amp_dtype(config.trainer, world.device, choices))
         model = sharding.build(
             lambda: GPT(config.model),
             world,
             config.trainer.strategy,
-            getattr(torch, dtype),
+            dtype,
             config.trainer.offload,
         )
         if learned is not None:
@@ -145,7 +145,7 @@ def train(composed: DictConfig) -> float | None:
         )  # fmt: skip
 
         def sample() -> list[str]:
-            return draw(cast(GPT, trainer.bare), dataset.vocabulary, world.device)
+            return draw(cast(GPT, distributed.unwrap(model)), dataset.vocabulary, world.device)
 
         trainer = Trainer(
             config.trainer,
@@ -158,13 +158,11 @@ def train(composed: DictConfig) -> float | None:
             ),
             sample=sample if config.samples else None,
             world=world,
-            run_dir=config.run_dir,
             run_config=plain(config),
             saver=saver,
         )
         snapshot = None
         if world.device.type == "cpu" and not trainer.choices["compile"]:
-            dtype = getattr(torch, trainer.choices["amp_dtype"])
             log.info("kernels     %s", kernels.describe(dtype))
         if trainer.step < trainer.total_steps:  # of a finished run, the file says how it was made
             run_on_first(lambda: save_config(config), world)

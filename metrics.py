@@ -5,14 +5,10 @@ import json
 import logging
 import math
 import os
-import resource
-import sys
 import threading
 import time
 from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from errors import UserError
 from files import replacing
@@ -167,13 +163,3 @@ class Metrics:
             self._write()
         self.file.close()
         self.trackers.close()
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: of a GPU in tensors, else of the host's
-    memory, all included.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # elsewhere in KiB

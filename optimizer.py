@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-import distributed
+import hardware
 import sharding
 from errors import UserError
 from schedule import SCHEDULES
@@ -92,7 +92,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     tall = matrices.size(1) > matrices.size(2)  # lie down: the smaller of the two products
     x = matrices.mT if tall else matrices
-    if distributed.computes_in_bfloat16(x.device):
+    if hardware.computes_in_bfloat16(x.device):
         x = x.bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(ITERATIONS):
@@ -165,8 +165,9 @@ class AdamW(torch.optim.AdamW):
 
 
 for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-    # These import it to be left alone by it. torch keeps how to be so in this attribute
-    # (torch/_compile.py); where it should no longer look there, it imports as before.
+    # At their first call torch wraps these in `torch._dynamo.disable`, for which it imports
+    # torch._dynamo, unless this attribute has the result already (torch/_compile.py). A later torch
+    # that ignores it costs the second again, and nothing else.
     _plain = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
     setattr(_plain, "__dynamo_disable", _plain)
 

@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from config import CONF, GROUPS, LAST
-from distributed import computes_in_bfloat16
 from errors import UserError
+from hardware import computes_in_bfloat16
 from launch import without
 from model import ARCHITECTURE
 

@@ -110,7 +110,7 @@ def start(path: str, config: SampleConfig) -> tuple[Text, Iterator[int]]:
             f"each must be at most {LONGEST} characters"
         )
     try:
-        ids = encode(config.prompt, {c: i for i, c in enumerate(vocabulary)}).tolist()
+        ids = encode(config.prompt, vocabulary).tolist()
     except UserError as error:
         raise UserError(f"prompt: {error}") from error
     text = Text(path, vocabulary, ids, len(ids), config.temperature)

@@ -1,9 +1,8 @@
-"""How far a run is and how fast: the live line on a terminal, the time of a step, peak rates."""
+"""How far a run is and how fast: the live line on a terminal, the time of a step."""
 
 import contextlib
 import logging
 import os
-import re
 import sys
 import time
 from typing import TextIO
@@ -12,17 +11,6 @@ import torch
 import torch.nn as nn
 
 log = logging.getLogger("gpt")
-
-# Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "T4": 65e12,
-}
 
 
 def size(file: TextIO) -> tuple[int, int]:
@@ -135,15 +123,6 @@ def flops_per_token(model: nn.Module) -> float:
     """The model's own count, or 6 per parameter."""
     own = getattr(model, "flops_per_token", None)
     return own() if own else 6.0 * sum(p.numel() for p in model.parameters())
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak rate in half precision, FLOP/s; None where it is not known (every CPU)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    found = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
-    return next(found, None)
 
 
 def duration(seconds: float) -> str:

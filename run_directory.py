@@ -3,7 +3,6 @@ its snapshot is.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import glob
 import logging
@@ -15,8 +14,8 @@ from omegaconf import OmegaConf
 
 from errors import UserError, one_line
 from signals import Stopped
-from snapshot_files import beside, exists, is_local
-from trainer_config import TrainerConfig, snapshot_path
+from snapshot_files import beside, exists, is_local, snapshot_path
+from trainer_config import TrainerConfig
 
 log = logging.getLogger("gpt")
 
@@ -46,7 +45,7 @@ def own_files(run_dir: str, config: TrainerConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(owned(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
         stack.enter_context(logged(os.path.join(run_dir, LOG)))
-        path = snapshot_path(config, run_dir)
+        path = snapshot_path(config.snapshot_path, run_dir)
         if is_local(path):
             folder, name = os.path.split(path)
             lock = os.path.join(folder, f".{name}{LOCK}")
@@ -161,7 +160,7 @@ def check_none_elsewhere(run_dir: str, config: TrainerConfig) -> None:
     was = recorded_snapshot_path(run_dir)
     if was is None or was == config.snapshot_path:
         return
-    before = snapshot_path(dataclasses.replace(config, snapshot_path=was), run_dir)
+    before = snapshot_path(was, run_dir)
     if exists(before):
         raise UserError(
             f"trainer.snapshot_path={config.snapshot_path}: there is no snapshot, but this run has "
@@ -183,7 +182,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
         return snapshot
     run_dir = run_dir or newest_run()
     recorded = recorded_snapshot_path(run_dir) or TrainerConfig.snapshot_path
-    latest = snapshot_path(TrainerConfig(snapshot_path=recorded), run_dir)
+    latest = snapshot_path(recorded, run_dir)
     for path in (beside(latest, "best"), latest):
         if exists(path):
             return path

@@ -119,7 +119,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     device, vocabulary = choose_device(config.device), snapshot.vocabulary
     prompt = read_prompt(config, vocabulary)
     try:
-        ids = encode(prompt, {character: i for i, character in enumerate(vocabulary)}).to(device)
+        ids = encode(prompt, vocabulary).to(device)
     except UserError as error:
         name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
         raise UserError(f"{name}: {error}") from error
@@ -251,11 +251,10 @@ def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[to
     """The ids of the text at `path`, int64 of shape (num_characters + 1,), fewer at the end; each
     batch begins with the character that ended the one before. The text is never held whole.
     """
-    stoi = {character: i for i, character in enumerate(vocabulary)}
     ids, position = torch.empty(0, dtype=torch.int64), 0
     for piece in Source(path):
         try:
-            ids = torch.cat((ids, encode(piece, stoi, position)))
+            ids = torch.cat((ids, encode(piece, vocabulary, position)))
         except UserError as error:
             raise UserError(f"score={path}: {error}") from error
         position += len(piece)

@@ -22,8 +22,8 @@ from distributed import World
 from errors import UserError, one_line
 from run_directory import METRICS, SET_ASIDE
 from snapshot import Snapshot
-from snapshot_files import BackgroundWriter, SnapshotFiles
-from trainer_config import TrainerConfig, snapshot_path
+from snapshot_files import BackgroundWriter, SnapshotFiles, snapshot_path
+from trainer_config import TrainerConfig
 
 log = logging.getLogger("gpt")
 
@@ -36,14 +36,15 @@ class Saver:
         found: what to resume from, until it is restored; None to start anew, as with
             `resume=never`, where what is there is set aside when training begins.
         files: where they are.
-        writer: on rank 0; None on the others.
+        writer: writes them, on rank 0; on the others it has nothing to do.
         saved_step: that of the latest snapshot; None where it could not be written.
     """
 
     def __init__(self, config: TrainerConfig, run_dir: str, world: World):
         self.config, self.run_dir, self.world = config, run_dir, world
-        self.files = SnapshotFiles(snapshot_path(config, run_dir), config.keep_snapshots)
-        self.writer = BackgroundWriter(self.files) if world.is_first else None
+        path = snapshot_path(config.snapshot_path, run_dir)
+        self.files = SnapshotFiles(path, config.keep_snapshots)
+        self.writer = BackgroundWriter(self.files)
         self.saved_step: int | None = None
         self._owed_best: Snapshot | None = None  # whose shards could not be written
         self._sets_aside = config.resume == "never" and not self._has_set_aside()
@@ -153,7 +154,7 @@ class Saver:
             self.saved_step = None
             if best:
                 self._owed_best = _with_states(snapshot, sharding.copy_to_host)
-            if self.writer:
+            if self.world.is_first:
                 self.writer.failed(snapshot.step, error)
 
     def _write(self, snapshot: Snapshot, latest: bool, best: bool, first) -> None:
@@ -162,47 +163,37 @@ class Saver:
         """
         world = self.world
         if self.config.snapshot_format == "sharded":
-            distributed.run_on_first(self._remove_unused_shards, world)
+            distributed.run_on_first(lambda: sharded_snapshot.remove_unused(self.writer), world)
             snapshot = sharded_snapshot.save(self.files.path, snapshot, world)
         else:
             snapshot = _with_states(snapshot, lambda state: sharding.whole_on_first(state, world))
-        if self.writer:
+        if world.is_first:
             self.writer.write(snapshot, latest, best, first)
-
-    def _remove_unused_shards(self) -> None:
-        assert self.writer is not None  # on rank 0
-        sharded_snapshot.remove_unused(self.writer)
 
     def gives_up(self) -> bool:
         """Whether this rank has seen as many saves in a row fail as may."""
-        if self.writer:
-            self.writer.poll()
-        return self.writer is not None and self.writer.failures >= self.config.max_save_failures
+        self.writer.poll()
+        return self.writer.failures >= self.config.max_save_failures
 
     def why(self) -> str:
         """What the newest failure was, as far as this rank knows."""
-        return self.writer.error if self.writer else "see the error of rank 0"
+        return self.writer.error if self.world.is_first else "see the error of rank 0"
 
     def has_saved(self, step: int) -> bool:
         """Waits for the save under way; whether, on rank 0, the latest snapshot is of `step`."""
-        self.wait()
-        return self.saved_step == step and not (self.writer and self.writer.error)
-
-    def wait(self) -> None:
-        """Waits for the save under way, which only rank 0 has."""
-        if self.writer:
-            self.writer.wait()
+        self.writer.wait()
+        return self.saved_step == step and not self.writer.error
 
     def finish(self, step: int) -> None:
         """Waits until the last snapshot is written; `UserError` on rank 0 if it could not be."""
-        if self.writer:
-            self.writer.wait()
-            if self.writer.error:
-                raise UserError(
-                    f"{self.files.path}: the snapshot of step {step} was not written: "
-                    f"{self.writer.error}"
-                )
-            self._remove_unused_shards()
+        self.writer.wait()
+        if self.writer.error:
+            raise UserError(
+                f"{self.files.path}: the snapshot of step {step} was not written: "
+                f"{self.writer.error}"
+            )
+        if self.world.is_first:
+            sharded_snapshot.remove_unused(self.writer)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

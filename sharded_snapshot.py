@@ -140,23 +140,20 @@ def remove_unused(writer: BackgroundWriter) -> None:
             shutil.rmtree(os.path.join(parent, shards), ignore_errors=True)  # or at the next save
 
 
-def put_together(path: str) -> Snapshot:
-    """The sharded snapshot at `path` as one that holds its tensors itself."""
+def read_whole(path: str) -> Snapshot:
+    """The snapshot at `path`, put together where it is sharded. Raises `UserError`."""
     snapshot = load(path)
-    if not snapshot.shards:
-        raise UserError(f"{path}: is not sharded; it is a single file already")
+    return put_together(path, snapshot) if snapshot.shards else snapshot
+
+
+def put_together(path: str, snapshot: Snapshot) -> Snapshot:
+    """The sharded `snapshot`, read from `path`, with its tensors in itself."""
     alone = World(0, 1, 0, 1, torch.device("cpu"))
     snapshot.model_state, snapshot.optimizer_state = read(
         path, snapshot.shards, lambda _, size, dtype: torch.empty(size, dtype=dtype), alone
     )
     snapshot.shards = {}
     return snapshot
-
-
-def read_whole(path: str) -> Snapshot:
-    """The snapshot at `path`, put together where it is sharded. Raises `UserError`."""
-    snapshot = load(path)
-    return put_together(path) if snapshot.shards else snapshot
 
 
 def _checked(names: list[str], folder: str, world: World) -> dict[str, list[Any]]:
@@ -189,7 +186,10 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"out={config.out}: already exists")
     if not os.path.isdir(folder := os.path.dirname(os.path.abspath(config.out))):
         raise UserError(f"out={config.out}: there is no directory {folder}")
-    content = put_together(config.snapshot)
+    snapshot = load(config.snapshot)
+    if not snapshot.shards:
+        raise UserError(f"{config.snapshot}: is not sharded; it is a single file already")
+    content = put_together(config.snapshot, snapshot)
     with replacing(config.out, "w+b") as file:  # whose bytes in memory would be all of it again
         content.write(file)
     print(f"{config.out}: step {content.step}, {len(content.model_state)} tensors")

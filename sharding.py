@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 import distributed
+import hardware
 from distributed import World
 
 # torch.distributed.fsdp and .tensor take most of a second to import: only those who share pay.
@@ -78,7 +79,7 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool = Fa
     # The rest would stay gathered after a forward pass, and parameters would not be what they were.
     fully_shard(model, **settings, reshard_after_forward=True)
     if world.device.type == "cpu" or offload:  # or the heap would grow to more than a whole model
-        distributed.return_freed_memory()
+        hardware.return_freed_memory()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -34,16 +34,17 @@ class SnapshotError(UserError):
 class Snapshot:
     """The state of a run after `step` optimizer steps: tensors and plain types only.
 
-    The first three fields are the tutorial's. The random state is (`seed`, `step`): dropout is
-    seeded anew at every step from them and the rank, and so is the data order from `seed` and
-    `windows_seen`.
+    The first three fields are the tutorial's. No state of a random generator is in it: dropout is
+    seeded anew at every step, from `trainer.seed`, the step and the rank, and the order of the
+    windows is a function of the seed and the step. `seed` and `windows_seen` follow from the other
+    fields, and are there for readers.
 
     Attributes:
         model_state: parameter name to tensor, names as in the model before it is wrapped.
         optimizer_state: parameter name to that parameter's optimizer state.
         finished_epoch: how many epochs are complete.
         step: optimizer steps taken.
-        windows_seen: position in the endless stream of training windows.
+        windows_seen: training windows taken, `step` times the batch.
         seed: `trainer.seed`.
         scaler_state: the `GradScaler`'s scale and counters; empty unless training in float16.
         best_loss, best_step: the lowest held-out loss so far, nats per character, and where it was.

@@ -45,6 +45,13 @@ def is_local(path: str) -> bool:
     return "://" not in path
 
 
+def snapshot_path(path: str, run_dir: str) -> str:
+    """Where the latest snapshot is: at `path` (`trainer.snapshot_path`), relative to `run_dir`
+    unless absolute or a URL.
+    """
+    return os.path.join(run_dir, path) if is_local(path) else path
+
+
 def locate(path: str) -> tuple[Any, str]:
     """The file system of `path`, local or a URL, and the name of the file in it."""
     if is_local(path):  # whatever is in its name

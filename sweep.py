@@ -15,6 +15,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -37,7 +38,7 @@ RESULTS = "results.csv"  # in the directory of the sweep
 @contextlib.contextmanager
 def recorded(run_dir: str, overrides: list[str]) -> Iterator[None]:
     """Keeps in `run_dir` which job of a sweep this is, and how it ended: finished, failed or
-    stopped, which a job that was killed is too.
+    stopped; a job that was killed counts as stopped.
     """
     path = os.path.join(run_dir, JOB)
 
@@ -80,7 +81,7 @@ class Job:
         with open(os.path.join(run_dir, JOB)) as file:
             job = yaml.safe_load(file)
         lines = read_lines(os.path.join(run_dir, METRICS), "split", "loss")
-        val = [line for line in lines if line["split"] == "val"]
+        val = held_out(lines)
         best = min(val, key=lambda line: line["loss"], default={})
         return cls(
             directory=run_dir,
@@ -96,12 +97,12 @@ class Job:
 
 def last_loss(run_dir: str) -> float | None:
     """The held-out loss that a run has logged last; None if it has logged none."""
-    losses = [
-        line["loss"]
-        for line in read_lines(os.path.join(run_dir, METRICS), "split", "loss")
-        if line["split"] == "val"
-    ]
-    return losses[-1] if losses else None
+    val = held_out(read_lines(os.path.join(run_dir, METRICS), "split", "loss"))
+    return val[-1]["loss"] if val else None
+
+
+def held_out(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["split"] == "val"]
 
 
 def read_jobs(sweep_dir: str) -> list[Job]:
@@ -177,7 +178,7 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def report(sweep_dir: str) -> None:
+def log_results(sweep_dir: str) -> None:
     """Logs what became of the jobs in `sweep_dir`, and writes it to `results.csv` there."""
     try:
         jobs = read_jobs(sweep_dir)
@@ -203,7 +204,7 @@ def report(sweep_dir: str) -> None:
         log.warning("%s cannot be written: %s", path, error.strerror)
 
 
-class Report(Callback):
+class Results(Callback):
     """Hydra's callback of `conf/config.yaml`: puts all jobs of a sweep into one directory, names
     each by its swept overrides, and prints the table when the sweep ends, however it ends.
 
@@ -221,4 +222,4 @@ class Report(Callback):
             own.append(f"hydra.sweep.subdir={quoted(name)}")
         with read_write(config), open_dict(config):
             given.hydra.extend(own)
-        atexit.register(report, os.path.abspath(sweep_dir))
+        atexit.register(log_results, os.path.abspath(sweep_dir))

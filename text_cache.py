@@ -197,22 +197,22 @@ def locked(folder: str) -> Iterator[None]:
 def encode(source: Source, pieces: Iterable[str], file: BinaryIO, truncate: float) -> None:
     """Writes the share `truncate` of the text, and its record, into the empty `file`."""
     ids = AppearanceIds()
-    count, kind = 0, ids.kind
+    count, dtype = 0, ids.dtype
     for text in pieces:
         encoded = ids.encode(text)
-        if ids.kind != kind:
-            rewrite(file, count, kind, ids.kind, lambda chunk: chunk)
+        if ids.dtype != dtype:
+            rewrite(file, count, dtype, ids.dtype, lambda chunk: chunk)
             file.seek(0, os.SEEK_END)
-            kind = ids.kind
+            dtype = ids.dtype
         file.write(encoded.data)
         count += len(encoded)
 
     digest, points = source.digest, np.array(ids.points, np.uint32)
     if truncate < 1:
         count, digest = int(count * truncate), hashlib.sha256()
-        file.truncate(count * kind.itemsize)
+        file.truncate(count * dtype.itemsize)
         used = 0
-        for _, chunk in chunks(file, count, kind):
+        for _, chunk in chunks(file, count, dtype):
             used = max(used, int(chunk.max()) + 1)
             digest.update(points[chunk].tobytes().decode("utf-32-le").encode())
         points = points[:used]  # those that appear first
@@ -220,7 +220,7 @@ def encode(source: Source, pieces: Iterable[str], file: BinaryIO, truncate: floa
     order = np.argsort(points)
     final_id = np.zeros(max(len(points), 256), final)  # 256, to translate bytes with
     final_id[order] = np.arange(len(points), dtype=final)
-    rewrite(file, count, kind, final, lambda chunk: look_up(final_id, chunk))
+    rewrite(file, count, dtype, final, lambda chunk: look_up(final_id, chunk))
     file.truncate(count * final.itemsize)
     file.seek(0, os.SEEK_END)
     write_record(
@@ -238,18 +238,18 @@ def encode(source: Source, pieces: Iterable[str], file: BinaryIO, truncate: floa
 class AppearanceIds:
     """Gives each character an id, in the order of first appearance.
 
-    `points` are the code points by id, and `kind` the smallest type that holds the ids so far.
+    `points` are the code points by id, and `dtype` the smallest type that holds the ids so far.
     """
 
     def __init__(self):
         self.points: list[int] = []
-        self.kind = np.dtype(np.uint8)
+        self.dtype = np.dtype(np.uint8)
         self.id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
         self.id_of_byte = np.zeros(256, np.uint8)  # of ASCII characters, while ids are bytes
         self.seen = b""  # ASCII characters that have an id
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, 1-D of type `kind`, after it has learnt new characters from it."""
+        """The ids of `text`, 1-D of type `dtype`, after it has learnt new characters from it."""
         if text.isascii():
             points = np.frombuffer(text.encode(), np.uint8)
             unseen = np.frombuffer(points.tobytes().translate(None, self.seen), np.uint8)
@@ -258,16 +258,16 @@ class AppearanceIds:
             unseen = points[self.id_of.take(points) == UNSEEN]
         if len(unseen):
             self._learn(unseen)
-        if points.dtype == self.kind == np.uint8:
+        if points.dtype == self.dtype == np.uint8:
             return look_up(self.id_of_byte, points)
-        return self.id_of.take(points).astype(self.kind)
+        return self.id_of.take(points).astype(self.dtype)
 
     def _learn(self, unseen: np.ndarray) -> None:
         first = np.sort(np.unique(unseen, return_index=True)[1])
         new = unseen[first].tolist()
         self.id_of[new] = np.arange(len(self.points), len(self.points) + len(new))
         self.points += new
-        self.kind = np.min_scalar_type(len(self.points) - 1)
+        self.dtype = np.min_scalar_type(len(self.points) - 1)
         self.seen += bytes(point for point in new if point < 128)
         self.id_of_byte = self.id_of[:256].astype(np.uint8)
 
@@ -280,14 +280,14 @@ def look_up(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def chunks(
-    file: BinaryIO, count: int, kind: np.dtype, backwards: bool = False
+    file: BinaryIO, count: int, dtype: np.dtype, backwards: bool = False
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The `count` ids of type `kind` in `file`, in pieces, each with the number of its first."""
+    """The `count` ids of type `dtype` in `file`, in pieces, each with the number of its first."""
     starts = range(0, count, CHUNK)
     for start in reversed(starts) if backwards else starts:
-        file.seek(start * kind.itemsize)
+        file.seek(start * dtype.itemsize)
         length = min(CHUNK, count - start)
-        yield start, np.frombuffer(file.read(length * kind.itemsize), kind)
+        yield start, np.frombuffer(file.read(length * dtype.itemsize), dtype)
 
 
 def rewrite(

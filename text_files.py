@@ -55,15 +55,14 @@ class DataConfig:
         if self.block_size < 1:
             raise UserError(f"data.block_size={self.block_size}: must be at least 1 character")
         several = isinstance(self.path, list)
-        for path in self.path if several else [self.path]:
+        paths = self.path if several else [self.path]
+        for path in paths:
             if path is None or isinstance(path, list | dict):
                 raise UserError(
                     f"data.path={self.path}: must be the path or URL of a text, or a list of "
                     f"them; {path} is of type {type(path).__name__}"
                 )
-            if path == "":
-                raise UserError("data.path is empty: give the path or URL of a text")
-        if self.path == []:
+        if not paths or "" in paths:
             raise UserError("data.path is empty: give the path or URL of a text")
         self.path = [str(path) for path in self.path] if several else str(self.path)
         if several and self.url is not None:
@@ -198,7 +197,8 @@ def find(path: str | list[str]) -> list[TextFile]:
             file_system, inner = fsspec.core.url_to_fs(name, **options)
             file_system.invalidate_cache()  # a listing may be older than the file
             remote = "://" in name
-            if "*" not in name if remote else os.path.exists(name) or not glob.has_magic(name):
+            pattern = "*" in name if remote else glob.has_magic(name) and not os.path.exists(name)
+            if not pattern:
                 files.append(text_file(name, file_system, inner, name))
                 continue
             found = [
@@ -321,7 +321,9 @@ def fetch(config: DataConfig) -> Any:
 
     Raises `UserError` where the text cannot be had, or is not the one that `sha256` promises.
     """
-    if config.url is None or config.path == PYDOC or exists(config.path):
+    if config.url is None or config.path == PYDOC:
+        return config.path
+    if "://" in config.path or os.path.exists(config.path):
         return config.path
     folder, name = os.path.split(os.path.abspath(config.path))
     ending = os.path.splitext(name)[1]
@@ -362,10 +364,6 @@ def fetch(config: DataConfig) -> Any:
             with contextlib.suppress(FileNotFoundError):  # it is in place
                 os.remove(temporary)
     return config.path
-
-
-def exists(path: str) -> bool:
-    return "://" in path or os.path.exists(path)
 
 
 def check_digest(digest: str, expected: str | None, name: str) -> None:

@@ -29,8 +29,9 @@ from batches import MicroBatches, ahead
 from distributed import Agreement, World, naming_the_silent
 from errors import UserError
 from evaluation import evaluate
-from metrics import Metrics, peak_memory
-from progress import Progress, Stopwatch, duration, flops_per_token, format_loss, peak_flops
+from hardware import peak_flops, peak_memory
+from metrics import Metrics
+from progress import Progress, Stopwatch, duration, flops_per_token, format_loss
 from saver import Saver, optimizer_state
 from settings import differences, flatten
 from signals import Request, Requests, Stopped
@@ -66,7 +67,7 @@ class Trainer:
         sample: draws texts from the model, kept in the metrics so that one sees it learn; called
             on every rank at the same steps, must not touch the global random state.
         world: this process among all; found out, and the process group joined, if not given.
-        run_dir: where the files of the run go.
+        run_dir: where the files of the run go; that of the `saver`, if there is one.
         run_config: the whole configuration as plain types, kept in the snapshot and compared when
             resuming; by default `config` and, where they are dataclasses, the `config` of the model
             and of `train_dataset`.
@@ -101,12 +102,12 @@ class Trainer:
             )
         self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
         config.check_world_size(self.world.size)
-        self.run_dir = run_dir
         bare = distributed.unwrap(model)
         # As plain types: a snapshot holds nothing else.
         given = run_config or described(config, bare, train_dataset)
         self.run_config = json.loads(json.dumps(given, default=str))
         self.saver = saver or Saver(config, run_dir, self.world)
+        self.run_dir = self.saver.run_dir
         self.files = self.saver.files
         self.requests, self.agreement = Requests(), Agreement(self.world)
         self.save_asked = False
@@ -125,7 +126,7 @@ class Trainer:
         found = self.saver.found
         if found:
             self._check(found)
-        if not sharding.is_sharded(bare):  # that is where it should be
+        if not sharding.is_sharded(bare):  # whose parameters are on their device already
             bare.to(self.world.device)
         device = self.world.device
         characters = self.total_steps * config.batch_size * train_dataset.block_size
@@ -291,7 +292,7 @@ class Trainer:
                 self.saver.finish(self.step)
             finally:
                 self.batches.close()
-                self.saver.wait()  # after an error, too: what was good then is worth having
+                self.saver.writer.wait()  # after an error, too: what was good then is worth having
                 if self.progress:
                     self.progress.close()
                 if self.metrics:
@@ -408,8 +409,8 @@ class Trainer:
         for i in range(self.accumulation):
             self._poll()
             x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
-            # Gradients are summed over processes once a step, with the last micro-batch; shared
-            # out, with each: nobody has the memory for all of them.
+            # DDP sums gradients over processes once a step, with the last micro-batch. FSDP does
+            # with each: no process has the memory for all of them.
             with (
                 self.model.no_sync()
                 if i + 1 < self.accumulation and isinstance(self.model, DDP)
@@ -517,7 +518,7 @@ class Trainer:
         run, the same ones after a resume.
         """
         line = self.step // self.config.log_every_steps
-        due = line.bit_count() == 1 and line.bit_length() % 2 == 1
+        due = line.bit_count() == 1 and line.bit_length() % 2 == 1  # a power of 4
         if self.sample is None or not (due or self.step == self.total_steps):
             return {}
         # A model that is sharded computes in the type that its blocks are gathered in.

@@ -1,6 +1,5 @@
 """What is set under `trainer`, and what follows from that alone."""
 
-import os
 from dataclasses import dataclass, field
 
 import trackers
@@ -46,6 +45,8 @@ class TrainerConfig:
         # From Python as well as from YAML, where `true` needs no quotes.
         self.compile = str(self.compile).lower()
         self.deterministic = str(self.deterministic).lower()
+        for protocol in ("file://", "local://"):  # what fsspec calls a file of this machine
+            self.snapshot_path = self.snapshot_path.removeprefix(protocol)
         options = {
             "amp_dtype": ("auto", "bfloat16", "float16"),
             "device": ("auto", "cpu", "cuda"),
@@ -66,6 +67,7 @@ class TrainerConfig:
             "max_steps",
             "batch_size",
             "micro_batch_size",
+            "grad_norm_clip",
             "save_every",
             "save_every_steps",
             "keep_snapshots",
@@ -83,11 +85,6 @@ class TrainerConfig:
         if self.max_epochs is None and self.max_steps is None:
             raise UserError(
                 "trainer.max_epochs and trainer.max_steps are both null: one must say when to stop"
-            )
-        if self.grad_norm_clip is not None and not self.grad_norm_clip > 0:
-            raise UserError(
-                f"trainer.grad_norm_clip={self.grad_norm_clip}: must be above 0, or null not to "
-                "clip"
             )
         if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):
             raise UserError(
@@ -123,14 +120,6 @@ class TrainerConfig:
                 f"nearest that are: {self.batch_size // size * size or size}, "
                 f"{-(-self.batch_size // size) * size}"
             )
-
-
-def snapshot_path(config: TrainerConfig, run_dir: str) -> str:
-    """Where the latest snapshot is: `config.snapshot_path`, relative to `run_dir` unless absolute
-    or a URL.
-    """
-    path = config.snapshot_path.removeprefix("file://").removeprefix("local://")
-    return os.path.join(run_dir, path) if is_local(path) else path
 
 
 def planned_steps(config: TrainerConfig, num_windows: int) -> int:

@@ -1,7 +1,7 @@
 """Parameters, memory, communication and expected efficiency of runs larger than a machine.
 
     python docs/scaling.py            prints the tables of docs/scaling.md
-    python docs/scaling.py measure    compares the formulas with 1 and 2 processes of this machine
+    python docs/scaling.py measure    compares the formulas with 1 to 4 processes of this machine
 
 Formulas, per optimizer step, for P parameters of which a GPU of N holds its share:
 
@@ -94,11 +94,9 @@ def cost(
     model: GPT,
     gpus: int,
     strategy: str,
-    characters: int = CHARACTERS,
     checkpointing: bool = False,
-    offload: bool = False,
 ) -> Cost:
-    """The formulas above, for AdamW and `characters` a step and GPU."""
+    """The formulas above, for AdamW and `CHARACTERS` a step and GPU."""
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.blocks[0].parameters())
@@ -107,7 +105,7 @@ def cost(
     states = 16 * parameters / share
     channels = config.n_layer * config.n_embd
     kept = 2 * channels + 32 * config.n_embd if checkpointing else 32 * channels
-    memory = (0 if offload else states) + characters * (kept + 10 * config.vocab_size)
+    memory = states + CHARACTERS * (kept + 10 * config.vocab_size)
     if strategy == "fsdp":
         memory += 2 * 2 * block
         sent = (2 * 2 + 4) * parameters * others
@@ -115,7 +113,7 @@ def cost(
         sent = 2 * 4 * parameters * others
     rate = NVLINK if gpus <= GPUS_PER_HOST else NETWORK
     flops = model.flops_per_token() * (4 / 3 if checkpointing else 1)
-    compute = characters * flops / (PEAK * UTILISATION)
+    compute = CHARACTERS * flops / (PEAK * UTILISATION)
     return Cost(parameters, memory, sent, compute, sent / rate)
 
 

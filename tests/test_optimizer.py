@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import distributed
+import hardware
 from errors import UserError
 from model import GPT, GPTConfig
 from optimizer import Muon, OptimizerConfig, create_optimizer, parameter_groups
@@ -19,7 +19,7 @@ def tiny(arch: str, seed: int = 0, **settings) -> GPT:
 
 @pytest.mark.parametrize("bfloat16, tolerance", [(True, 2e-4), (False, 2e-3)])
 def test_muon_takes_the_steps_of_torchs_muon(bfloat16, tolerance, monkeypatch):
-    monkeypatch.setattr(distributed, "computes_in_bfloat16", lambda device: bfloat16)
+    monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: bfloat16)
     torch.manual_seed(0)
     shapes = [(24, 8), (8, 24), (8, 8), (24, 8), (1, 8)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))

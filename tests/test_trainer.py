@@ -134,12 +134,12 @@ def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
 
 
 def test_a_type_that_was_asked_for_is_not_what_auto_means_later(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr("distributed.computes_in_bfloat16", lambda _: True)
+    monkeypatch.setattr("hardware.computes_in_bfloat16", lambda _: True)
     make(parts, tmp_path, use_amp=False, compile="false").train()
     resumed = make(parts, tmp_path, use_amp=True, max_steps=8)
     assert resumed.step == 6 and resumed.choices["amp_dtype"] == "bfloat16"
     resumed.train()
-    monkeypatch.setattr("distributed.computes_in_bfloat16", lambda _: False)
+    monkeypatch.setattr("hardware.computes_in_bfloat16", lambda _: False)
     assert make(parts, tmp_path, use_amp=True).choices["amp_dtype"] == "bfloat16"
 
 
@@ -825,7 +825,7 @@ def test_a_best_snapshot_whose_shards_could_not_be_written_is_made_up_for(
     trainer.train()
     assert tries == [2, 3][:failures]
     assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
-    written = sharded_snapshot.put_together(str(tmp_path / "gpt_snapshot.best.pt"))
+    written = sharded_snapshot.read_whole(str(tmp_path / "gpt_snapshot.best.pt"))
     assert (written.step, written.best_step, written.best_loss) == (2, 2, 2.0)
     of = {id(p): name for name, p in trainer.bare.named_parameters()}
     names = [of[id(p)] for p in trainer.parameters]

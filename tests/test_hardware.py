@@ -1,0 +1,32 @@
+"""What is said of the machine is true of it."""
+
+import os
+
+import pytest
+import torch
+
+from hardware import device_name, peak_flops, peak_memory
+
+
+def test_peak_memory_is_in_bytes_and_never_falls():
+    device = torch.device("cpu")
+    before = peak_memory(device)
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert before >= resident // 2
+    block = torch.ones(64 * 2**20)  # 256 MiB
+    held = peak_memory(device)
+    assert held >= block.nbytes
+    del block
+    assert peak_memory(device) >= held
+
+
+@pytest.mark.parametrize(
+    "name, flops",
+    [("NVIDIA H200", 989e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Tesla V9", None)],
+)
+def test_the_peak_rate_is_that_of_the_gpu_of_that_name(name, flops, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda")) == flops
+    assert device_name(torch.device("cuda")) == name
+    assert peak_flops(torch.device("cpu")) is None and device_name(torch.device("cpu"))
