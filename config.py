@@ -138,10 +138,15 @@ KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or fals
 def explain(error: Exception, arguments: Iterable[str]) -> str:
     """One line for an error of Hydra or OmegaConf, naming the key; `arguments` were given to it."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
+        group, _, name = error.missing_cfg_file.partition("/")
         return no_such_option(group, name, error.options)
     if isinstance(error, OverrideParseException) and not re.match(r".+=", error.override):
         return f"{error.override}: settings are KEY=VALUE, without spaces around the ="
+    if isinstance(error, OverrideParseException) and not re.match(r".+=[\[{]", error.override):
+        key, _, value = error.override.partition("=")
+        return (
+            f"{error.override}: quote the value, for Hydra and for the shell: \"{key}='{value}'\""
+        )
     for argument in arguments:
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0].replace("/", ".")
         if "=" not in argument or key.startswith(("hydra", "-")):

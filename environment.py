@@ -2,10 +2,14 @@
 one JSON object for each start.
 """
 
+import hashlib
+import inspect
 import json
+import logging
 import os
 import platform
 import time
+from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -17,15 +21,22 @@ from metrics import read_lines
 from run_directory import ENVIRONMENT
 from trainer import Trainer
 
+log = logging.getLogger("gpt")
+
 
 def record(run_dir: str, trainer: Trainer) -> None:
     """Notes the start of a run that goes on from `trainer.step`. What an earlier start did past
     that step is lost, and a start that did nothing else is forgotten.
 
-    `recipe` and `overrides` are as Hydra has them, and null where it did not start the run.
+    `recipe` and `overrides` are as Hydra has them, and null where it did not start the run;
+    `model_sha256` is of the file with the model's code, and a change of it is warned of.
     """
     path = os.path.join(run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
+    source = inspect.getsourcefile(type(trainer.bare))
+    code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
+    if earlier and code != earlier[-1]["model_sha256"]:
+        log.warning("%s has changed since the run was last started: is it the same model?", source)
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     start = {
         "step": trainer.step,
@@ -42,6 +53,7 @@ def record(run_dir: str, trainer: Trainer) -> None:
         "compiled": trainer.choices["compile"],
         "parameters": sum(parameter.numel() for parameter in trainer.parameters),
         "text_sha256": trainer.train_dataset.digest,
+        "model_sha256": code,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -19,12 +19,14 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from arguments import parse, run_program
 from errors import UserError, one_line
 from huggingface import to_files, unknown_token
-from model import CompleteConfig, GPTConfig
+from model import GPT, CompleteConfig
 from run_directory import choose_snapshot
-from sample import opening
+from sample import load_model, opening
 from sharded_snapshot import read_whole
 from snapshot import Snapshot
 
@@ -39,15 +41,16 @@ class ExportConfig:
     push_to: str | None = None  # USER/NAME on the Hugging Face Hub
 
 
-def export(snapshot: Snapshot, path: str, out: str) -> None:
+def export(snapshot: Snapshot, path: str, out: str) -> str:
     """Writes the model of `snapshot`, read from `path`, into the new directory `out`, whole or not
-    at all.
+    at all. Returns in words whether Transformers, where it is installed, gives the same logits.
 
-    Raises `UserError` if `out` already exists and not empty, or cannot be written.
+    Raises `UserError` if it gives others, and if `out` already exists and not empty, or cannot be
+    written.
     """
-    config = GPTConfig.recorded(snapshot.model_config).complete()
-    files = to_files(config, snapshot.model_state, snapshot.vocabulary)
-    files["README.md"] = model_card(snapshot, config, path).encode()
+    model = load_model(snapshot, "cpu")
+    files = to_files(model.config, snapshot.model_state, snapshot.vocabulary)
+    files["README.md"] = model_card(snapshot, model.config, path).encode()
     parent, name = os.path.split(os.path.abspath(out))
     folder = None
     try:
@@ -59,6 +62,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+        compared = compare(folder, model)
         os.rename(folder, out)  # onto nothing, or an empty directory
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {one_line(error)}") from error
@@ -66,6 +70,29 @@ def export(snapshot: Snapshot, path: str, out: str) -> None:
         if folder is not None:
             with contextlib.suppress(FileNotFoundError):  # it has become `out`
                 shutil.rmtree(folder)
+    return compared
+
+
+@torch.no_grad()
+def compare(folder: str, model: GPT) -> str:
+    """Whether Transformers gives the logits of `model` for the exported directory, in words. Raises
+    `UserError` if it gives others: it knows GPT-2 and nanochat, and nothing of an edited `GPT`.
+    """
+    ids = torch.arange(model.config.block_size)[None] % model.config.vocab_size
+    try:
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.disable_progress_bar()
+        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+    except Exception as error:  # a version that does not know the model has its own
+        return f"not tried in Transformers: {one_line(error)}"
+    off = (theirs[..., : model.config.vocab_size] - model(ids)[0]).abs().max().item()
+    if not off < 0.01:
+        raise UserError(
+            f"Transformers' model would give other logits, by up to {off:.2g}: was model.py "
+            "changed? What it computes must be GPT-2 or nanochat"
+        )
+    return "Transformers gives the same logits"
 
 
 def check_is_free(out: str) -> None:
@@ -88,7 +115,7 @@ def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
     rows = {
         "held-out loss": held_out_loss(snapshot),
         "optimizer steps": f"{snapshot.step:,}",
-        "characters trained on": f"{characters:,} ({snapshot.finished_epoch} whole epochs)",
+        "characters trained on": f"{characters:,}",
         "started from": snapshot.config.get("init_from") or "fresh weights",
         "text": f"{text_name(data)}SHA-256 `{snapshot.text_digest}`",
         "distinct characters": len(snapshot.vocabulary),
@@ -201,8 +228,8 @@ def main(arguments: list[str]) -> None:
     client = hub(config.push_to) if config.push_to else None
     path = choose_snapshot(config.snapshot, config.run_dir)
     snapshot = read_whole(path)
-    export(snapshot, path, config.out)
-    print(f"{config.out}: {path}, {snapshot}")
+    compared = export(snapshot, path, config.out)
+    print(f"{config.out}: {path}, {snapshot}; {compared}")
     if config.push_to:
         print(f"{config.push_to}: uploaded to {push(client, config.out, config.push_to)}")
 

@@ -68,7 +68,7 @@ def to_files(
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from.
 
     `weights` are those of `GPT(config)`, `vocabulary[i]` is the character with the id i. Raises
-    `UserError` without the package `safetensors`.
+    `UserError` without the package `safetensors`, and for weights of another architecture.
     """
     try:
         import safetensors.torch
@@ -104,6 +104,8 @@ def to_transformers(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict
             tensor = torch.cat((tensor, tensor.mean(dim=0, keepdim=True)))
         module, kind = name.rsplit(".", 1)
         ours, layer = _pattern(module)
+        if ours not in MODULES[config.arch]:
+            raise UserError(f"{name}: there is no such weight in Transformers' model")
         theirs = MODULES[config.arch][ours]
         if _is_transposed(config.arch, ours, tensor):
             tensor = tensor.T

@@ -59,7 +59,7 @@ from files import replacing
 from model import GPT
 from optimizer import create_optimizer
 from overrides import check_dashes, follow_overrides, with_recipe
-from run_directory import CONFIG, REPORT, check_none_elsewhere, own_files, shown
+from run_directory import CONFIG, REPORT, check_none_elsewhere, is_run, own_files, shown
 from sample import draw
 from saver import Saver
 from schedule import learning_rate_factor
@@ -114,6 +114,8 @@ def train(composed: DictConfig) -> float | None:
         snapshot = saver.found
         if snapshot is None and config.trainer.resume != "never":
             run_on_first(lambda: check_none_elsewhere(config.run_dir, config.trainer), world)
+        if snapshot is None and is_run(config.run_dir) and config.trainer.resume != "never":
+            log.info("an earlier start ended before it saved: training from the beginning")
         learned = init_from.prepare(config, snapshot, world)
         dataset = load_text(config, snapshot, world)
         train_dataset, test_dataset = dataset.split()
@@ -302,7 +304,17 @@ def fail(error: Exception | str, status: int = 1) -> NoReturn:
     distributed.leave(status)
 
 
-class Console(logging.Formatter):
+class Console(logging.StreamHandler):
+    """Prints the log, until nobody reads it any more."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), OSError):
+            log.removeHandler(self)
+        else:
+            super().handleError(record)
+
+
+class Plain(logging.Formatter):
     """Messages as they are, warnings and errors named as such."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -317,8 +329,8 @@ def log_to_console() -> None:
         return
     log.propagate = False
     log.setLevel(logging.INFO)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Console())
+    handler = Console(sys.stdout)
+    handler.setFormatter(Plain())
     handler.addFilter(lambda record: launched_rank() == 0)
     log.addHandler(handler)
 

@@ -131,7 +131,9 @@ class GPTConfig:
         other = [name for name in values if name not in names]
         other += [name for name in ARCHITECTURE if name not in values]
         if other:
-            raise UserError(f"the snapshot is of another kind of model: model.{other[0]}")
+            raise UserError(
+                f"the snapshot is of another model: model.{other[0]}; was model.py changed since?"
+            )
         return cls(**values)
 
     def complete(self) -> "CompleteConfig":
@@ -405,10 +407,20 @@ class GPT(nn.Module):
         gpt2: normal with deviation 0.02, the two projections that end on the residual stream 0.02 /
         sqrt(2 n_layer) (Radford et al., 2019, section 2.3). modern: what ends on the residual
         stream, and the head, at zero; the other matrices uniform with deviation C^-1/2; embeddings
-        normal with deviation 1 (karpathy/nanochat).
+        normal with deviation 1 (karpathy/nanochat). What is called neither weight nor bias keeps
+        the values it was made with.
+
+        Raises `UserError` for such a parameter on the meta device, where it has none.
         """
         modern, config = self.config.arch == "modern", self.config
         for name, parameter in self.named_parameters():
+            if not name.endswith((".weight", ".bias")):
+                if parameter.is_meta:
+                    raise UserError(
+                        f"{name}: trainer.strategy=fsdp makes a model without its values; set "
+                        "those of this parameter in GPT.init_weights"
+                    )
+                continue
             if parameter.is_meta:
                 continue
             # Drawn whole and on the CPU: the same weights on any device, however sharded.

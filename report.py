@@ -448,7 +448,8 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
             runs = [path for path in inside if is_run(path)]
         if not runs:
             raise UserError(
-                f"run_dirs={run_dirs}: {name} is not the directory of a run, and matches none"
+                f"run_dirs={run_dirs}: {name} is not the directory of a run, and matches none "
+                "that has logged something; several are [runs/a,runs/b]"
             )
         found += runs
     return list(dict.fromkeys(found))

@@ -108,7 +108,8 @@ def logged(path: str) -> Iterator[None]:
 
 def is_run(path: str) -> bool:
     """Whether `path` is the directory of a run that has logged something."""
-    return os.path.exists(os.path.join(path, METRICS))
+    file = os.path.join(path, METRICS)
+    return os.path.exists(file) and os.path.getsize(file) > 0
 
 
 def runs() -> list[str]:

@@ -83,9 +83,17 @@ class SampleConfig:
 
 
 def load_model(snapshot: Snapshot, device: str) -> GPT:
-    """The trained model of a snapshot, ready to generate."""
+    """The trained model of a snapshot, ready to generate. Raises `UserError` for weights that are
+    not finite, or of another model.
+    """
     model = GPT(GPTConfig.recorded(snapshot.model_config))
-    model.load_state_dict(snapshot.model_state)
+    try:
+        model.load_state_dict(snapshot.model_state)
+    except RuntimeError as error:
+        raise UserError(
+            "the snapshot's weights are of another model; was model.py changed since? "
+            f"{one_line(error)[:300]}"
+        ) from error
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("the snapshot's weights are not finite: the run has diverged; take another")
     return model.to(device).eval()

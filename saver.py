@@ -131,8 +131,9 @@ class Saver:
             raise
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
-                f"{self.files.path}: cannot be restored into this model; move it away, or set "
-                f"another trainer.snapshot_path: {one_line(error)[:300]}"
+                f"{self.files.path}: cannot be restored into this model; start another run with "
+                "run_name=NEW_NAME, or set this one aside with trainer.resume=never: "
+                f"{one_line(error)[:300]}"
             ) from error
         self.saved_step = snapshot.step
         self.found = None

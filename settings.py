@@ -3,19 +3,10 @@
 from typing import Any
 
 # What a run may not change when it goes on: the result would be neither the old run's nor the new
-# one's. The text is compared by its content, not by where it came from.
+# one's. Of the model, that is everything but these. The text is compared by its content, not by
+# where it came from.
+FREE_OF_MODEL = ("model.model_type", "model.attention", "model.activation_checkpointing")
 FIXED = (
-    "model.arch",
-    "model.n_layer",
-    "model.n_head",
-    "model.n_embd",
-    "model.vocab_size",
-    "model.block_size",
-    "model.embd_pdrop",
-    "model.resid_pdrop",
-    "model.attn_pdrop",
-    "model.bias",
-    "model.tie_weights",
     "data.block_size",
     "data.train_split",
     "data.truncate",
@@ -94,3 +85,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a run may not change the setting `key` when it goes on."""
+    return key in FIXED or (key.startswith("model.") and key not in FREE_OF_MODEL)

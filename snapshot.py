@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from errors import UserError, one_line
-from settings import FIXED, differences
+from settings import differences, is_fixed
 from snapshot_checks import check_contents, check_fields
 
 FORMAT = 4
@@ -195,7 +195,7 @@ def check_can_resume(
     changed = [
         f"{key} was {was!r}, is {now!r}"
         for key, (was, now) in differences(snapshot.config, config).items()
-        if key in FIXED
+        if is_fixed(key)
     ]
     if snapshot.text_digest != text_digest:
         changed.append(

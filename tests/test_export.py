@@ -72,6 +72,21 @@ def test_transformers_computes_the_same_logits(exported):
     assert theirs.config.vocab_size == len(VOCABULARY) + 1
 
 
+def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monkeypatch):
+    snapshot = model_snapshot(VOCABULARY)
+    with monkeypatch.context() as edit:
+        edit.setattr("model.gelu", torch.nn.functional.silu)
+        with pytest.raises(UserError, match=r"would give other logits.*was model.py changed"):
+            export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))
+    assert said.startswith("not tried in Transformers: ")
+    snapshot.model_state["blocks.0.mlp.c_gate.weight"] = torch.zeros(1)
+    with pytest.raises(UserError, match=r"of another model.*c_gate"):
+        export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "other"))
+
+
 @torch.no_grad()
 def test_the_unknown_token_is_never_the_likeliest_and_never_drawn(exported):
     _, _, out = exported
@@ -233,7 +248,7 @@ def test_the_card_of_a_real_run_has_all_of_its_figures(tmp_path):
     card = (tmp_path / "model" / "README.md").read_text()
     assert '"PATH_OR_NAME")("\\n")[0]' in card  # make lint passes beside it
     assert "None" not in card and "| text | pydoc:topics, SHA-256 `" in card
-    assert "| characters trained on | 1,152 (0 whole epochs) |" in card  # 6 x 12 x 16
+    assert "| characters trained on | 1,152 |" in card  # 6 x 12 x 16
 
 
 def refused(*arguments: str) -> str:

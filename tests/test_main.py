@@ -493,3 +493,26 @@ def test_two_runs_do_not_share_their_snapshots(tmp_path):
     finally:
         first.kill()
         first.wait(timeout=30)
+
+
+def test_a_reader_that_leaves_does_not_end_the_run_nor_fill_the_terminal(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        command(*TINY, f"run_dir={tmp_path}"),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "gpt_snapshot.pt").exists()
+
+
+def test_a_start_after_one_that_did_not_come_to_save_says_so(tmp_path):
+    assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    again = start(*TINY, f"run_dir={tmp_path}")
+    assert "an earlier start ended before it saved: training from the beginning" in again.stdout

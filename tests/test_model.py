@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from model import GPT, GPTConfig
+from model import GPT, Block, GPTConfig
 
 ARCHS = ("gpt2", "modern")
 PATHS = ("matmul", "sdpa")
@@ -379,3 +379,16 @@ def test_an_impossible_model_is_refused_by_name(settings, message):
 def test_a_context_longer_than_the_block_is_refused():
     with pytest.raises(ValueError, match="13 characters of context, but block_size is 12"):
         tiny()(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_a_parameter_that_was_added_keeps_its_own_values(monkeypatch):
+    class Scaled(Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.gamma = torch.nn.Parameter(torch.full((config.n_embd,), 0.5))
+
+    monkeypatch.setattr("model.Block", Scaled)
+    config = GPTConfig(model_type="gpt-nano", vocab_size=5, block_size=4)
+    assert (GPT(config).blocks[1].gamma == 0.5).all()
+    with torch.device("meta"), pytest.raises(UserError, match=r"blocks\.0\.gamma: .*init_weights"):
+        GPT(config)

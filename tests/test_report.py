@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from reference import CARD, check, curve, load_card, tolerance
 from run_directory import choose_snapshot
 from sample import draw
-from settings import FIXED, HARMLESS, NOT_COMPARABLE, OWN
+from settings import FIXED, FREE_OF_MODEL, HARMLESS, NOT_COMPARABLE, OWN
 from snapshot_files import load
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
@@ -67,8 +67,8 @@ def some_run(
         "step": 0, "total_steps": 1500, "started": "2026-11-20 12:00:00 +0000",
         "recipe": "shakespeare_cpu", "overrides": overrides, "device": NASTY, "cores": 2,
         "hosts": 1, "processes": 1, "threads": 2, "precision": "bfloat16", "compiled": False,
-        "parameters": 800_000, "text_sha256": "ab", "torch": "2.13.0", "python": "3.11.7",
-        "system": "Linux x86_64",
+        "parameters": 800_000, "text_sha256": "ab", "model_sha256": "cd", "torch": "2.13.0",
+        "python": "3.11.7", "system": "Linux x86_64",
     }  # fmt: skip
     if not by_hydra:
         begun |= {"recipe": None, "overrides": None}
@@ -205,6 +205,19 @@ def test_a_run_that_has_not_logged_its_speed_has_a_report_too(tmp_path, card):
         del line["lr"], line["tokens_per_s"]
     shown, parts = report.page([run], card)
     assert [part.title for part in parts] == ["Loss"] and "1.4" in shown
+
+
+def test_a_model_whose_code_has_changed_is_warned_of_when_its_run_goes_on(tmp_path):
+    settings = [*TINY, f"run_dir={tmp_path}", "report=false"]
+    assert start(*settings, "trainer.max_steps=2").returncode == 0
+    unchanged = start(*settings, "trainer.max_steps=3")
+    assert unchanged.returncode == 0 and "has changed since" not in unchanged.stdout
+    path = tmp_path / "environment.jsonl"
+    lines = [json.loads(line) for line in path.open()]
+    assert all(re.fullmatch("[0-9a-f]{64}", line["model_sha256"]) for line in lines)
+    path.write_text("".join(json.dumps(x | {"model_sha256": "0"}) + "\n" for x in lines))
+    changed = start(*settings, "trainer.max_steps=4")
+    assert re.search(r"warning: \S+model.py has changed since the run was last", changed.stdout)
 
 
 @pytest.mark.parametrize("name", ["environment.jsonl", "metrics.jsonl", "config.yaml"])
@@ -573,7 +586,7 @@ def test_a_run_that_is_not_there_is_refused_with_the_newest(tmp_path, monkeypatc
         choose_snapshot(None, "runs/mine")
 
 
-@pytest.mark.parametrize("keys", [FIXED, HARMLESS, NOT_COMPARABLE, OWN])
+@pytest.mark.parametrize("keys", [FIXED, FREE_OF_MODEL, HARMLESS, NOT_COMPARABLE, OWN])
 def test_every_setting_that_something_is_said_of_exists(keys):
     assert set(keys) <= set(KNOWN) and len(set(keys)) == len(keys)
 

@@ -122,6 +122,21 @@ def test_a_program_of_its_own_does_not_resume_on_another_part_of_the_text(tmp_pa
         train(**change)
 
 
+def test_a_model_with_another_setting_of_its_own_is_another_model(parts, tmp_path):
+    trainer = make(parts, tmp_path)
+
+    def run(model):
+        config, said = TrainerConfig(**SETTINGS), {"model": {"activation": model}}
+        return Trainer(
+            config, trainer.bare, trainer.optimizer, *parts,
+            run_dir=str(tmp_path), run_config=said, world=ALONE,
+        )  # fmt: skip
+
+    run("silu").train()
+    with pytest.raises(UserError, match=r"model\.activation was 'silu', is 'relu2'"):
+        run("relu2")
+
+
 def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
     trainer = make(parts, tmp_path)
     said = {"model": {"hidden": 8}}
@@ -129,7 +144,7 @@ def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
         TrainerConfig(**SETTINGS), trainer.bare, trainer.optimizer, *parts,
         run_dir=str(tmp_path), run_config=said, world=ALONE,
     ).train()  # fmt: skip
-    with pytest.raises(UserError, match=r"another kind of model: model\.hidden"):
+    with pytest.raises(UserError, match=r"of another model: model\.hidden"):
         load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
@@ -876,7 +891,7 @@ def test_no_request_is_lost_to_another():
     [
         (
             {"model_state": {}},
-            r"gpt_snapshot\.pt: cannot be restored into this model; move it away",
+            r"gpt_snapshot\.pt: cannot be restored into this model; start another",
         ),
         ({"choices": {"amp_dtype": "nonsense"}}, "the run computes in 'nonsense'"),
         ({"scaler_state": {}}, None),
