@@ -1,5 +1,6 @@
 """The command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
@@ -41,7 +42,19 @@ def parse(cls: type[T], arguments: list[str]) -> T:
         merged: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
         return cls(**texts, **{name: merged[name] for name in others})
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UserError(explain_value(error)) from error
+
+
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
+def explain_value(error: Exception) -> str:
+    """One line for what OmegaConf says of a value, naming its key."""
+    key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
+    wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", first)
+    if wrong and wrong[2] in KINDS:
+        return f"{key}={wrong[1]}: must be {KINDS[wrong[2]]}"
+    return f"{key}: {first}"
 
 
 def run_program(program: Callable[[list[str]], int | None]) -> None:

@@ -20,6 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from arguments import explain_value
 from char_dataset import DataConfig
 from distributed import launched_size
 from errors import UserError
@@ -117,7 +118,7 @@ def plain(config: Config) -> dict:
 
 def no_such_key(key: str) -> str:
     """The line for a key that does not exist, with the nearest that does."""
-    known = [*KNOWN, *GROUPS]
+    known = KNOWN if "." in key else [*KNOWN, *GROUPS]
     near = difflib.get_close_matches(key, known, n=1)
     near = near or [LAST[k] for k in difflib.get_close_matches(key.split(".")[-1], LAST, n=1)]
     hint = f"did you mean {near[0]}?" if near else "see python main.py --help"
@@ -130,9 +131,6 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     hint = f"did you mean {group}={near[0]}? Choose" if near else "choose"
     own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
     return f"{group}={name}: no such file in conf/{group}; {hint} from {', '.join(options)}{own}"
-
-
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
 def explain(error: Exception, arguments: Iterable[str]) -> str:
@@ -160,7 +158,4 @@ def explain(error: Exception, arguments: Iterable[str]) -> str:
         return " ".join(lines)
     if "is not a ListConfig" in lines[0]:
         return f"{full_key}: must be a list, as in '{full_key}=[a,b]'"
-    wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", lines[0])
-    if wrong and wrong[2] in KINDS:
-        return f"{full_key}={wrong[1]}: must be {KINDS[wrong[2]]}"
-    return f"{full_key}: {lines[0]}"
+    return explain_value(cause)

@@ -156,7 +156,7 @@ def charts(runs: list[Run], labels: list[str], card: dict[str, Any]) -> list[Cha
         for split, faint, what in (("train", True, "training"), ("val", False, "held out")):
             points = thin([(line["step"], line["loss"]) for line in getattr(run, split)])
             name = what if alone else f"{label}, {what}"
-            if points:
+            if points and (alone or not faint or len(points) > 1):  # or it looks like held out
                 own = TRAIN_HUE if alone and faint else hue
                 loss.append(Series(name, points, own, faint, dots=not faint and len(points) < 60))
         for series, key in ((rate, "lr"), (speed, "tokens_per_s")):

@@ -133,9 +133,11 @@ def shown(path: str) -> str:
 
 
 def newest_instead(run_dir: str) -> str:
-    """The end of an error about a `run_dir` that is not there: which run is. Recipes name their
-    runs, so an example's is not on every machine.
+    """The end of an error about a `run_dir` that is not there, or not a run's: which run is.
+    Recipes name their runs, so an example's is not on every machine.
     """
+    if glob.glob(os.path.join(glob.escape(run_dir), "*", JOB)):
+        return "; it is a sweep's: give the directory of one of its jobs"
     found = runs() if not os.path.isdir(run_dir) else []
     return f"; the newest run is {found[0]}" if found else ""
 

@@ -291,7 +291,7 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
     [
         (["prompt=漢"], "prompt: character '漢' (U+6F22) at position 0 is not in the vocabulary"),
         (["top_k=0"], "top_k=0: must be at least 1"),
-        (["top_k=a"], "top_k: Value 'a' of type 'str' could not be converted to Integer"),
+        (["top_k=a"], "top_k=a: must be a whole number"),
         (["prompt="], "prompt=: is empty"),
         (["prompt_file=nowhere"], "nowhere: no such file"),
         (["prompt_file=/dev/null"], "prompt_file=/dev/null: is empty"),
