@@ -3,7 +3,6 @@ one JSON object for each start.
 """
 
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+import model
 from files import replacing
 from hardware import device_name
 from metrics import read_lines
@@ -29,14 +29,13 @@ def record(run_dir: str, trainer: Trainer) -> None:
     that step is lost, and a start that did nothing else is forgotten.
 
     `recipe` and `overrides` are as Hydra has them, and null where it did not start the run;
-    `model_sha256` is of the file with the model's code, and a change of it is warned of.
+    `model_sha256` is of `model.py`, a change of which is warned of.
     """
     path = os.path.join(run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
-    source = inspect.getsourcefile(type(trainer.bare))
-    code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
-    if earlier and code != earlier[-1]["model_sha256"]:
-        log.warning("%s has changed since the run was last started: is it the same model?", source)
+    code = hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()
+    if earlier and code != earlier[-1].get("model_sha256", code):
+        log.warning("model.py has changed since this run was last started: is it the same model?")
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     start = {
         "step": trainer.step,
