@@ -28,20 +28,26 @@ class MicroBatches:
         self.batch_size, self.accumulation = batch_size, accumulation
         self.share = batch_size // world.size
         self.offset = world.rank * self.share
-        self._windows = functools.lru_cache(maxsize=2)(self._look_up)
-
-    def _look_up(self, block: int) -> np.ndarray:
-        """The windows of `ORDER_STEPS` steps, those of all ranks."""
-        size = ORDER_STEPS * self.batch_size
-        positions = np.arange(block * size, (block + 1) * size)
-        return window_order(positions, len(self.dataset), self.seed, stride=self.dataset.block_size)
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         step, i = divmod(k, self.accumulation)
         block, step = divmod(step, ORDER_STEPS)
         size = self.share // self.accumulation
         first = step * self.batch_size + self.offset + i * size
-        return self.dataset.batch(self._windows(block)[first : first + size])
+        order = _order(
+            block * ORDER_STEPS * self.batch_size,
+            (block + 1) * ORDER_STEPS * self.batch_size,
+            len(self.dataset),
+            self.seed,
+            self.dataset.block_size,
+        )
+        return self.dataset.batch(order[first : first + size])
+
+
+@functools.lru_cache(maxsize=2)  # around a border, threads need both
+def _order(first: int, last: int, num_windows: int, seed: int, stride: int) -> np.ndarray:
+    """The windows at positions `first` to `last` (excluded) of the stream."""
+    return window_order(np.arange(first, last), num_windows, seed, stride)
 
 
 def ahead(
@@ -61,7 +67,7 @@ def ahead(
     if not workers:
         yield from map(cut, range(first, last))
         return
-    pool = ThreadPoolExecutor(workers, "batches", torch.set_num_threads, (1,))
+    pool = ThreadPoolExecutor(workers, "batches")
     try:
         due: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
         for k in range(first, last):

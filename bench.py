@@ -55,6 +55,8 @@ TRAINERS = {
     "Lightning, float32": ("transformers", "lightning"),
 }
 
+NANOGPT = "2000 steps = 1,536,000 characters"  # the plan of its CPU recipe
+
 
 class Clock:
     """Takes the time at the end of each step."""
@@ -74,8 +76,6 @@ class Clock:
 
 
 # --------------------------------------------------------------------------------------------------
-NANOGPT = "2000 steps = 1,536,000 characters"  # the plan of its CPU recipe
-
 # What is measured: each function runs in a process of its own and returns figures
 
 

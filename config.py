@@ -9,13 +9,14 @@ import difflib
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,7 +25,7 @@ from arguments import explain_value
 from char_dataset import DataConfig
 from distributed import launched_size
 from errors import UserError
-from launch import LaunchConfig
+from launch import LaunchConfig, quoted
 from model import GPTConfig
 from optimizer import OptimizerConfig
 from settings import flatten
@@ -68,7 +69,7 @@ def compose(overrides: list[str]) -> DictConfig:
     """The configuration that these overrides make, and nothing else. Raises `UserError`."""
     register()
     try:
-        if GlobalHydra.instance().is_initialized():  # within `hydra.main`
+        if HydraConfig.initialized():  # within `hydra.main`
             return hydra.compose("config", overrides)
         with hydra.initialize_config_dir(CONF, version_base="1.3"):
             return hydra.compose("config", overrides)
@@ -142,9 +143,9 @@ def explain(error: Exception, arguments: Iterable[str]) -> str:
         return f"{error.override}: settings are KEY=VALUE, without spaces around the ="
     if isinstance(error, OverrideParseException) and not re.match(r".+=[\[{]", error.override):
         key, _, value = error.override.partition("=")
-        return (
-            f"{error.override}: quote the value, for Hydra and for the shell: \"{key}='{value}'\""
-        )
+        both = f"{key}={quoted(value)}"
+        both = shlex.quote(both) if set('"$`\\!') & set(both) else f'"{both}"'  # easier to read
+        return f"{error.override}: quote the value, for Hydra and for the shell: {both}"
     for argument in arguments:
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0].replace("/", ".")
         if "=" not in argument or key.startswith(("hydra", "-")):

@@ -78,14 +78,20 @@ def compare(folder: str, model: GPT) -> str:
     """Whether Transformers gives the logits of `model` for the exported directory, in words. Raises
     `UserError` if it gives others: it knows GPT-2 and nanochat, and nothing of an edited `GPT`.
     """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:  # it is not there, or of a version that does not know nanochat
+        return f"not tried in Transformers: {one_line(error)[:300]}"
+    logging.disable_progress_bar()
     ids = torch.arange(model.config.block_size)[None] % model.config.vocab_size
     try:
-        from transformers import AutoModelForCausalLM, logging
-
-        logging.disable_progress_bar()
         theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
-    except Exception as error:  # a version that does not know the model has its own
-        return f"not tried in Transformers: {one_line(error)}"
+    except Exception as error:  # it has many for weights that it does not expect
+        raise UserError(
+            f"Transformers could not load it: was model.py changed? {one_line(error)[:300]}"
+        ) from error
     off = (theirs[..., : model.config.vocab_size] - model(ids)[0]).abs().max().item()
     if not off < 0.01:
         raise UserError(
@@ -126,7 +132,7 @@ def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
         "batch": f"{trainer.get('batch_size')} windows of {config.block_size} characters",
         "optimizer": f"{optimizer['name']}, learning rate {optimizer['learning_rate']}, "
         f"schedule {optimizer['schedule']}"
-        if optimizer
+        if "name" in optimizer
         else None,
         "computed in": snapshot.choices.get("amp_dtype"),
         "seed": snapshot.seed,
@@ -149,9 +155,8 @@ def model_card(snapshot: Snapshot, config: CompleteConfig, path: str) -> str:
         notes.append("It was trained without biases; Transformers' GPT-2 has them: they are zero.")
     paragraphs = "\n\n".join(notes)
     name = snapshot.config.get("run_name", "run")
-    literal = json.dumps(
-        opening(snapshot.vocabulary), ensure_ascii=False
-    )  # with the quotes that ruff wants of it
+    # With the quotes that ruff wants of it.
+    literal = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -102,7 +102,7 @@ def to_transformers(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict
         tensor = tensor.float()
         if name in PER_CHARACTER:
             tensor = torch.cat((tensor, tensor.mean(dim=0, keepdim=True)))
-        module, kind = name.rsplit(".", 1)
+        module, _, kind = name.rpartition(".")
         ours, layer = _pattern(module)
         if ours not in MODULES[config.arch]:
             raise UserError(f"{name}: there is no such weight in Transformers' model")
@@ -325,7 +325,7 @@ def from_transformers(arch: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     }
     parts: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        module, kind = name.rsplit(".", 1)
+        module, _, kind = name.rpartition(".")
         theirs, layer = _pattern(module)
         if theirs not in ours_of:
             raise UserError(f"{WEIGHTS} has {name}, which no model of this application has")

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import atexit
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import signal
@@ -59,7 +60,7 @@ from files import replacing
 from model import GPT
 from optimizer import create_optimizer
 from overrides import check_dashes, follow_overrides, with_recipe
-from run_directory import CONFIG, REPORT, check_none_elsewhere, is_run, own_files, shown
+from run_directory import CONFIG, METRICS, REPORT, check_none_elsewhere, is_run, own_files, shown
 from sample import draw
 from saver import Saver
 from schedule import learning_rate_factor
@@ -86,7 +87,10 @@ def configure(*overrides: str) -> DictConfig:
 def compose_all(overrides: list[str]) -> DictConfig:
     """The same with exactly these overrides."""
     composed = compose(overrides)
-    follow_overrides(composed, overrides)
+    try:
+        follow_overrides(composed, overrides)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error, overrides)) from error
     return composed
 
 
@@ -115,7 +119,11 @@ def train(composed: DictConfig) -> float | None:
         if snapshot is None and config.trainer.resume != "never":
             run_on_first(lambda: check_none_elsewhere(config.run_dir, config.trainer), world)
         if snapshot is None and is_run(config.run_dir) and config.trainer.resume != "never":
-            log.info("an earlier start ended before it saved: training from the beginning")
+            log.warning(
+                "there are metrics of an earlier start, but no snapshot: training from the "
+                "beginning, %s is written anew",
+                METRICS,
+            )
         learned = init_from.prepare(config, snapshot, world)
         dataset = load_text(config, snapshot, world)
         train_dataset, test_dataset = dataset.split()
@@ -308,8 +316,9 @@ class Console(logging.StreamHandler):
     """Prints the log, until nobody reads it any more."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(sys.exception(), OSError):
-            log.removeHandler(self)
+        error = sys.exception()
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+            self.setLevel(logging.CRITICAL + 1)
         else:
             super().handleError(record)
 

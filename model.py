@@ -124,15 +124,15 @@ class GPTConfig:
 
     @classmethod
     def recorded(cls, values: dict[str, Any]) -> "GPTConfig":
-        """The one with the `values` that a snapshot has. Raises `UserError` if they are not those
-        of a `GPT`.
+        """The one with the `values` that a snapshot has. Raises `UserError` for one that is not a
+        field.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        other = [name for name in values if name not in names]
-        other += [name for name in ARCHITECTURE if name not in values]
-        if other:
+        unknown = [name for name in values if name not in names]
+        if unknown:
             raise UserError(
-                f"the snapshot is of another model: model.{other[0]}; was model.py changed since?"
+                f"the snapshot's model has model.{unknown[0]}, which GPTConfig has not; was "
+                "model.py changed since?"
             )
         return cls(**values)
 

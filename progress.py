@@ -43,7 +43,7 @@ class Progress:
             return
 
         class Bar(tqdm):
-            monitor_interval = 0  # no thread: there may be forks
+            monitor_interval = 0  # no thread of its own
 
         columns, rows = size(sys.stdout)
         self.bar = Bar(

@@ -22,17 +22,7 @@ CARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "referen
 FEWEST = 3  # seeds that a spread can be told from
 # Student's t: of 1, 2, ... degrees of freedom, what 99 % of all draws lie within. The last stands
 # for more of them, too, for which it is a little too large.
-T99 = (
-    63.66,
-    9.92,
-    5.84,
-    4.60,
-    4.03,
-    3.71,
-    3.50,
-    3.36,
-    3.25,
-)
+T99 = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)
 SMALLEST = 0.005  # nats: between equal runs, rounding on other processors alone makes as much
 
 

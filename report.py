@@ -283,10 +283,11 @@ def commands(run: Run) -> list[tuple[str, str]]:
         words.insert(0, "experiment=null")
     launcher = ["python"]
     each, left = divmod(start["processes"], start["hosts"])
-    if start["hosts"] > 1 and not left:  # of hosts unlike each other, torchrun would need one each
-        launcher = ["torchrun", f"--nnodes={start['hosts']}", f"--nproc_per_node={each}"]
+    if start["hosts"] > 1:
+        count = "N" if left else each  # not the same on all hosts
+        launcher = ["torchrun", f"--nnodes={start['hosts']}", f"--nproc_per_node={count}"]
         launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29400"]
-    elif each > 1 and start["hosts"] == 1:
+    elif start["processes"] > 1:
         words.append(f"launch.nproc_per_node={start['processes']}")
     go_on, what = words, "Go on from where it stopped"
     if run.total_steps == run.step:

@@ -115,14 +115,15 @@ def is_run(path: str) -> bool:
 def runs() -> list[str]:
     """The directories of the runs under runs/, the one that has logged last first."""
     found = glob.glob(f"runs/**/{METRICS}", recursive=True)
-    return [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime, reverse=True)]
+    newest = [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime, reverse=True)]
+    return [path for path in newest if is_run(path)]
 
 
 def newest_run() -> str:
     """The directory of the run under runs/ that has logged last. Raises `UserError` without any."""
     found = runs()
     if not found:
-        raise UserError(f"no run under runs/ has {METRICS}; train first, or give run_dir=")
+        raise UserError("no run under runs/ has logged something; train first, or give run_dir=")
     return found[0]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from errors import UserError, one_line
-from settings import differences, is_fixed
+from settings import differences, flatten, is_fixed
 from snapshot_checks import check_contents, check_fields
 
 FORMAT = 4
@@ -192,10 +192,11 @@ def check_can_resume(
     """Raises `UserError` if the run in `snapshot` cannot go on under `config` and this text, naming
     what differs.
     """
+    known = flatten(snapshot.config)  # a program of its own may have kept less
     changed = [
         f"{key} was {was!r}, is {now!r}"
         for key, (was, now) in differences(snapshot.config, config).items()
-        if is_fixed(key)
+        if is_fixed(key) and key in known
     ]
     if snapshot.text_digest != text_digest:
         changed.append(

@@ -4,8 +4,8 @@
 
 `model(x, y)` returns `(anything, loss)`. A data set is a `CharDataset` or has what is used of one
 here: `len`, `batch`, `tiles`, `num_tiles`, `to`, `data`, `block_size`, `vocabulary`, `vocab_size`
-and `digest`. A bare model is wrapped in `DistributedDataParallel` where there are several
-processes.
+and `digest`; with `data_loader_workers`, several threads call `batch` at once. A bare model is
+wrapped in `DistributedDataParallel` where there are several processes.
 """
 
 import contextlib
@@ -68,9 +68,9 @@ class Trainer:
             on every rank at the same steps, must not touch the global random state.
         world: this process among all; found out, and the process group joined, if not given.
         run_dir: where the files of the run go; that of the `saver`, if there is one.
-        run_config: the whole configuration as plain types, kept in the snapshot and compared when
-            resuming; by default `config` and, where they are dataclasses, the `config` of the model
-            and of `train_dataset`.
+        run_config: what to keep of the configuration in the snapshot, and to compare when resuming,
+            beside or in place of what is known here: `trainer` and, where the model and
+            `train_dataset` have a dataclass `config`, `model` and `data`.
         saver: the snapshots of the run, with the one to resume from; made if not given.
 
     Raises `UserError` for a data set of another kind, where the batch cannot be shared, or the
@@ -104,7 +104,7 @@ class Trainer:
         config.check_world_size(self.world.size)
         bare = distributed.unwrap(model)
         # As plain types: a snapshot holds nothing else.
-        given = run_config or described(config, bare, train_dataset)
+        given = described(config, bare, train_dataset) | (run_config or {})
         self.run_config = json.loads(json.dumps(given, default=str))
         self.saver = saver or Saver(config, run_dir, self.world)
         self.run_dir = self.saver.run_dir

@@ -203,6 +203,13 @@ MUTATIONS = [
         "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
     ),
     Mutation(
+        "threads that cut batches outlive the run",
+        "batches.py",
+        "pool.shutdown(cancel_futures=True)",
+        "pass",
+        "test_trainer.py::test_threads_hand_on_errors_and_end_when_closed",
+    ),
+    Mutation(
         "the optimizer's state is not restored",
         "saver.py",
         'optimizer.load_state_dict({"state": state,',

@@ -124,7 +124,7 @@ def test_a_run_directory_has_one_run_at_a_time(tmp_path):
         first.kill()
         first.wait(timeout=30)
     third = start(*settings[:-1], f"run_dir={tmp_path}", "trainer.max_steps=1")
-    assert third.returncode == 0, third.stderr  # the lock died with its holder, loaders or not
+    assert third.returncode == 0, third.stderr  # the lock died with its holder
 
 
 def test_the_true_traceback_of_any_rank_surfaces(tmp_path):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 import export
 import huggingface
 from errors import UserError
-from model import GPT, GPTConfig
+from model import GPT, MLP, GPTConfig
 from snapshot import Snapshot
 
 transformers.utils.logging.set_verbosity_error()
@@ -72,12 +72,27 @@ def test_transformers_computes_the_same_logits(exported):
     assert theirs.config.vocab_size == len(VOCABULARY) + 1
 
 
+class Narrow(MLP):
+    """Three times as wide between, not four."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.c_fc = torch.nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = torch.nn.Linear(3 * config.n_embd, config.n_embd)
+
+
 def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monkeypatch):
     snapshot = model_snapshot(VOCABULARY)
     with monkeypatch.context() as edit:
         edit.setattr("model.gelu", torch.nn.functional.silu)
         with pytest.raises(UserError, match=r"would give other logits.*was model.py changed"):
             export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))
+    wide = model_snapshot(VOCABULARY)
+    with monkeypatch.context() as edit:
+        edit.setattr("model.MLP", Narrow)
+        wide.model_state = GPT(GPTConfig.recorded(wide.config["model"])).state_dict()
+        with pytest.raises(UserError, match=r"could not load it: was model\.py changed"):
+            export.export(wide, "gpt_snapshot.pt", str(tmp_path / "model"))
     assert not any(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))
@@ -223,7 +238,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     latest.step, latest.loss = 9, 1.5
     (run_dir / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
     (run_dir / "gpt_snapshot.pt").write_bytes(latest.to_bytes())
-    (run_dir / "metrics.jsonl").touch()
+    (run_dir / "metrics.jsonl").write_text("{}\n")
     result = run("out=model", cwd=tmp_path)
     assert result.returncode == 0 and "gpt_snapshot.best.pt" in result.stdout, result.stderr
     out = tmp_path / "model"
@@ -267,7 +282,7 @@ def refused(*arguments: str) -> str:
         (["out="], "out=: is empty"),
         (["out=x", "snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["out=x", "run_dir=nowhere"], "run_dir=nowhere: there is no snapshot at nowhere/"),
-        (["out=x"], "no run under runs/ has metrics.jsonl"),
+        (["out=x"], "no run under runs/ has logged something"),
         (["out=file", "snapshot=small.pt"], "out=file: already exists"),
         (["out=file/x", "snapshot=small.pt"], "out=file/x: cannot be written"),
         (["out=/proc/x", "snapshot=small.pt"], "out=/proc/x: cannot be written"),

@@ -507,6 +507,7 @@ def test_a_reader_that_leaves_does_not_end_the_run_nor_fill_the_terminal(tmp_pat
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
+    assert "held-out loss" in (tmp_path / "main.log").read_text()
     assert (tmp_path / "gpt_snapshot.pt").exists()
 
 
@@ -515,4 +516,4 @@ def test_a_start_after_one_that_did_not_come_to_save_says_so(tmp_path):
     for path in tmp_path.glob("*.pt"):
         path.unlink()
     again = start(*TINY, f"run_dir={tmp_path}")
-    assert "an earlier start ended before it saved: training from the beginning" in again.stdout
+    assert "warning: there are metrics of an earlier start, but no snapshot" in again.stdout

@@ -273,9 +273,6 @@ def test_a_tracker_that_fails_gets_no_more_and_the_others_go_on(tmp_path, monkey
     assert [event.step for event in events(tmp_path).Scalars("train/loss")] == [1, 2, 3, 4]
 
 
-# --- memory ---
-
-
 # --- the live line ---
 
 

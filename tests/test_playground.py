@@ -111,7 +111,7 @@ def test_the_given_snapshots_come_first_and_every_run_is_offered(tmp_path, monke
     for run in ("a", "b"):
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "gpt_snapshot.pt").touch()
-        (tmp_path / "runs" / run / "metrics.jsonl").touch()
+        (tmp_path / "runs" / run / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "runs" / "a" / "gpt_snapshot.best.pt").touch()
     config = parse(PlaygroundConfig, ["snapshots=[x.pt, y.pt]"])
     given = config.named()

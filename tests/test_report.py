@@ -552,7 +552,7 @@ def test_the_published_card_is_of_the_recipes_as_they_are():
         (["run_dirs=[a"], "run_dirs=[a: not a list such as"),
         (["run_dirs=nowhere/*"], "nowhere/* is not the directory of a run, and matches none"),
         (["run_dir=a", "run_dirs=b"], "run_dir and run_dirs: give one of them"),
-        ([], "no run under runs/ has metrics"),
+        ([], "no run under runs/ has logged"),
     ],
 )
 def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):

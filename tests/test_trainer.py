@@ -10,7 +10,7 @@ import torch
 from conftest import equal
 
 import sharded_snapshot
-from batches import ORDER_STEPS, MicroBatches
+from batches import ORDER_STEPS, MicroBatches, ahead
 from char_dataset import CharDataset, DataConfig
 from choices import missing_to_compile
 from distributed import World
@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from sample import load_model
 from signals import Stopped
 from snapshot import SnapshotError
-from snapshot_files import load
+from snapshot_files import SnapshotFiles, load
 from trainer import Trainer, TrainerConfig, planned_steps
 
 CPU = torch.device("cpu")
@@ -104,9 +104,25 @@ def test_what_a_program_says_of_its_run_comes_back_from_the_snapshot(parts, tmp_
     config = TrainerConfig(**SETTINGS)
     run = Trainer(config, model, optimizer, *parts, run_dir=str(tmp_path), run_config=said)
     run.train()
-    assert load(str(tmp_path / "gpt_snapshot.pt")).config == {
-        "model": {"dtype": "torch.float32", "lr": 0.5, "path": str(tmp_path), "n": [1, 2]}
-    }
+    kept = load(str(tmp_path / "gpt_snapshot.pt")).config
+    said = {"dtype": "torch.float32", "lr": 0.5, "path": str(tmp_path), "n": [1, 2]}
+    assert kept["model"] == said and kept["trainer"]["batch_size"] == config.batch_size
+
+
+def test_what_a_snapshot_does_not_say_does_not_keep_a_run_from_going_on(parts, tmp_path):
+    make(parts, tmp_path).train()
+    path = tmp_path / "gpt_snapshot.pt"
+    snapshot = load(str(path))
+    del snapshot.config["data"], snapshot.config["model"]["bias"]
+    path.write_bytes(snapshot.to_bytes())
+    assert make(parts, tmp_path, max_steps=8).step == 6
+
+
+def test_a_run_that_never_resumes_makes_its_directory(parts, tmp_path):
+    made = make(parts, tmp_path, resume="never")
+    made.saver.run_dir, made.saver.files = str(tmp_path / "a"), SnapshotFiles(f"{tmp_path}/b/s.pt")
+    made.saver.open()
+    assert (tmp_path / "a").is_dir() and (tmp_path / "b").is_dir()
 
 
 @pytest.mark.parametrize("change", [{"train_split": 0.5}, {"truncate": 0.5}])
@@ -144,7 +160,7 @@ def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
         TrainerConfig(**SETTINGS), trainer.bare, trainer.optimizer, *parts,
         run_dir=str(tmp_path), run_config=said, world=ALONE,
     ).train()  # fmt: skip
-    with pytest.raises(UserError, match=r"of another model: model\.hidden"):
+    with pytest.raises(UserError, match=r"has model\.hidden, which GPTConfig has not"):
         load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
@@ -286,6 +302,26 @@ def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
     assert len(batches[0]) >= 2 * ORDER_STEPS
     for a, b in zip(batches[0], batches[4], strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_threads_hand_on_errors_and_end_when_closed():
+    class Source:
+        def __getitem__(self, k):
+            if k == 5:
+                raise OSError("gone")
+            return torch.tensor(k), torch.tensor(-k)
+
+    before = threading.active_count()
+    batches = ahead(Source(), 0, 10, workers=3, pinned=False)
+    assert [int(next(batches)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(OSError, match="gone"):
+        next(batches)
+    assert threading.active_count() == before
+    batches = ahead(Source(), 6, 100, workers=3, pinned=False)
+    next(batches)
+    assert threading.active_count() > before
+    batches.close()
+    assert threading.active_count() == before
 
 
 def test_the_plan_covers_every_window_of_its_epochs():
