@@ -3,10 +3,13 @@
 python sample.py                                            the newest run, its best snapshot
 python sample.py prompt="ROMEO:" num_samples=3              what to start from, and how many
 python sample.py prompt_file=opening.txt                    the same, from a file; -: standard input
-python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7
+python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7 device=cpu
 python sample.py run_dir=runs/NAME                          another run
 python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text; per_character=FILE
+
+Unless told otherwise, 500 characters at temperature 0.8, drawn among all, with seed 1337; on a GPU
+if there is one.
 """
 
 import signals
