@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ import torch
 import distributed
 import hardware
 import kernels
+from arguments import parse, run_program
 from char_dataset import CharDataset, DataConfig
+from errors import UserError
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, create_optimizer
 from overrides import with_recipe
@@ -45,8 +48,8 @@ SIZES = {
     "8L/8H/512, 16 x 128": (8, 8, 512, 128, 16, 12),
     "8L/8H/512, 32 x 128": (8, 8, 512, 128, 32, 8),
 }
-TRAINERS = {
-    "this": (),  # the packages it needs
+TRAINERS = {  # and the packages they need
+    "this": (),
     "Transformers Trainer, bfloat16": ("transformers", "accelerate"),
     "Transformers Trainer, float32": ("transformers", "accelerate"),
     "Accelerate, bfloat16": ("transformers", "accelerate"),
@@ -55,6 +58,8 @@ TRAINERS = {
     "Lightning, float32": ("transformers", "lightning"),
 }
 
+PACKAGES = {**TRAINERS, "Transformers": ("transformers",)}
+GENERATORS = {"4L/2H/128": (4, 2, 128), "6L/6H/384": (6, 6, 384)}  # layers, heads, width
 NANOGPT = "2000 steps = 1,536,000 characters"  # the plan of its CPU recipe
 
 
@@ -136,26 +141,45 @@ def nanogpt(directory: str) -> dict:
     return {"seconds": seconds, "loss": float(estimates[-1].split()[-1])}
 
 
-def generate(model: str) -> dict:
-    """Characters per second of `generate`, at 256 characters of context and beyond."""
+def generate(model: str, package: str) -> dict:
+    """Characters per second of `generate`, at 256 characters of context and beyond, and the share
+    of the memory's rate at which weights, keys and values are read.
+    """
     distributed.start()
-    n_layer, n_head, n_embd = {"4L/2H/128": (4, 2, 128), "6L/6H/384": (6, 6, 384)}[model]
-    gpt = _gpt(n_layer, n_head, n_embd, 65, 512, arch="modern").eval()
-    rates = {}
+    n_layer, n_head, n_embd = GENERATORS[model]
+    if package == "this":
+        gpt = _gpt(n_layer, n_head, n_embd, 65, 512, arch="modern").eval()
+        make: Any = gpt.generate
+    else:
+        gpt = _transformers_gpt2(n_layer, n_head, n_embd, 65, 512).eval()
+
+        def make(idx, count, use_cache=True):
+            gpt.generate(
+                idx, min_new_tokens=count, max_new_tokens=count, use_cache=use_cache,
+                attention_mask=torch.ones_like(idx), do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+
+    weights = sum(p.numel() for p in gpt.parameters())
+    figures = {}
     for name, batch, count, use_cache in (
         ("uncached", 1, 16, False),
         ("cached", 1, 200, True),
         ("cached_64", 64, 100, True),
     ):
         idx = torch.randint(0, 65, (batch, 256))
-        gpt.generate(idx, 4, use_cache=use_cache)
+        make(idx, 4, use_cache=use_cache)
         began = time.perf_counter()
-        gpt.generate(idx, 1, use_cache=use_cache)
+        make(idx, 1, use_cache=use_cache)
         first = time.perf_counter() - began  # takes in the context
         began = time.perf_counter()
-        gpt.generate(idx, 1 + count, use_cache=use_cache)
-        rates[name] = batch * count / (time.perf_counter() - began - (first if use_cache else 0))
-    return rates
+        make(idx, 1 + count, use_cache=use_cache)
+        seconds = time.perf_counter() - began - (first if use_cache else 0)
+        figures[name] = batch * count / seconds
+        if use_cache:
+            read = weights + batch * 2 * n_layer * n_embd * (256 + count / 2)
+            rate = 4 * read * count / seconds
+            figures[f"{name}_memory"] = rate / _memory_bytes_per_s()
+    return figures
 
 
 def start(caches: str) -> dict:
@@ -382,6 +406,17 @@ def _matmul_flops() -> float:
     return 2 * n**3 / best
 
 
+def _memory_bytes_per_s() -> float:
+    """What this machine reads from memory, far more than its caches hold: the best of ten."""
+    x = torch.ones(2**26)  # 256 MiB
+    best = math.inf
+    for _ in range(10):
+        began = time.perf_counter()
+        x.sum()
+        best = min(best, time.perf_counter() - began)
+    return 4 * x.numel() / best
+
+
 def _command(*arguments, directory: str | Path = ROOT, environment: dict | None = None) -> str:
     """Runs Python with these arguments; returns what it printed."""
     command = [sys.executable, *map(str, arguments)]
@@ -404,7 +439,9 @@ def _command(*arguments, directory: str | Path = ROOT, environment: dict | None 
 SECTIONS: dict[str, list[tuple[Any, ...]]] = {
     "step": [(step, size, trainer) for size in SIZES for trainer in TRAINERS],
     "loss": [(loss, recipe) for recipe in ("shakespeare_quick", "default", "nanogpt_cpu")],
-    "generate": [(generate, model) for model in ("4L/2H/128", "6L/6H/384")],
+    "generate": [
+        (generate, model, package) for model in GENERATORS for package in ("this", "Transformers")
+    ],
     "start": [(start, caches) for caches in ("warm", "cold")],
     "growth": [
         (growth, what, str(value))
@@ -431,8 +468,8 @@ def run_sections(sections: list[str], rounds: int, nanogpt_directory: str | None
             for function, *arguments in tasks:
                 if function is step and not pays(arguments[1]):
                     continue
-                if function is step and (missing := _missing(TRAINERS[arguments[1]])):
-                    print(f"{arguments[1]}: left out, {missing} is not installed", flush=True)
+                if missing := _missing(PACKAGES.get(arguments[-1], ())):
+                    print(f"{arguments[-1]}: left out, {missing} is not installed", flush=True)
                     continue
                 if arguments == ["default"]:
                     arguments = [with_recipe([])[0].removeprefix("experiment=")]
@@ -558,9 +595,14 @@ def generate_rows(figures: dict) -> list[list[str]]:
         for row in values:
             row["gain"] = row["cached"] / row["uncached"]
             row["batch"] = row["cached_64"] / row["cached"]
-        names = ("uncached", "cached", "gain", "cached_64", "batch")
-        forms = ("{:,.0f}", "{:,.0f}", "{:.1f}", "{:,.0f}", "{:.1f}")
-        rows.append([key, *(spread(values, n, f) for n, f in zip(names, forms, strict=True))])
+        columns = {"uncached": "{:,.0f}", "cached": "{:,.0f}", "gain": "{:.1f}"}
+        columns |= {"cached_64": "{:,.0f}", "batch": "{:.1f}", "cached_64_memory": "{:.0%}"}
+        cells = [
+            spread(values, name, form) if name in values[0] else "not measured"
+            for name, form in columns.items()
+        ]
+        model, _, package = key.partition(", ")
+        rows.append([model, package, *cells])
     return rows
 
 
@@ -615,8 +657,14 @@ TABLES = {
     ),
     "generate": (
         "Generating",
-        "`modern`, float32, characters a second from 256 characters of context on.",
-        ["model", "without cache", "with", "gain", "64 at once", "gain over one"],
+        "Float32, characters a second from 256 characters of context on: `modern`, beside a GPT-2 "
+        "of the same size in Transformers. The last column is what reading weights, keys and "
+        "values once for each character of 64 texts makes of the rate at which the machine reads "
+        "its memory.",
+        [
+            *("model", "of", "without cache", "with", "gain", "64 at once", "gain over one"),
+            "of the memory rate",
+        ],
         generate_rows,
     ),
     "start": (
@@ -677,30 +725,30 @@ def plot(results: dict) -> None:
     figure.savefig(ROOT / "docs" / "growth.png", dpi=110)
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["measure"]:
-        name, *arguments = sys.argv[2:]
-        print(json.dumps(globals()[name](*arguments)))
+@dataclass
+class Arguments:
+    """What `python bench.py` takes."""
+
+    sections: str = ",".join(SECTIONS)
+    rounds: int = 3
+    nanogpt: str | None = None
+
+
+def program(arguments: list[str]) -> None:
+    if arguments[:1] == ["measure"]:
+        print(json.dumps(globals()[arguments[1]](*arguments[2:])))
         return
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__.strip())
-        return
-    settings = {"sections": ",".join(SECTIONS), "rounds": "3", "nanogpt": ""}
-    only_report = sys.argv[1:] == ["report"]
-    for argument in [] if only_report else sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key not in settings or not value:
-            sys.exit(f"error: {argument}: must be report, or one of {', '.join(settings)}=VALUE")
-        settings[key] = value
-    sections = settings["sections"].split(",")
+    only_report = arguments == ["report"]
+    settings = parse(Arguments, [] if only_report else arguments)
+    sections = settings.sections.split(",")
     for section in sections:
         if section not in SECTIONS:
-            sys.exit(f"error: sections={section}: must be among {', '.join(SECTIONS)}")
-    if not settings["rounds"].isdecimal() or int(settings["rounds"]) < 1:
-        sys.exit(f"error: rounds={settings['rounds']}: must be a number above 0")
+            raise UserError(f"sections={section}: must be among {', '.join(SECTIONS)}")
+    if settings.rounds < 1:
+        raise UserError(f"rounds={settings.rounds}: must be at least 1")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not only_report:
-        fresh = run_sections(sections, int(settings["rounds"]), settings["nanogpt"] or None)
+        fresh = run_sections(sections, settings.rounds, settings.nanogpt)
         here = machine()
         for name, figures in fresh.items():  # in place of what this machine has measured before
             others = [r for r in results.get(name, []) if not same_machine(r["machine"], here)]
@@ -713,4 +761,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(program)

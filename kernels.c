@@ -330,8 +330,9 @@ int attention_step(long threads, long B, long H, long D, long block, long past, 
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         long used = 0;
-        char *memory = aligned_alloc(64, (sizeof(float) * (padded + D) + 191) / 64 * 64);
+        char *memory = aligned_alloc(64, (sizeof(float) * (padded + 2 * D) + 255) / 64 * 64);
         ARRAY(float, scores, padded);
+        ARRAY(float, sums, D);
         ARRAY(real, q, D);
         failed = memory == NULL;
 #pragma omp for
@@ -358,11 +359,12 @@ int attention_step(long threads, long B, long H, long D, long block, long past, 
                 put(scores + j, e);
             }
             float reciprocal = 1 / sum_of(total);
-            for (long d = 0; d < D; d += LANES) {
-                vector sum = broadcast(0);
-                for (long j = 0; j < seen; j++) sum += load(v + j * D + d) * scores[j];
-                store(out + head * D + d, sum * reciprocal);
-            }
+            memset(sums, 0, D * sizeof(float));
+            for (long j = 0; j < seen; j++)
+                for (long d = 0; d < D; d += LANES)
+                    put(sums + d, load(v + j * D + d) * scores[j] + get(sums + d));
+            for (long d = 0; d < D; d += LANES)
+                store(out + head * D + d, get(sums + d) * reciprocal);
         }
         free(memory);
     }
