@@ -86,7 +86,8 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
         try:
             return read(source)
         except UserError as error:
-            raise UserError(f"init_from={source}: {error}") from error
+            what = str(error).removeprefix(f"{source}: ")
+            raise UserError(f"init_from={source}: {what}") from error
 
     learned = run_on_first(read_named, world)
     settle(config, learned.architecture, f"init_from={source}")

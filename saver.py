@@ -22,7 +22,7 @@ from distributed import World
 from errors import UserError, one_line
 from run_directory import METRICS, SET_ASIDE
 from snapshot import Snapshot
-from snapshot_files import BackgroundWriter, SnapshotFiles, is_local, snapshot_path
+from snapshot_files import BackgroundWriter, SnapshotFiles, snapshot_path
 from trainer_config import TrainerConfig
 
 log = logging.getLogger("gpt")
@@ -86,8 +86,6 @@ class Saver:
     def open(self) -> None:
         """Makes sure, on rank 0, that all can be written, and renames what is to be set aside."""
         os.makedirs(self.run_dir, exist_ok=True)
-        if is_local(self.files.path):
-            os.makedirs(os.path.dirname(os.path.abspath(self.files.path)), exist_ok=True)
         self.files.check_writable()
         if self._sets_aside:
             others = (os.path.join(self.run_dir, name) for name in (METRICS, "tensorboard"))

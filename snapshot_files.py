@@ -174,11 +174,13 @@ class SnapshotFiles:
                 log.warning("%s: the numbered ones are not up to date: %s", self.path, error)
 
     def check_writable(self) -> None:
-        """Raises `Unreachable` if nothing can be written where the snapshots are to go, or copied
-        there, which not every kind of store can do.
+        """Makes the folder of the snapshots. Raises `Unreachable` if nothing can be written there,
+        or copied, which not every kind of store can do.
         """
         copy = beside(self.path, "check")
         with reaching(self.path, "written"):
+            if is_local(self.path):
+                os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
             self._put(self.temporary, b"-")
             self._copy(self.temporary, copy)
             self._remove(copy)
@@ -279,8 +281,6 @@ class SnapshotFiles:
         `warn(message)`. Raises `SnapshotError` if snapshots exist but none is good, because
         starting from zero would hide the loss, and `Unreachable` if that is not known.
         """
-        if is_local(self.path):
-            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
         with reaching(self.path, "written"):
             for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
                 self._remove(leftover)

@@ -288,4 +288,4 @@ def test_two_processes_refuse_together(tmp_path):
     result = start(*TINY, "init_from=nowhere", f"run_dir={tmp_path}", nproc=2, timeout=60)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error (rank")]
     assert result.returncode != 0 and len(errors) == 2, result.stderr
-    assert all("init_from=nowhere: nowhere: no such snapshot" in line for line in errors)
+    assert all("init_from=nowhere: no such snapshot" in line for line in errors)
