@@ -1,5 +1,6 @@
 """The command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -28,6 +29,10 @@ def parse(cls: type[T], arguments: list[str]) -> T:
         name, equals, value = argument.partition("=")
         if not equals or name not in types:
             known = ", ".join(f"{name}=" for name in types)
+            if "run_dir" in types and name == "run_name":
+                known += f"; a run is named by its directory: run_dir=runs/{value}"
+            elif "run_dir" in types and os.path.isdir(argument):
+                known += f"; for the run in it: run_dir={argument}"
             raise UserError(f"{argument}: not an argument; there are {known}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")

@@ -118,12 +118,16 @@ def plain(config: Config) -> dict:
 
 
 def no_such_key(key: str) -> str:
-    """The line for a key that does not exist, with the nearest that does."""
-    known = KNOWN if "." in key else [*KNOWN, *GROUPS]
-    near = difflib.get_close_matches(key, known, n=1)
-    near = near or [LAST[k] for k in difflib.get_close_matches(key.split(".")[-1], LAST, n=1)]
-    hint = f"did you mean {near[0]}?" if near else "see python main.py --help"
-    return f"{key}: unknown key; {hint}"
+    """The line for a key that does not exist: the nearest that does, in its group first, or else
+    where to look.
+    """
+    group, _, last = key.rpartition(".")
+    own = {k.rpartition(".")[2]: k for k in [*KNOWN, *GROUPS] if k.rpartition(".")[0] == group}
+    for among in (own, LAST):
+        if near := difflib.get_close_matches(last, among, n=1):
+            return f"{key}: unknown key; did you mean {among[near[0]]}?"
+    where = f"conf/{group}/" if group in GROUPS else "python main.py --help"
+    return f"{key}: unknown key; see {where} for those there are"
 
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:

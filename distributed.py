@@ -303,7 +303,8 @@ def naming_the_silent(world: World, doing: Callable[[], str]) -> Iterator[None]:
         asking.join(6 + 0.2 * world.size)
         if not silent:
             raise
-        message = re.sub(r"^\[\S+\] ", "", message)  # the line of gloo's source
+        # Without the line of gloo's source, and its advice.
+        message = re.sub(r"^\[\S+\] |\. This is typically.*", "", message)
         verb = "does" if len(silent) == 1 else "do"
         raise UserError(f"{doing()}: {', '.join(silent)} {verb} not answer: {message}") from error
 

@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -19,12 +20,30 @@ from files import replacing
 from hardware import device_name
 from metrics import read_lines
 from run_directory import ENVIRONMENT
-from trainer import Trainer
+from snapshot_files import is_local
+
+if TYPE_CHECKING:
+    from trainer import Trainer
 
 log = logging.getLogger("gpt")
+CHANGED = "model.py has changed since this run was last started: is it the same model?"
 
 
-def record(run_dir: str, trainer: Trainer) -> None:
+def code() -> str:
+    """The SHA-256 of `model.py`."""
+    return hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()
+
+
+def model_has_changed(snapshot: str) -> bool:
+    """Whether the run with the snapshot at this path was last started with another `model.py`, as
+    far as its directory tells.
+    """
+    path = os.path.join(os.path.dirname(snapshot), ENVIRONMENT)
+    starts = read_lines(path) if is_local(snapshot) else []
+    return bool(starts) and starts[-1].get("model_sha256", code()) != code()
+
+
+def record(run_dir: str, trainer: "Trainer") -> None:
     """Notes the start of a run that goes on from `trainer.step`. What an earlier start did past
     that step is lost, and a start that did nothing else is forgotten.
 
@@ -33,9 +52,8 @@ def record(run_dir: str, trainer: Trainer) -> None:
     """
     path = os.path.join(run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
-    code = hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()
-    if earlier and code != earlier[-1].get("model_sha256", code):
-        log.warning("model.py has changed since this run was last started: is it the same model?")
+    if earlier and code() != earlier[-1].get("model_sha256", code()):
+        log.warning(CHANGED)
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     start = {
         "step": trainer.step,
@@ -52,7 +70,7 @@ def record(run_dir: str, trainer: Trainer) -> None:
         "compiled": trainer.choices["compile"],
         "parameters": sum(parameter.numel() for parameter in trainer.parameters),
         "text_sha256": trainer.train_dataset.digest,
-        "model_sha256": code,
+        "model_sha256": code(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

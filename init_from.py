@@ -24,6 +24,7 @@ import huggingface
 import sharding
 from config import Config
 from distributed import World, run_on_first
+from environment import CHANGED, model_has_changed
 from errors import UserError
 from huggingface import PER_CHARACTER
 from model import ARCHITECTURE, GPTConfig
@@ -58,6 +59,8 @@ def read(source: str) -> Learned:
     if is_local(source) and os.path.isdir(source):
         path = choose_snapshot(None, source)
     snapshot = read_whole(path)
+    if model_has_changed(path):
+        log.warning("init_from=%s: %s", source, CHANGED)
     architecture = architecture_of(GPTConfig.recorded(snapshot.model_config))
     return Learned(snapshot.model_state, snapshot.vocabulary, architecture, f"{path}, {snapshot}")
 
@@ -68,7 +71,7 @@ def architecture_of(config: GPTConfig) -> dict[str, Any]:
 
 def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned | None:
     """The weights that `config.init_from` names, read by rank 0 and handed to all; None where it
-    names none, or the run has its own `snapshot` to go on from.
+    names none, or the run, which once began with it, has its own `snapshot` to go on from.
 
     Gives `config` the architecture and the sizes of where the run begins. Raises `UserError` on
     every rank.
@@ -77,6 +80,11 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
     if source is None:
         return None
     if snapshot is not None:
+        if "init_from" in snapshot.config and snapshot.config["init_from"] is None:
+            raise UserError(
+                f"init_from={source}: this run has begun without it; give the one that is to begin "
+                "with it a run_name of its own"
+            )
         log.info("init_from   was for the beginning: this run resumes from its own snapshot")
         own = GPTConfig.recorded(snapshot.model_config)
         settle(config, architecture_of(own), "the run's own snapshot")

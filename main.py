@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import dataclasses
 import errno
+import io
 import logging
 import os
 import signal
@@ -68,7 +69,7 @@ from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import is_local
 from text_cache import fill
-from text_files import fetch
+from text_files import PYDOC, fetch, find
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -182,6 +183,7 @@ def train(composed: DictConfig) -> float | None:
             write_report(config.run_dir)
         if trainer.best is not None:
             at = trainer.files.best
+            at = shown(at) if is_local(at) else at
             log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, at)
         log.info("sample      python sample.py run_dir=%s", shown(config.run_dir))
     return loss
@@ -198,7 +200,7 @@ def write_report(run_dir: str) -> None:
     try:
         import report  # what only it needs
 
-        log.info("report      %s", report.write([run_dir], os.path.join(run_dir, REPORT)))
+        log.info("report      %s", shown(report.write([run_dir], os.path.join(run_dir, REPORT))))
     except Exception as error:
         log.warning("%s was not written: %s", REPORT, one_line(error))
 
@@ -225,11 +227,16 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
             log.warning(
                 "%s could not be downloaded (no network?): training on %s, which comes with "
                 "Python; to train on the text itself, put it at %s",
-                data.url, path, data.path,
+                data.url, path, os.path.abspath(data.path),
             )  # fmt: skip
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
+    files = run_on_first(lambda: [f.name for f in find(path)] if path != PYDOC else [], world)
+    if len(files) > 1:
+        log.info(
+            "files       %d: %s%s", len(files), ", ".join(files[:5]), ", ..." * (len(files) > 5)
+        )
     texts: list[str | None] = []  # rank 0 hands its own to the others, if it has one
     run_on_each_host(lambda: texts.append(fill(data)), world)
     dataset = CharDataset(data, run_on_first(lambda: texts[0], world))
@@ -336,6 +343,8 @@ def log_to_console() -> None:
     """Has rank 0, and no other, print its log, also where processes begin as copies of this one."""
     if log.handlers:
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have the characters of a text
+        sys.stdout.reconfigure(errors="backslashreplace")
     log.propagate = False
     log.setLevel(logging.INFO)
     handler = Console(sys.stdout)

@@ -14,6 +14,7 @@ import functools
 import html
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 
 from arguments import parse, run_program
 from char_dataset import encode
+from environment import CHANGED, model_has_changed
 from errors import UserError, one_line
 from model import GPT
 from run_directory import choose_snapshot, runs
@@ -78,6 +80,8 @@ def find_snapshots(config: PlaygroundConfig) -> list[str]:
 def read(path: str) -> tuple[GPT, str, str]:
     """The model of a snapshot, its vocabulary, and a line on it. Raises `UserError`."""
     snapshot = read_whole(path)
+    if model_has_changed(path):
+        print(f"{path}: {CHANGED}", file=sys.stderr)
     model = load_model(snapshot, "cuda" if torch.cuda.is_available() else "cpu")
     size = sum(p.numel() for p in model.parameters())
     return model, snapshot.vocabulary, f"{path}: {size / 1e6:.3g} M parameters, {snapshot}"
@@ -381,7 +385,8 @@ def main(arguments: list[str]) -> None:
             prevent_thread_lock=True,
         )
     except OSError as error:
-        raise UserError(f"host={config.host} port={config.port}: {error}") from error
+        why = "in use, or not to be had" if "empty port" in str(error) else one_line(error)
+        raise UserError(f"host={config.host} port={config.port}: {why}; give another") from error
     print(f"playground at {url} (Ctrl-C ends it)", flush=True)
     page.block_thread()
 

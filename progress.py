@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 log = logging.getLogger("gpt")
+WIDE = 105  # columns that the whole of the live line fits in
 
 
 def size(file: TextIO) -> tuple[int, int]:
@@ -70,6 +71,8 @@ class Progress:
         if self.bar is None:
             return
         due = "" if next_evaluation is None else f" | next evaluation at {next_evaluation}"
+        if size(sys.stdout)[0] < WIDE:  # or its end would be cut off
+            due = ""
         self.bar.set_description_str(self.numbers + due, refresh=False)
         try:
             self.bar.update()

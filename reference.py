@@ -19,6 +19,7 @@ from launch import without
 from settings import HARMLESS, NOT_COMPARABLE
 
 CARD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
+FIRST_JUDGED = 50  # steps; before, little can be told
 FEWEST = 3  # seeds that a spread can be told from
 # Student's t: of 1, 2, ... degrees of freedom, what 99 % of all draws lie within. The last stands
 # for more of them, too, for which it is a little too large.
@@ -222,7 +223,7 @@ def nothing_learned(run: Run) -> str:
     """Says so where the loss is still that of guessing."""
     vocabulary = run.config["model"]["vocab_size"]
     losses = [line["loss"] for line in run.train][-5:]
-    if run.step < 50 or not losses or min(losses) < 0.95 * math.log(vocabulary):
+    if run.step < FIRST_JUDGED or not losses or min(losses) < 0.95 * math.log(vocabulary):
         return ""
     return (
         f"It has learned nothing: after {run.step} steps the training loss is {losses[-1]:.4f}, "
@@ -235,10 +236,8 @@ def diverging(run: Run) -> str:
     batches differ: a quarter of a nat, both ends averaged over some lines.
     """
     if run.nonfinite:
-        return (
-            f"It diverges: the loss of {len(run.nonfinite)} logged steps, the last "
-            f"{run.nonfinite[-1]}, is not a number."
-        )
+        steps = ", ".join(map(str, run.nonfinite[:3])) + ", ..." * (len(run.nonfinite) > 3)
+        return f"It diverges: the loss of step {steps} is not a number."
     width = max(3, len(run.train) // 10)
     if len(run.train) < width:
         return ""

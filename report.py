@@ -29,7 +29,16 @@ from files import replacing
 from history import Run, median_rate
 from launch import quoted, without
 from progress import duration
-from reference import CARD, check, curve, load_card, not_comparable, save_card, tolerance
+from reference import (
+    CARD,
+    FIRST_JUDGED,
+    check,
+    curve,
+    load_card,
+    not_comparable,
+    save_card,
+    tolerance,
+)
 from run_directory import REPORT, is_run, newest_run
 from settings import OWN, flatten
 
@@ -459,6 +468,8 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Does what the command line says; returns the exit status."""
     command = arguments[0] if arguments and "=" not in arguments[0] else "report"
+    if os.path.isdir(command):
+        raise UserError(f"{command}: not a command; for the run in it: run_dir={command}")
     if command not in COMMANDS:
         raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
     config: Any = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
@@ -467,6 +478,8 @@ def main(arguments: list[str]) -> int:
         run = Run.read(run_dirs[0])
         on_track, words = check(run, load_card(config.reference))
         verdict = "on track" if on_track else "NOT on track"
+        if on_track and run.step < FIRST_JUDGED:
+            verdict = "too early to tell"
         print(f"{run_dirs[0]}, step {run.step} of {run.total_steps}: {verdict}")
         print("\n".join(f"- {sentence}" for sentence in words))
         return 0 if on_track else 1

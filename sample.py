@@ -18,6 +18,7 @@ if __name__ == "__main__":
     signals.prepare()
 
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 
 from arguments import parse, run_program
 from char_dataset import encode
+from environment import CHANGED, model_has_changed
 from errors import UserError, one_line
 from files import replacing
 from model import GPT, GPTConfig
@@ -295,11 +297,15 @@ def new_file(path: str) -> Iterator[TextIO]:
 
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have the model's characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         config = parse(SampleConfig, arguments)
         path = choose_snapshot(config.snapshot, config.run_dir)
         snapshot = read_whole(path)
         print(f"[{path}, {snapshot}]", file=sys.stderr)
+        if model_has_changed(path):
+            print(f"[{CHANGED}]", file=sys.stderr)
         if config.score is None:
             print_texts(sample(config, snapshot))
         else:

@@ -190,7 +190,8 @@ def log_results(sweep_dir: str) -> None:
     log.info(
         "sweep       %d jobs in %s, by held-out loss, nats per character", len(jobs), sweep_dir
     )
-    for line in [*table(jobs), *table_over_seeds(jobs)]:
+    over_seeds = table_over_seeds(jobs)
+    for line in [*table(jobs), *([""] if over_seeds else []), *over_seeds]:
         log.info("%s", line)
     if jobs[0].best_loss is not None:
         log.info("sample      python sample.py run_dir=%s", shown(jobs[0].directory))

@@ -446,7 +446,7 @@ class Trainer:
         log.warning("step %d: gradient norm %g: no update", self.step + 1, norm)
         if self.skipped >= MOST_SKIPPED:
             why = f"the gradient norm was not finite {MOST_SKIPPED} times in a row"
-            raise diverged(self.step + 1, why)
+            raise diverged(self.step + 1, why, saved_step=self.saver.saved_step)
 
     def _learning_rate(self, step: int) -> float:
         """That of the first parameter group at `step`."""
@@ -464,7 +464,8 @@ class Trainer:
         """
         if self.scaler.is_enabled():
             if self.scaler.get_scale() < SMALLEST_SCALE:
-                raise diverged(self.step, "float16 gradients overflow at any scale")
+                why = "float16 gradients overflow at any scale"
+                raise diverged(self.step, why, saved_step=self.saver.saved_step)
             return  # the scaler skips such steps and lowers its scale: that is its work
         if self.config.on_nonfinite == "skip":
             return
@@ -473,10 +474,14 @@ class Trainer:
             firsts = distributed.gather(self.first_bad.tolist(), self.world)
             step, loss, norm = min(first for first in firsts if first[0] >= 0)
             lr = self._learning_rate(int(step) - 1)
+            if self.metrics:  # for those who read of the run later; null, whichever of both it was
+                epoch = step * self.config.batch_size / len(self.train_dataset)
+                self.metrics.log(int(step), epoch, "train", math.nan, lr=lr, grad_norm=norm)
             raise diverged(
                 int(step),
                 f"loss {loss:g}, gradient norm {norm:g} at learning rate {lr:.3g}",
                 ", raise optimizer.warmup_steps, or skip such steps (trainer.on_nonfinite=skip)",
+                self.saver.saved_step,
             )
 
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
@@ -537,7 +542,8 @@ class Trainer:
         loss, scored, rank_losses = self.evaluate()
         if not math.isfinite(loss):
             lr = self._learning_rate(self.step - 1)
-            raise diverged(self.step, f"the held-out loss is {loss} at learning rate {lr:.3g}")
+            why = f"the held-out loss is {loss} at learning rate {lr:.3g}"
+            raise diverged(self.step, why, saved_step=self.saver.saved_step)
         self.newest = (loss, self.step)
         best = min(self.best or self.newest, self.newest)  # the first of equals
         better, self.best = best is self.newest, best
@@ -629,11 +635,11 @@ class Trainer:
         )  # fmt: skip
 
 
-def diverged(step: int, what: str, more: str = "") -> UserError:
+def diverged(step: int, what: str, more: str = "", saved_step: int | None = None) -> UserError:
     """The error of a run whose numbers are past help, and the ways out; `more` of them."""
+    intact = "" if saved_step is None else f"; the snapshot of step {saved_step} is intact"
     return UserError(
-        f"step {step}: {what}: training has diverged; lower optimizer.learning_rate{more}; "
-        "earlier snapshots are intact"
+        f"step {step}: {what}: training has diverged; lower optimizer.learning_rate{more}{intact}"
     )
 
 

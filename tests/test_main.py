@@ -324,6 +324,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
             "learning_rate=1",
             "learning_rate: unknown key; did you mean optimizer.learning_rate?",
         ),
+        ("optimizer.lr=1", "optimizer.lr: unknown key; see conf/optimizer/ for those there are"),
         (
             "trainer.batch_size=many",
             "trainer.batch_size=many: must be a whole number",

@@ -362,6 +362,12 @@ def test_the_live_line_tells_the_next_evaluation(tmp_path):
     assert all(int(step) <= int(next_one) and next_one in "36" for step, next_one in told)
 
 
+def test_the_live_line_of_a_narrow_terminal_has_whole_words(tmp_path):
+    pytest.importorskip("tqdm")
+    _, written = on_a_terminal(command(*TINY, f"run_dir={tmp_path}"), columns=80)
+    assert "characters/s" in written and "next" not in written
+
+
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_the_terminal_clean(tmp_path, processes):
     pytest.importorskip("tqdm")

@@ -218,6 +218,12 @@ def test_a_model_whose_code_has_changed_is_warned_of_when_its_run_goes_on(tmp_pa
     path.write_text("".join(json.dumps(x | {"model_sha256": "0"}) + "\n" for x in lines))
     changed = start(*settings, "trainer.max_steps=4")
     assert re.search("warning: model.py has changed since this run was last", changed.stdout)
+    quiet = start(f"run_dir={tmp_path}", "max_new_tokens=1", script="sample.py")
+    path.write_text("".join(json.dumps(x | {"model_sha256": "0"}) + "\n" for x in lines))
+    warned = start(f"run_dir={tmp_path}", "max_new_tokens=1", script="sample.py")
+    tune = start(*settings[:-2], f"run_dir={tmp_path / 'tuned'}", f"init_from={tmp_path}")
+    assert "model.py has changed" not in quiet.stderr and quiet.returncode == 0
+    assert "model.py has changed" in warned.stderr and "model.py has changed" in tune.stdout
 
 
 @pytest.mark.parametrize("name", ["environment.jsonl", "metrics.jsonl", "config.yaml"])
@@ -405,6 +411,14 @@ def test_ticks_are_few_round_and_inside(low, high):
 # --- is it on track? ---
 
 
+def test_a_run_that_ended_in_numbers_that_are_not_finite_is_not_on_track(tmp_path):
+    run = start(*TINY, f"run_dir={tmp_path}", "optimizer.learning_rate=1e38", "report=false")
+    assert run.returncode == 1 and "training has diverged" in run.stderr
+    assert "intact" not in run.stderr  # there is no snapshot yet
+    said = start("check", f"run_dir={tmp_path}", script="report.py")
+    assert said.returncode == 1 and "It diverges: the loss of step" in said.stdout, said.stdout
+
+
 def falls(step: int) -> float:
     return 1.5 + 3 * math.exp(-step / 200)
 
@@ -422,7 +436,7 @@ def falls(step: int) -> float:
         (
             {"losses": lambda s: None if s == 900 else 2.0},
             False,
-            "loss of 1 logged steps, the last",
+            "It diverges: the loss of step 900 is not a number",
         ),
         ({"held_out": lambda s: 1.6 + s / 2000}, False, "It overfits: the held-out loss was lowes"),
         ({"rate": 20_000}, True, "slower than the reference: 20,000 characters a second against"),
