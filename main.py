@@ -234,9 +234,9 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     log.info("text        %s", path)
     files = run_on_first(lambda: [f.name for f in find(path)] if path != PYDOC else [], world)
     if len(files) > 1:
-        log.info(
-            "files       %d: %s%s", len(files), ", ".join(files[:5]), ", ..." * (len(files) > 5)
-        )
+        names = [shown(name) if is_local(name) else name for name in files[:5]]
+        more = ", ..." * (len(files) > 5)
+        log.info("files       %d: %s%s", len(files), ", ".join(names), more)
     texts: list[str | None] = []  # rank 0 hands its own to the others, if it has one
     run_on_each_host(lambda: texts.append(fill(data)), world)
     dataset = CharDataset(data, run_on_first(lambda: texts[0], world))

@@ -87,7 +87,9 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
         result = start(*kept, f"run_dir={run}", script="export.py", cwd=tmp_path)
     else:
         export.export(model_snapshot("ab"), "gpt_snapshot.pt", str(tmp_path / "my_gpt"))
-        (tmp_path / "book.txt").write_text("A text of one's own, long enough for a window. " * 200)
+        (tmp_path / "books").mkdir()
+        for book in ("book.txt", "books/one.txt", "books/two.txt"):
+            (tmp_path / book).write_text("A text of one's own, long enough for a window. " * 200)
         short = [
             "trainer.max_steps=2",
             "trainer.device=cpu",
@@ -97,6 +99,8 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
         if not any(a.startswith("data") for a in arguments):
             short += ["data=pydoc", "data.truncate=0.02"]
         result = start(*arguments, *short, nproc=nproc, launcher=launcher, cwd=tmp_path)
+        several = any("*" in argument for argument in arguments)
+        assert ("files       2: books/one.txt, books/two.txt\n" in result.stdout) == several
     assert result.returncode == 0, result.stderr
 
 
