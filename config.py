@@ -124,7 +124,8 @@ def no_such_key(key: str) -> str:
     group, _, last = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in [*KNOWN, *GROUPS] if k.rpartition(".")[0] == group}
     for among in (own, LAST):
-        if near := difflib.get_close_matches(last, among, n=1):
+        near = [k for k in among if last and k.startswith(last)]
+        if near := near or difflib.get_close_matches(last, among, n=1):
             return f"{key}: unknown key; did you mean {among[near[0]]}?"
     where = f"conf/{group}/" if group in GROUPS else "python main.py --help"
     return f"{key}: unknown key; see {where} for those there are"

@@ -192,6 +192,13 @@ def check(run: Run, card: dict[str, dict[str, Any]]) -> tuple[bool, list[str]]:
     return not problems, [*causes, *problems, *filter(None, remarks)]
 
 
+def verdict(run: Run, on_track: bool | None) -> str:
+    """What `check` has found, in a word or two; None is for a run that it cannot judge."""
+    if on_track and run.step < FIRST_JUDGED:
+        return "too early to tell"
+    return {True: "on track", False: "NOT on track", None: "not judged"}[on_track]
+
+
 def not_comparable(run: Run, reference: dict[str, Any]) -> list[str]:
     """The settings, or the text, with which a run's losses cannot be compared with `reference`."""
     keys = [k for k in run.changes if k in NOT_COMPARABLE or k.startswith("model.")]

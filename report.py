@@ -31,13 +31,13 @@ from launch import quoted, without
 from progress import duration
 from reference import (
     CARD,
-    FIRST_JUDGED,
     check,
     curve,
     load_card,
     not_comparable,
     save_card,
     tolerance,
+    verdict,
 )
 from run_directory import REPORT, is_run, newest_run
 from settings import OWN, flatten
@@ -346,6 +346,7 @@ def describe(run: Run, card: dict[str, Any]) -> dict[str, Any]:
         "run": run,
         "name": run.config.get("run_name", ""),
         "on_track": on_track,
+        "verdict": verdict(run, on_track),
         "words": words,
         "changed": changed,
         "facts": facts,
@@ -477,10 +478,8 @@ def main(arguments: list[str]) -> int:
     if command == "check":
         run = Run.read(run_dirs[0])
         on_track, words = check(run, load_card(config.reference))
-        verdict = "on track" if on_track else "NOT on track"
-        if on_track and run.step < FIRST_JUDGED:
-            verdict = "too early to tell"
-        print(f"{run_dirs[0]}, step {run.step} of {run.total_steps}: {verdict}")
+        what = f"{run_dirs[0]}, step {run.step} of {run.total_steps}"
+        print(f"{what}: {verdict(run, on_track)}")
         print("\n".join(f"- {sentence}" for sentence in words))
         return 0 if on_track else 1
     if command == "reference":

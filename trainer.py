@@ -637,7 +637,7 @@ class Trainer:
 
 def diverged(step: int, what: str, more: str = "", saved_step: int | None = None) -> UserError:
     """The error of a run whose numbers are past help, and the ways out; `more` of them."""
-    intact = "" if saved_step is None else f"; the snapshot of step {saved_step} is intact"
+    intact = "" if saved_step is None else "; earlier snapshots are intact"
     return UserError(
         f"step {step}: {what}: training has diverged; lower optimizer.learning_rate{more}{intact}"
     )

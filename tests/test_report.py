@@ -190,11 +190,11 @@ def test_a_run_can_be_read_while_it_is_being_written_but_not_if_it_is_damaged(tm
             Run.read(str(tmp_path / "a"))
 
 
-def test_a_run_that_has_just_begun_has_a_page_and_is_on_track(tmp_path, card):
+def test_a_run_that_has_just_begun_has_a_page_and_is_not_judged_yet(tmp_path, card):
     run = some_run(tmp_path / "a", steps=100)
     run.train[0] |= {"step": 1, "lr": 0.0}
     html, _ = report.page([run], card)
-    assert "1 of 1,500" in html and "On track" in html
+    assert "1 of 1,500" in html and "Too early to tell" in html and "On track" not in html
     _, words = check(run, card)
     assert words == ["No step of it can be compared yet: the reference begins at step 100."]
 
