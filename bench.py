@@ -175,10 +175,9 @@ def generate(model: str, package: str) -> dict:
         make(idx, 1 + count, use_cache=use_cache)
         seconds = time.perf_counter() - began - (first if use_cache else 0)
         figures[name] = batch * count / seconds
-        if use_cache:
-            read = weights + batch * 2 * n_layer * n_embd * (256 + count / 2)
-            rate = 4 * read * count / seconds
-            figures[f"{name}_memory"] = rate / _memory_bytes_per_s()
+    # The last: of 64 texts.
+    read = 4 * (weights + batch * 2 * n_layer * n_embd * (256 + count / 2))
+    figures["cached_64_memory"] = read * count / seconds / _memory_bytes_per_s()
     return figures
 
 

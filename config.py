@@ -123,10 +123,12 @@ def no_such_key(key: str) -> str:
     """
     group, _, last = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in [*KNOWN, *GROUPS] if k.rpartition(".")[0] == group}
-    for among in (own, LAST):
-        near = [k for k in among if last and k.startswith(last)]
-        if near := near or difflib.get_close_matches(last, among, n=1):
-            return f"{key}: unknown key; did you mean {among[near[0]]}?"
+    near = [own[k] for k in own if len(last) > 2 and k.startswith(last)]
+    near = near or [own[k] for k in difflib.get_close_matches(last, own, n=1)]
+    near = near or difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.8)
+    near = near or [LAST[k] for k in difflib.get_close_matches(last, LAST, n=1)]
+    if near:
+        return f"{key}: unknown key; did you mean {near[0]}?"
     where = f"conf/{group}/" if group in GROUPS else "python main.py --help"
     return f"{key}: unknown key; see {where} for those there are"
 

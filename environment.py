@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import model
+from errors import UserError
 from files import replacing
 from hardware import device_name
 from metrics import read_lines
@@ -36,10 +36,13 @@ def code() -> str:
 
 def model_has_changed(snapshot: str) -> bool:
     """Whether the run with the snapshot at this path was last started with another `model.py`, as
-    far as its directory tells.
+    far as the directory of the snapshot tells.
     """
     path = os.path.join(os.path.dirname(snapshot), ENVIRONMENT)
-    starts = read_lines(path) if is_local(snapshot) else []
+    try:
+        starts = read_lines(path) if is_local(snapshot) else []
+    except (UserError, OSError):  # the snapshot is none the worse for it
+        return False
     return bool(starts) and starts[-1].get("model_sha256", code()) != code()
 
 
@@ -50,6 +53,8 @@ def record(run_dir: str, trainer: "Trainer") -> None:
     `recipe` and `overrides` are as Hydra has them, and null where it did not start the run;
     `model_sha256` is of `model.py`, a change of which is warned of.
     """
+    from hydra.core.hydra_config import HydraConfig  # what reads a snapshot has no use for it
+
     path = os.path.join(run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
     if earlier and code() != earlier[-1].get("model_sha256", code()):

@@ -1,7 +1,9 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and a terminal that shows what it can."""
 
 import contextlib
+import io
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,3 +25,10 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # it is in place, or never was there
             os.remove(temporary)
+
+
+def show_every_character() -> None:
+    """Has a terminal that lacks a character show its number, rather than the program fail."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")

@@ -29,7 +29,8 @@ class Run:
         config: `config.yaml`, nested dictionaries.
         starts: the lines of `environment.jsonl`, of which there is at least one.
         train, val: the lines of `metrics.jsonl` of either split whose loss is a number, by step.
-        nonfinite: the steps whose loss was none.
+        diverged: the step and the words with which the run ended in numbers that are not finite,
+            or the last whose loss is none; None if all are numbers.
     """
 
     path: str
@@ -37,7 +38,7 @@ class Run:
     starts: list[dict[str, Any]]
     train: list[dict[str, Any]]
     val: list[dict[str, Any]]
-    nonfinite: list[int]
+    diverged: tuple[int, str] | None
 
     @classmethod
     def read(cls, path: str) -> "Run":
@@ -56,16 +57,18 @@ class Run:
             raise UserError(f"run_dir={path}: has no {CONFIG}, which main.py writes") from error
         except Exception as error:  # a file can be wrong in many ways
             raise UserError(f"{path}/{CONFIG}: cannot be read: {one_line(error)}") from error
-        good = [line for line in lines if line["loss"] is not None]
-        if not good:
+        if not lines:
             raise UserError(f"{file}: no step has been logged yet")
+        bad = [line for line in lines if line["loss"] is None or "diverged" in line]
+        good = [line for line in lines if line["loss"] is not None and "diverged" not in line]
+        ends = [(line["step"], line.get("diverged", "its loss is not a number")) for line in bad]
         return cls(
             path=path,
             config=config,
             starts=starts,
             train=[line for line in good if line["split"] == "train"],
             val=[line for line in good if line["split"] == "val"],
-            nonfinite=[line["step"] for line in lines if line["loss"] is None],
+            diverged=max(ends, key=lambda end: end[0], default=None),
         )
 
     @functools.cached_property
@@ -75,8 +78,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last that was logged."""
-        return self.lines[-1]["step"]
+        """The last that was logged; 0 where none is with numbers."""
+        return self.lines[-1]["step"] if self.lines else 0
 
     @property
     def total_steps(self) -> int:
@@ -91,7 +94,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """From the first step to the last that was logged, evaluations and saves included."""
-        return self.lines[-1]["seconds"]
+        return self.lines[-1]["seconds"] if self.lines else 0.0
 
     @property
     def recipe(self) -> str | None:

@@ -78,6 +78,8 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
     """
     source = config.init_from
     if source is None:
+        if snapshot is not None:  # so that it goes on being told
+            config.init_from = snapshot.config.get("init_from")
         return None
     if snapshot is not None:
         if "init_from" in snapshot.config and snapshot.config["init_from"] is None:

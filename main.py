@@ -20,7 +20,7 @@ import atexit
 import contextlib
 import dataclasses
 import errno
-import io
+import glob
 import logging
 import os
 import signal
@@ -57,7 +57,7 @@ from distributed import (
     run_on_first,
 )
 from errors import UserError, one_line
-from files import replacing
+from files import replacing, show_every_character
 from model import GPT
 from optimizer import create_optimizer
 from overrides import check_dashes, follow_overrides, with_recipe
@@ -69,7 +69,7 @@ from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import is_local
 from text_cache import fill
-from text_files import PYDOC, fetch, find
+from text_files import TextFile, fetch, find
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -232,9 +232,10 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
-    files = run_on_first(lambda: [f.name for f in find(path)] if path != PYDOC else [], world)
-    if len(files) > 1:
-        names = [shown(name) if is_local(name) else name for name in files[:5]]
+    if isinstance(path, list) or glob.has_magic(path):
+        files: list[TextFile] = []
+        run_on_each_host(lambda: files.extend(find(path)), world)
+        names = [shown(f.name) if is_local(f.name) else f.name for f in files[:5]]
         more = ", ..." * (len(files) > 5)
         log.info("files       %d: %s%s", len(files), ", ".join(names), more)
     texts: list[str | None] = []  # rank 0 hands its own to the others, if it has one
@@ -343,8 +344,6 @@ def log_to_console() -> None:
     """Has rank 0, and no other, print its log, also where processes begin as copies of this one."""
     if log.handlers:
         return
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have the characters of a text
-        sys.stdout.reconfigure(errors="backslashreplace")
     log.propagate = False
     log.setLevel(logging.INFO)
     handler = Console(sys.stdout)
@@ -355,6 +354,7 @@ def log_to_console() -> None:
 
 if __name__ == "__main__":
     signals.interruptible()
+    show_every_character()
     register()
     try:
         slurm.adopt()

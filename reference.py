@@ -242,9 +242,9 @@ def diverging(run: Run) -> str:
     """Says so where losses are not finite, or the training loss has come up again by more than
     batches differ: a quarter of a nat, both ends averaged over some lines.
     """
-    if run.nonfinite:
-        steps = ", ".join(map(str, run.nonfinite[:3])) + ", ..." * (len(run.nonfinite) > 3)
-        return f"It diverges: the loss of step {steps} is not a number."
+    if run.diverged:
+        step, words = run.diverged
+        return f"It diverges: step {step}: {words}."
     width = max(3, len(run.train) // 10)
     if len(run.train) < width:
         return ""

@@ -397,10 +397,10 @@ def write(run_dirs: list[str], out: str, reference: str = CARD, png: bool = Fals
     try:
         with replacing(out) as file:
             file.write(html)
-        drawn = png and draw_png(parts, picture)
+        drawn = png and parts and draw_png(parts, picture)
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {one_line(error)}") from error
-    if not png:
+    if not png or not parts:
         return out
     if drawn:
         return f"{out} and {picture}"
@@ -469,10 +469,9 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Does what the command line says; returns the exit status."""
     command = arguments[0] if arguments and "=" not in arguments[0] else "report"
-    if os.path.isdir(command):
-        raise UserError(f"{command}: not a command; for the run in it: run_dir={command}")
     if command not in COMMANDS:
-        raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
+        hint = f"; for the run in it: run_dir={command}" if os.path.isdir(command) else ""
+        raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}{hint}")
     config: Any = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
     run_dirs = find_runs(*(vars(config).get(name) for name in ("run_dir", "run_dirs")))
     if command == "check":

@@ -18,7 +18,6 @@ if __name__ == "__main__":
     signals.prepare()
 
 import contextlib
-import io
 import itertools
 import json
 import math
@@ -37,7 +36,7 @@ from arguments import parse, run_program
 from char_dataset import encode
 from environment import CHANGED, model_has_changed
 from errors import UserError, one_line
-from files import replacing
+from files import replacing, show_every_character
 from model import GPT, GPTConfig
 from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
@@ -297,8 +296,7 @@ def new_file(path: str) -> Iterator[TextIO]:
 
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have the model's characters
-        sys.stdout.reconfigure(errors="backslashreplace")
+    show_every_character()
     try:
         config = parse(SampleConfig, arguments)
         path = choose_snapshot(config.snapshot, config.run_dir)

@@ -446,7 +446,7 @@ class Trainer:
         log.warning("step %d: gradient norm %g: no update", self.step + 1, norm)
         if self.skipped >= MOST_SKIPPED:
             why = f"the gradient norm was not finite {MOST_SKIPPED} times in a row"
-            raise diverged(self.step + 1, why, saved_step=self.saver.saved_step)
+            raise self._diverged(self.step + 1, why)
 
     def _learning_rate(self, step: int) -> float:
         """That of the first parameter group at `step`."""
@@ -465,24 +465,44 @@ class Trainer:
         if self.scaler.is_enabled():
             if self.scaler.get_scale() < SMALLEST_SCALE:
                 why = "float16 gradients overflow at any scale"
-                raise diverged(self.step, why, saved_step=self.saver.saved_step)
+                raise self._diverged(self.step, why)
             return  # the scaler skips such steps and lowers its scale: that is its work
         if self.config.on_nonfinite == "skip":
             return
         any_bad = distributed.sum_over_ranks((self.first_bad[0] >= 0).long(), self.world)
         if any_bad.item():
             firsts = distributed.gather(self.first_bad.tolist(), self.world)
-            step, loss, norm = min(first for first in firsts if first[0] >= 0)
+            step, loss, norm = min(
+                (first for first in firsts if first[0] >= 0),
+                key=lambda first: (first[0], math.isfinite(first[1])),
+            )
             lr = self._learning_rate(int(step) - 1)
-            if self.metrics:  # for those who read of the run later; null, whichever of both it was
-                epoch = step * self.config.batch_size / len(self.train_dataset)
-                self.metrics.log(int(step), epoch, "train", math.nan, lr=lr, grad_norm=norm)
-            raise diverged(
+            raise self._diverged(
                 int(step),
                 f"loss {loss:g}, gradient norm {norm:g} at learning rate {lr:.3g}",
                 ", raise optimizer.warmup_steps, or skip such steps (trainer.on_nonfinite=skip)",
-                self.saver.saved_step,
+                loss,
+                norm,
             )
+
+    def _diverged(
+        self,
+        step: int,
+        what: str,
+        more: str = "",
+        loss: float = math.nan,
+        norm: float = math.nan,
+    ) -> UserError:
+        """The error of a run whose numbers are past help, and the ways out; `more` of them. Whoever
+        reads the run's metrics is told, too.
+        """
+        if self.metrics:
+            epoch = step * self.config.batch_size / len(self.train_dataset)
+            self.metrics.log(step, epoch, "train", loss, grad_norm=norm, diverged=what)
+        return UserError(
+            f"step {step}: {what}: training has diverged; lower optimizer.learning_rate{more}; "
+            "what snapshots there are stay as they were"
+        )
 
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         self._check_finite()
@@ -543,7 +563,7 @@ class Trainer:
         if not math.isfinite(loss):
             lr = self._learning_rate(self.step - 1)
             why = f"the held-out loss is {loss} at learning rate {lr:.3g}"
-            raise diverged(self.step, why, saved_step=self.saver.saved_step)
+            raise self._diverged(self.step, why)
         self.newest = (loss, self.step)
         best = min(self.best or self.newest, self.newest)  # the first of equals
         better, self.best = best is self.newest, best
@@ -633,14 +653,6 @@ class Trainer:
             planned / len(dataset.data), self.total_steps * config.batch_size / len(dataset),
             f"; from step {self.step}" if self.step else "",
         )  # fmt: skip
-
-
-def diverged(step: int, what: str, more: str = "", saved_step: int | None = None) -> UserError:
-    """The error of a run whose numbers are past help, and the ways out; `more` of them."""
-    intact = "" if saved_step is None else "; earlier snapshots are intact"
-    return UserError(
-        f"step {step}: {what}: training has diverged; lower optimizer.learning_rate{more}{intact}"
-    )
 
 
 def described(config: TrainerConfig, model: nn.Module, dataset: Any) -> dict[str, Any]:

@@ -247,15 +247,18 @@ def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(train
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
 
 
-@pytest.mark.slow
-def test_a_run_that_began_without_weights_is_not_given_any(source, tmp_path):
-    run = [*TINY, f"run_dir={tmp_path / 'run'}"]
+def test_a_run_that_began_without_weights_is_not_given_any_and_others_know_theirs(tmp_path):
+    run, tuned = ([*TINY, f"run_dir={tmp_path / name}"] for name in ("run", "tuned"))
+    weights = f"init_from={tmp_path / 'run'}"
     assert start(*run, "trainer.max_steps=2").returncode == 0
-    refused = start(*run, "trainer.max_steps=4", f"init_from={source()}")
+    refused = start(*run, "trainer.max_steps=4", weights)
     assert refused.returncode == 1 and "this run has begun without it" in refused.stderr
-    assert start(*run, "trainer.max_steps=4").returncode == 0
+    for steps, *settings in (2, weights), (3,), (4, weights):
+        result = start(*tuned, f"trainer.max_steps={steps}", *settings)
+        assert result.returncode == 0 and "init_from was" not in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_weights_it_began_with(trained, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(trained / "one", source)

@@ -412,11 +412,23 @@ def test_ticks_are_few_round_and_inside(low, high):
 
 
 def test_a_run_that_ended_in_numbers_that_are_not_finite_is_not_on_track(tmp_path):
-    run = start(*TINY, f"run_dir={tmp_path}", "optimizer.learning_rate=1e38", "report=false")
-    assert run.returncode == 1 and "training has diverged" in run.stderr
-    assert "intact" not in run.stderr  # there is no snapshot yet
-    said = start("check", f"run_dir={tmp_path}", script="report.py")
-    assert said.returncode == 1 and "It diverges: the loss of step" in said.stdout, said.stdout
+    hot = [*TINY, "optimizer.learning_rate=1e38", "report=false"]
+    for name, *settings in (
+        ("first", "trainer.log_every_steps=6"),  # not one line before
+        ("held_out", "trainer.eval_every_steps=1"),
+    ):
+        run = start(*hot, *settings, f"run_dir={tmp_path / name}")
+        assert run.returncode == 1 and "training has diverged" in run.stderr
+        said = start("check", f"run_dir={tmp_path / name}", script="report.py")
+        assert said.returncode == 1 and "It diverges: step" in said.stdout, said.stdout
+    good = start(*TINY, f"run_dir={tmp_path / 'good'}", "report=false")
+    assert good.returncode == 0, good.stderr
+    for runs in ("run_dirs=./*", "run_dir=first"):
+        written = start(runs, "out=page.html", script="report.py", cwd=tmp_path)
+        assert written.returncode == 0, written.stderr
+    (tmp_path / "good" / "environment.jsonl").write_text("{\n")  # no reason to refuse a snapshot
+    sampled = start("run_dir=good", "max_new_tokens=1", script="sample.py", cwd=tmp_path)
+    assert sampled.returncode == 0, sampled.stderr
 
 
 def falls(step: int) -> float:
@@ -436,7 +448,7 @@ def falls(step: int) -> float:
         (
             {"losses": lambda s: None if s == 900 else 2.0},
             False,
-            "It diverges: the loss of step 900 is not a number",
+            "It diverges: step 900: its loss is not a number",
         ),
         ({"held_out": lambda s: 1.6 + s / 2000}, False, "It overfits: the held-out loss was lowes"),
         ({"rate": 20_000}, True, "slower than the reference: 20,000 characters a second against"),
