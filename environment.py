@@ -57,7 +57,8 @@ def record(run_dir: str, trainer: "Trainer") -> None:
 
     path = os.path.join(run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
-    if earlier and code() != earlier[-1].get("model_sha256", code()):
+    now = code()
+    if earlier and now != earlier[-1].get("model_sha256", now):
         log.warning(CHANGED)
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     start = {
@@ -75,7 +76,7 @@ def record(run_dir: str, trainer: "Trainer") -> None:
         "compiled": trainer.choices["compile"],
         "parameters": sum(parameter.numel() for parameter in trainer.parameters),
         "text_sha256": trainer.train_dataset.digest,
-        "model_sha256": code(),
+        "model_sha256": now,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -59,9 +59,12 @@ class Run:
             raise UserError(f"{path}/{CONFIG}: cannot be read: {one_line(error)}") from error
         if not lines:
             raise UserError(f"{file}: no step has been logged yet")
-        bad = [line for line in lines if line["loss"] is None or "diverged" in line]
-        good = [line for line in lines if line["loss"] is not None and "diverged" not in line]
-        ends = [(line["step"], line.get("diverged", "its loss is not a number")) for line in bad]
+        good, ends = [], []
+        for line in lines:
+            if line["loss"] is not None and "diverged" not in line:
+                good.append(line)
+            else:
+                ends.append((line["step"], line.get("diverged", "its loss is not a number")))
         return cls(
             path=path,
             config=config,
