@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from arguments import parse, run_program
+from environment import CHANGED, model_has_changed
 from errors import UserError, one_line
 from huggingface import to_files, unknown_token
 from model import GPT, CompleteConfig
@@ -233,6 +235,8 @@ def main(arguments: list[str]) -> None:
     client = hub(config.push_to) if config.push_to else None
     path = choose_snapshot(config.snapshot, config.run_dir)
     snapshot = read_whole(path)
+    if model_has_changed(path):
+        print(f"[{CHANGED}]", file=sys.stderr)
     compared = export(snapshot, path, config.out)
     print(f"{config.out}: {path}, {snapshot}; {compared}")
     if config.push_to:

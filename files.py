@@ -1,9 +1,7 @@
-"""Files that are whole or not there, and a terminal that shows what it can."""
+"""Files that are whole or not there."""
 
 import contextlib
-import io
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +23,3 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # it is in place, or never was there
             os.remove(temporary)
-
-
-def show_every_character() -> None:
-    """Has a terminal that lacks a character show its number, rather than the program fail."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
-        out.reconfigure(errors="backslashreplace")

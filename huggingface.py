@@ -183,7 +183,11 @@ def fixed(config: CompleteConfig) -> dict[str, Any]:
 
 
 def generation_json(config: GPTConfig) -> dict[str, Any]:
-    """`generation_config.json`: draws as `sample.py` does, up to what the model can see at once."""
+    """`generation_config.json`: draws as `sample.py` does, up to what the model can see at once.
+
+    Without that limit a pipeline makes 256 characters, more than some models have positions for.
+    Beside a `max_new_tokens`, which wins, Transformers warns of it.
+    """
     return {
         "do_sample": True,
         "temperature": 0.8,

@@ -20,11 +20,12 @@ import atexit
 import contextlib
 import dataclasses
 import errno
-import glob
+import faulthandler
 import logging
 import os
 import signal
 import sys
+import traceback
 from typing import NoReturn, cast
 
 import hydra
@@ -34,7 +35,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import distributed
 import environment
@@ -46,7 +47,7 @@ import slurm
 import sweep
 from char_dataset import CharDataset
 from choices import choose_amp_dtype
-from config import Config, compose, explain, plain, register, validate
+from config import Config, explain, plain, register, validate
 from distributed import (
     World,
     gather,
@@ -57,10 +58,11 @@ from distributed import (
     run_on_first,
 )
 from errors import UserError, one_line
-from files import replacing, show_every_character
+from files import replacing
 from model import GPT
 from optimizer import create_optimizer
-from overrides import check_dashes, follow_overrides, with_recipe
+from overrides import check_dashes, compose_as_meant, follow_overrides, with_recipe
+from progress import show_every_character
 from run_directory import CONFIG, METRICS, REPORT, check_none_elsewhere, is_run, own_files, shown
 from sample import draw
 from saver import Saver
@@ -69,7 +71,7 @@ from signals import Stopped
 from snapshot import Snapshot
 from snapshot_files import is_local
 from text_cache import fill
-from text_files import TextFile, fetch, find
+from text_files import fetch
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -82,17 +84,7 @@ def configure(*overrides: str) -> DictConfig:
     Without an `experiment=` it has the recipe that fits this machine. Raises `UserError`.
     """
     log_to_console()
-    return compose_all(with_recipe(list(overrides)))
-
-
-def compose_all(overrides: list[str]) -> DictConfig:
-    """The same with exactly these overrides."""
-    composed = compose(overrides)
-    try:
-        follow_overrides(composed, overrides)
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error, overrides)) from error
-    return composed
+    return compose_as_meant(with_recipe(list(overrides)))
 
 
 def train(composed: DictConfig) -> float | None:
@@ -232,12 +224,6 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     if path != data.path:
         config.data = data = dataclasses.replace(data, path=path, url=None, sha256=None)
     log.info("text        %s", path)
-    if isinstance(path, list) or glob.has_magic(path):
-        files: list[TextFile] = []
-        run_on_each_host(lambda: files.extend(find(path)), world)
-        names = [shown(f.name) if is_local(f.name) else f.name for f in files[:5]]
-        more = ", ..." * (len(files) > 5)
-        log.info("files       %d: %s%s", len(files), ", ".join(names), more)
     texts: list[str | None] = []  # rank 0 hands its own to the others, if it has one
     run_on_each_host(lambda: texts.append(fill(data)), world)
     dataset = CharDataset(data, run_on_first(lambda: texts[0], world))
@@ -247,7 +233,6 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-@record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     by_submitit = not log.handlers  # in a process of its own, which has this function alone
@@ -291,6 +276,13 @@ def main(composed: DictConfig) -> float | None:
             log.error("%s", error)
             raise  # Hydra goes on with the other jobs and raises it again when they are done
         fail(error)
+    except Exception as error:
+        explained = isinstance(error, HydraException | OmegaConfBaseException)
+        if explained or hydra_config.mode == RunMode.MULTIRUN:
+            raise
+        get_error_handler().record_exception(error)  # torchrun shows which rank was the first
+        traceback.print_exc()  # from here on: what led here is Hydra's
+        distributed.leave(1)
 
 
 def begin_job() -> None:
@@ -309,7 +301,7 @@ def print_config(arguments: list[str]) -> bool:
     others = [a for a in arguments if a not in (*asked, "job", "--resolve")]
     if not asked or any("=" not in a or a.startswith("-") for a in others):
         return False
-    print(OmegaConf.to_yaml(compose_all(others), resolve="--resolve" in arguments), end="")
+    print(OmegaConf.to_yaml(compose_as_meant(others), resolve="--resolve" in arguments), end="")
     return True
 
 
@@ -354,6 +346,7 @@ def log_to_console() -> None:
 
 if __name__ == "__main__":
     signals.interruptible()
+    faulthandler.enable()  # a crash within a library shows where it was called
     show_every_character()
     register()
     try:
@@ -379,6 +372,7 @@ if __name__ == "__main__":
         check_dashes(sys.argv)
         sys.argv[1:] = with_recipe(sys.argv[1:])
         if not print_config(sys.argv[1:]):
+            sweep.check(sys.argv[1:])
             main()
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error, sys.argv[1:]))

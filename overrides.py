@@ -9,8 +9,9 @@ from typing import cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from config import CONF, GROUPS, LAST
+from config import CONF, GROUPS, LAST, compose, explain
 from errors import UserError
 from hardware import computes_in_bfloat16
 from launch import without
@@ -54,6 +55,18 @@ def with_recipe(arguments: list[str]) -> list[str]:
     overrides = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
     first = next(overrides, 0)
     return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
+
+
+def compose_as_meant(overrides: list[str]) -> DictConfig:
+    """The configuration that these overrides make, with what they mean beyond what they say.
+    Raises `UserError`.
+    """
+    composed = compose(overrides)
+    try:
+        follow_overrides(composed, overrides)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error, overrides)) from error
+    return composed
 
 
 def follow_overrides(composed: DictConfig, overrides: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """How far a run is and how fast: the live line on a terminal, the time of a step."""
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -12,6 +13,13 @@ import torch.nn as nn
 
 log = logging.getLogger("gpt")
 WIDE = 105  # columns that the whole of the live line fits in
+
+
+def show_every_character() -> None:
+    """Has a terminal that lacks a character show its number, rather than the program fail."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")
 
 
 def size(file: TextIO) -> tuple[int, int]:

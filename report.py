@@ -446,12 +446,14 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
         raise UserError("run_dir and run_dirs: give one of them")
     if run_dirs is None:
         return [run_dir or newest_run()]
-    try:
-        given = yaml.safe_load(run_dirs)
-    except yaml.YAMLError as error:
-        raise UserError(f"run_dirs={run_dirs}: not a list such as [runs/a,runs/b]") from error
+    given = [run_dirs]
+    if run_dirs.startswith("["):
+        try:
+            given = yaml.safe_load(run_dirs)
+        except yaml.YAMLError as error:
+            raise UserError(f"run_dirs={run_dirs}: not a list such as [runs/a,runs/b]") from error
     found = []
-    for name in given if isinstance(given, list) else [given]:
+    for name in given:
         matches = [str(name)] if os.path.isdir(str(name)) else sorted(glob.glob(str(name)))
         runs = [path for path in matches if is_run(path)]
         if not runs:  # the directory of a sweep
@@ -469,9 +471,10 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Does what the command line says; returns the exit status."""
     command = arguments[0] if arguments and "=" not in arguments[0] else "report"
+    if command not in COMMANDS and os.path.isdir(command):
+        command = "report"  # of which it is no argument: says what would be one
     if command not in COMMANDS:
-        hint = f"; for the run in it: run_dir={command}" if os.path.isdir(command) else ""
-        raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}{hint}")
+        raise UserError(f"{command}: not a command; there are {', '.join(COMMANDS)}")
     config: Any = parse(COMMANDS[command], arguments[arguments[:1] == [command] :])
     run_dirs = find_runs(*(vars(config).get(name) for name in ("run_dir", "run_dirs")))
     if command == "check":

@@ -36,8 +36,9 @@ from arguments import parse, run_program
 from char_dataset import encode
 from environment import CHANGED, model_has_changed
 from errors import UserError, one_line
-from files import replacing, show_every_character
+from files import replacing
 from model import GPT, GPTConfig
+from progress import show_every_character
 from run_directory import choose_snapshot
 from sharded_snapshot import read_whole
 from snapshot import Snapshot

@@ -88,6 +88,10 @@ def fill(config: DataConfig) -> str | None:
     if config.path == PYDOC:
         return None
     source = Source(config.path)
+    names = [file.name for file in source.files]
+    if names != [config.path]:
+        more = ", ..." * (len(names) > 5)
+        log.info("files       %d: %s%s", len(names), ", ".join(names[:5]), more)
     if not source.is_remote and source.size is not None and source.size <= LARGE:
         return None
     text = open_text(config)

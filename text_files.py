@@ -202,9 +202,7 @@ def find(path: str | list[str]) -> list[TextFile]:
                 files.append(text_file(name, file_system, inner, name))
                 continue
             found = [
-                text_file(
-                    file_system.unstrip_protocol(one) if remote else one, file_system, one, name
-                )
+                text_file(as_typed(one, file_system, name), file_system, one, name)
                 for one, info in sorted(file_system.glob(inner, detail=True).items())
                 if info["type"] != "directory"
             ]
@@ -212,6 +210,13 @@ def find(path: str | list[str]) -> list[TextFile]:
                 raise Unreadable(f"{name}: no file has a name like this")
             files += found
     return files
+
+
+def as_typed(inner: str, file_system: Any, pattern: str) -> str:
+    """The name of a file that a pattern has found: relative where the pattern is."""
+    if "://" in pattern:
+        return file_system.unstrip_protocol(inner)
+    return inner if os.path.isabs(pattern) else os.path.relpath(inner)
 
 
 def text_file(name: str, file_system: Any, inner: str, asked: str) -> TextFile:

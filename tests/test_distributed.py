@@ -127,22 +127,36 @@ def test_a_run_directory_has_one_run_at_a_time(tmp_path):
     assert third.returncode == 0, third.stderr  # the lock died with its holder
 
 
-def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
-    script = tmp_path / "failing.py"
+def failing(folder: Path, rank: int) -> str:
+    """A program that is `main.py`, whose rank `rank` has an error of its own at step 2."""
+    script = folder / "failing.py"
     script.write_text(
         "import runpy, sys, os\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import trainer\n"
         "step = trainer.Trainer._train_step\n"
         "def fail(self):\n"
-        "    if self.world.rank == 1 and self.step == 2: raise RuntimeError('the disk of rank 1 "
-        "is on fire')\n"
+        f"    if self.world.rank == {rank} and self.step == 2:\n"
+        f"        raise RuntimeError('the disk of rank {rank} is on fire')\n"
         "    return step(self)\n"
         "trainer.Trainer._train_step = fail\n"
         f"sys.argv[0] = {str(ROOT / 'main.py')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=str(script))
+    return str(script)
+
+
+def test_an_error_of_the_code_shows_the_way_from_main_to_it_and_no_more(tmp_path):
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", script=failing(tmp_path, rank=0))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "RuntimeError: the disk of rank 0 is on fire"
+    assert result.stderr.count("Traceback") == 1 and "hydra" not in result.stderr.lower()
+    assert "on fire" in (tmp_path / "run" / "main.log").read_text()
+
+
+def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
+    script = failing(tmp_path, rank=1)
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
     assert result.returncode != 0
     assert "RuntimeError: the disk of rank 1 is on fire" in result.stderr
     summary = result.stderr[result.stderr.rindex("Root Cause") :]

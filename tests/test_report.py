@@ -221,9 +221,11 @@ def test_a_model_whose_code_has_changed_is_warned_of_when_its_run_goes_on(tmp_pa
     quiet = start(f"run_dir={tmp_path}", "max_new_tokens=1", script="sample.py")
     path.write_text("".join(json.dumps(x | {"model_sha256": "0"}) + "\n" for x in lines))
     warned = start(f"run_dir={tmp_path}", "max_new_tokens=1", script="sample.py")
+    exported = start(f"run_dir={tmp_path}", f"out={tmp_path / 'hf'}", script="export.py")
     tune = start(*settings[:-2], f"run_dir={tmp_path / 'tuned'}", f"init_from={tmp_path}")
     assert "model.py has changed" not in quiet.stderr and quiet.returncode == 0
     assert "model.py has changed" in warned.stderr and "model.py has changed" in tune.stdout
+    assert "model.py has changed" in exported.stderr and exported.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["environment.jsonl", "metrics.jsonl", "config.yaml"])
@@ -423,7 +425,7 @@ def test_a_run_that_ended_in_numbers_that_are_not_finite_is_not_on_track(tmp_pat
         assert said.returncode == 1 and "It diverges: step" in said.stdout, said.stdout
     good = start(*TINY, f"run_dir={tmp_path / 'good'}", "report=false")
     assert good.returncode == 0, good.stderr
-    for runs in ("run_dirs=./*", "run_dir=first"):
+    for runs in ("run_dirs=*", "run_dir=first"):
         written = start(runs, "out=page.html", script="report.py", cwd=tmp_path)
         assert written.returncode == 0, written.stderr
     (tmp_path / "good" / "environment.jsonl").write_text("{\n")  # no reason to refuse a snapshot
