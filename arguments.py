@@ -32,7 +32,8 @@ def parse(cls: type[T], arguments: list[str]) -> T:
             if "run_dir" in types and name == "run_name":
                 known += f"; a run is named by its directory: run_dir=runs/{value}"
             elif "run_dir" in types and os.path.isdir(argument):
-                known += f"; for the run in it: run_dir={argument}"
+                several = "s" * ("run_dirs" in types)  # it may be a sweep's
+                known += f"; for what is in it: run_dir{several}={argument}"
             raise UserError(f"{argument}: not an argument; there are {known}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")

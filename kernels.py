@@ -103,7 +103,7 @@ def fit(x: torch.Tensor, head_width: int = 2 * WIDTH) -> bool:
     """
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)  # not a subclass: FakeTensor, DTensor
-        and x.device.type == "cpu"
+        and x.is_cpu
         and x.size(-1) % WIDTH == 0
         and head_width % (2 * WIDTH) == 0
         and not torch.compiler.is_compiling()
@@ -117,14 +117,17 @@ def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
     be dense.
     """
     dtype = next(a.dtype for a in arguments if isinstance(a, torch.Tensor))
-    converted = [
-        ctypes.c_long(a)
-        if isinstance(a, int)
-        else ctypes.c_void_p(None if a is None else a.data_ptr())
-        for a in (torch.get_num_threads(), *arguments)
-    ]
-    if getattr(library(dtype), name)(*converted):
+    addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    if _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses):
         raise MemoryError(f"{name}: no memory for its workspace")
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
+    """The kernel for `dtype`, told once that all its arguments, `long` or address, are as wide."""
+    kernel = getattr(library(dtype), name)
+    kernel.argtypes = [ctypes.c_void_p] * arguments
+    return kernel
 
 
 class _NoContext:

@@ -20,12 +20,13 @@ import atexit
 import contextlib
 import dataclasses
 import errno
-import faulthandler
+import inspect
 import logging
 import os
 import signal
 import sys
 import traceback
+from types import TracebackType
 from typing import NoReturn, cast
 
 import hydra
@@ -35,7 +36,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import distributed
 import environment
@@ -233,6 +234,7 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     by_submitit = not log.handlers  # in a process of its own, which has this function alone
@@ -276,13 +278,6 @@ def main(composed: DictConfig) -> float | None:
             log.error("%s", error)
             raise  # Hydra goes on with the other jobs and raises it again when they are done
         fail(error)
-    except Exception as error:
-        explained = isinstance(error, HydraException | OmegaConfBaseException)
-        if explained or hydra_config.mode == RunMode.MULTIRUN:
-            raise
-        get_error_handler().record_exception(error)  # torchrun shows which rank was the first
-        traceback.print_exc()  # from here on: what led here is Hydra's
-        distributed.leave(1)
 
 
 def begin_job() -> None:
@@ -310,6 +305,19 @@ def fail(error: Exception | str, status: int = 1) -> NoReturn:
     rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
     sys.stderr.write(f"error{rank}: {error}\n")  # in one piece: the ranks share a terminal
     distributed.leave(status)
+
+
+def show_from_main(
+    kind: type[BaseException], error: BaseException, found: TracebackType | None
+) -> None:
+    """Prints the traceback of an error of the code without what leads to `main`, which is Hydra's
+    own.
+    """
+    code = inspect.unwrap(main).__code__
+    own = found
+    while own is not None and own.tb_frame.f_code is not code:
+        own = own.tb_next
+    traceback.print_exception(error.with_traceback(own or found))
 
 
 class Console(logging.StreamHandler):
@@ -346,7 +354,7 @@ def log_to_console() -> None:
 
 if __name__ == "__main__":
     signals.interruptible()
-    faulthandler.enable()  # a crash within a library shows where it was called
+    sys.excepthook = show_from_main
     show_every_character()
     register()
     try:
@@ -372,7 +380,6 @@ if __name__ == "__main__":
         check_dashes(sys.argv)
         sys.argv[1:] = with_recipe(sys.argv[1:])
         if not print_config(sys.argv[1:]):
-            sweep.check(sys.argv[1:])
             main()
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error, sys.argv[1:]))

@@ -160,6 +160,7 @@ class KVCache:
     """Keys and values of the characters seen so far, for one `generate` call.
 
     `keys` and `values` are (n_layer, B, H, block_size, D); `length` characters of them are filled.
+    `rotation` is of all positions.
     The idea of one preallocated tensor per model is pytorch-labs/gpt-fast's. Where `weights` is a
     list, every layer appends its attention weights to it, (B, H, S, length + S).
     """
@@ -176,6 +177,7 @@ class KVCache:
         )
         self.keys = torch.empty(shape, device=device, dtype=dtype)
         self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.rotation = rotary(config.block_size, shape[-1], device)
         self.length = 0
         self.weights: list[torch.Tensor] | None = None
 
@@ -231,6 +233,15 @@ class Embedding(nn.Embedding):
         pass
 
 
+class Dropout(nn.Dropout):
+    """Without the calls that find out, at every character of `generate`, that there is nothing to
+    do.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else x
+
+
 class LayerNorm(nn.LayerNorm):
     """Ba et al., "Layer Normalization" (2016)."""
 
@@ -254,14 +265,10 @@ def make_norm(config: CompleteConfig) -> nn.Module:
     return RMSNorm() if config.arch == "modern" else LayerNorm(config.n_embd, bias=config.bias)
 
 
-def rotary(
-    start: int, length: int, width: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float32 (T, D / 2) each, for positions `start` to `start + length` (Su et
-    al., 2021).
-    """
+def rotary(length: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, float32 (T, D / 2) each, for positions 0 to `length` (Su et al., 2021)."""
     half = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    position = torch.arange(start, start + length, device=device, dtype=torch.float32)
+    position = torch.arange(length, device=device, dtype=torch.float32)
     angle = position[:, None] * ROPE_BASE ** -(half / width)
     return angle.cos(), angle.sin()
 
@@ -287,7 +294,7 @@ class CausalSelfAttention(nn.Module):
         self.attn_pdrop = config.attn_pdrop
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.resid_dropout = Dropout(config.resid_pdrop)
 
     def forward(
         self, x: torch.Tensor, rotation, mask: torch.Tensor, cache: KVCache | None
@@ -357,7 +364,7 @@ class MLP(nn.Module):
         self.modern = config.arch == "modern"
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.dropout = Dropout(config.resid_pdrop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.c_fc(x)
@@ -392,7 +399,7 @@ class GPT(nn.Module):
         self.pos_emb = (
             Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         )
-        self.drop = nn.Dropout(config.embd_pdrop)
+        self.drop = Dropout(config.embd_pdrop)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
         self.head = Linear(config.n_embd, config.vocab_size, bias=False)
@@ -465,7 +472,9 @@ class GPT(nn.Module):
         rotation = None
         if self.pos_emb is None:
             x = self.ln_f(x)  # has no weights: one norm for after the embedding and before the head
-            rotation = rotary(past, T, self.config.n_embd // self.config.n_head, x.device)
+            width = self.config.n_embd // self.config.n_head
+            cos, sin = cache.rotation if cache is not None else rotary(T, width, x.device)
+            rotation = cos[past : past + T], sin[past : past + T]
         mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype)
         mask = mask.triu(1 + past)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()

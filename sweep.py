@@ -13,60 +13,26 @@ import glob
 import logging
 import os
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
-from config import validate
 from errors import UserError, one_line
 from files import replacing
 from history import median_rate
 from launch import quoted
 from metrics import read_lines
-from overrides import compose_as_meant
 from progress import format_loss
 from run_directory import JOB, METRICS, shown
 from signals import Stopped
 
 log = logging.getLogger("gpt")
 RESULTS = "results.csv"  # in the directory of the sweep
-
-
-def check(arguments: list[str]) -> None:
-    """Warns, before the first job of a sweep runs, of those that cannot: hours may pass until their
-    turn. Raises `UserError` where none of them can.
-
-    A sweeper that is not Hydra's own makes its jobs as it goes: theirs are not known.
-    """
-    options = {argument for argument in arguments if argument.startswith("-")}
-    if not options or options - {"-m", "--multirun"}:
-        return
-    if any(argument.startswith("hydra/sweeper=") for argument in arguments):
-        return
-    own = [a for a in arguments if a not in options and not a.startswith("hydra")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(own)
-        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    except HydraException:  # says Hydra itself, or, of glob(...), is no error where it looks it up
-        return
-    wrong: Counter[str] = Counter()
-    for job in jobs:
-        try:
-            validate(compose_as_meant(job))
-        except UserError as error:
-            wrong[str(error)] += 1
-    if wrong.total() == len(jobs):
-        raise UserError(next(iter(wrong)))
-    for why, count in wrong.items():
-        log.warning("%d of the %d jobs cannot run: %s", count, len(jobs), why)
 
 
 @contextlib.contextmanager

@@ -216,7 +216,8 @@ def as_typed(inner: str, file_system: Any, pattern: str) -> str:
     """The name of a file that a pattern has found: relative where the pattern is."""
     if "://" in pattern:
         return file_system.unstrip_protocol(inner)
-    return inner if os.path.isabs(pattern) else os.path.relpath(inner)
+    absolute = os.path.isabs(os.path.expanduser(pattern))
+    return inner if absolute else os.path.relpath(inner)
 
 
 def text_file(name: str, file_system: Any, inner: str, asked: str) -> TextFile:

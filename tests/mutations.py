@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation(
         "with a cache, positions begin at 0 again",
         "model.py",
-        "rotary(past, T,",
-        "rotary(0, T,",
+        "cos[past : past + T], sin[past : past + T]",
+        "cos[:T], sin[:T]",
         "test_model.py::test_cached_logits_are_uncached_logits",
     ),
     Mutation(

@@ -130,7 +130,7 @@ def result_and_gradient(function, x: torch.Tensor, g: torch.Tensor):
 def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
     x, g = size * torch.randn(B, T, 3 * H * D).to(dtype), torch.randn(B, T, H * D).to(dtype)
-    rotation = rotary(0, T, D, x.device) if turned else None
+    rotation = rotary(T, D, x.device) if turned else None
     results = result_and_gradient(lambda z: kernels.attention(z, H, rotation), x, g)
     exact = result_and_gradient(lambda z: plain_attention(z, H, rotation), x.double(), g)
     for ours, right in zip(results, exact, strict=True):
@@ -166,13 +166,13 @@ def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, tur
     x = torch.randn(B, past + 1, 3 * H * D).to(dtype)
     _, k, v = x.view(B, past + 1, 3, H, D).permute(2, 0, 3, 1, 4)
     k = k.double()
-    if turned:
-        k = F.rms_norm(rotate(k, *rotary(0, past + 1, D, x.device)), (D,), eps=NORM_EPS)
+    rotation = rotary(past + 1, D, x.device) if turned else None
+    if rotation is not None:
+        k = F.rms_norm(rotate(k, *rotation), (D,), eps=NORM_EPS)
     keys, values = torch.full((2, B, H, past + 9, D), 7.0, dtype=dtype)
     keys[:, :, :past], values[:, :, :past] = k[:, :, :-1], v[:, :, :-1]
-    rotation = rotary(past, 1, D, x.device) if turned else None
-    ours = kernels.attention_step(x[:, -1:], H, rotation, keys, values, past)
-    rotation = rotary(0, past + 1, D, x.device) if turned else None
+    last = tuple(table[past:] for table in rotation) if rotation is not None else None
+    ours = kernels.attention_step(x[:, -1:], H, last, keys, values, past)
     assert relative_error(ours, plain_attention(x.double(), H, rotation)[:, -1:]) < ERROR[dtype]
     assert relative_error(keys[:, :, : past + 1], k) < ERROR[dtype]
     assert torch.equal(values[:, :, : past + 1], v)
@@ -242,7 +242,7 @@ def test_gelu_is_exact_far_out(dtype, relative, absolute):
 def test_what_is_not_finite_stays_so(dtype, value):
     x = torch.ones(2, 40, 192, dtype=dtype)
     x[1, 7, 70] = value
-    rotation = rotary(0, 40, 32, x.device)
+    rotation = rotary(40, 32, x.device)
     functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, rotation)]
     functions += [kernels.squared_relu, kernels.gelu, lambda z: kernels.attention(z, 2, None)]
     functions += [lambda z: kernels.layer_norm(z, torch.ones(192), None)]

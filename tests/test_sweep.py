@@ -120,15 +120,6 @@ def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_p
         ("model.n_head=4", "6", "finished"),
         ("model.n_head=3", "0", "failed"),
     ]
-    warning = "warning: 1 of the 2 jobs cannot run: model.n_embd=16: must be divisible by"
-    assert result.stdout.index(warning) < result.stdout.index("\nrun   ")
-
-
-def test_a_sweep_of_which_no_job_can_run_does_not_begin(tmp_path):
-    result = start("-m", *TINY, f"run_dir={tmp_path / 'run'}", "model.n_head=3,5")
-    assert result.returncode == 1 and list(tmp_path.iterdir()) == []
-    says = "error: model.n_embd=16: must be divisible by model.n_head=3"
-    assert result.stderr.splitlines() == [says]
 
 
 @pytest.mark.slow

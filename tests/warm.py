@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -65,7 +64,7 @@ def _become(argv: list[str], cwd: str, environment: dict[str, str], paths: list[
     except SystemExit as leaving:
         status = leaving.code
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     threading._shutdown()
     atexit._run_exitfuncs()
