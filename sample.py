@@ -44,7 +44,7 @@ from sharded_snapshot import read_whole
 from snapshot import Snapshot
 from text_files import PROGRESS_S, Source, reading
 
-SMALL = 10_000_000  # parameters; below, one CPU thread is as fast as several, and calmer
+SMALL = 10_000_000  # texts x parameters; below, one CPU thread is as fast as several, and calmer
 AT_ONCE = 8192  # characters, with their context, in one batch; as many as an evaluation scores
 IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
 
@@ -137,9 +137,9 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
         raise UserError(f"{name}: {error}") from error
     model = load_model(snapshot, device)
-    if sum(p.numel() for p in model.parameters()) < SMALL:
-        torch.set_num_threads(1)  # a character at a time is too little to share
     size = max(1, AT_ONCE // model.config.block_size)
+    if min(size, config.num_samples) * sum(p.numel() for p in model.parameters()) < SMALL:
+        torch.set_num_threads(1)  # a character of each is too little to share
     for first in range(0, config.num_samples, size):
         made = model.stream(
             ids.expand(min(size, config.num_samples - first), -1),
@@ -187,7 +187,7 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
     number, characters = IN_TRAINING
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
     was_training, threads = model.training, torch.get_num_threads()
-    if sum(p.numel() for p in model.parameters()) < SMALL:
+    if number * sum(p.numel() for p in model.parameters()) < SMALL:
         torch.set_num_threads(1)
     model.eval()
     try:
