@@ -31,7 +31,7 @@ def parse(cls: type[T], arguments: list[str]) -> T:
             known = ", ".join(f"{name}=" for name in types)
             if "run_dir" in types and name == "run_name":
                 known += f"; a run is named by its directory: run_dir=runs/{value}"
-            elif "run_dir" in types and os.path.isdir(argument):
+            elif {"run_dir", "run_dirs"} & types.keys() and os.path.isdir(argument):
                 several = "s" * ("run_dirs" in types)  # it may be a sweep's
                 known += f"; for what is in it: run_dir{several}={argument}"
             raise UserError(f"{argument}: not an argument; there are {known}")

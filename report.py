@@ -446,16 +446,16 @@ def find_runs(run_dir: str | None, run_dirs: str | None) -> list[str]:
         raise UserError("run_dir and run_dirs: give one of them")
     if run_dirs is None:
         return [run_dir or newest_run()]
-    try:
-        given = yaml.safe_load(run_dirs)
-    except yaml.YAMLError as error:
-        if run_dirs.startswith("["):
+    given: Any = [run_dirs]
+    if run_dirs.startswith("["):
+        try:
+            given = yaml.load(run_dirs, yaml.BaseLoader)  # in which every name is a text
+        except yaml.YAMLError as error:
             raise UserError(f"run_dirs={run_dirs}: not a list such as [runs/a,runs/b]") from error
-        given = run_dirs  # a pattern, such as *
-    if given == []:
-        raise UserError("run_dirs=[]: names no run")
+    if not given:
+        raise UserError(f"run_dirs={run_dirs}: names no run")
     found = []
-    for name in given if isinstance(given, list) else [given]:
+    for name in given:
         matches = [str(name)] if os.path.isdir(str(name)) else sorted(glob.glob(str(name)))
         runs = [path for path in matches if is_run(path)]
         if not runs:  # the directory of a sweep

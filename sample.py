@@ -44,7 +44,7 @@ from sharded_snapshot import read_whole
 from snapshot import Snapshot
 from text_files import PROGRESS_S, Source, reading
 
-SMALL = 10_000_000  # texts x parameters; below, one CPU thread is as fast as several, and calmer
+SMALL = 10_000_000  # texts x parameters; below, more CPU threads than one gain little, or nothing
 AT_ONCE = 8192  # characters, with their context, in one batch; as many as an evaluation scores
 IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
 

@@ -110,6 +110,18 @@ def test_a_pattern_is_one_text_of_the_files_sorted_by_name(books):
         read(f"{books}/nothing*")
 
 
+def test_the_files_of_a_pattern_are_named_as_it_is_typed(books, monkeypatch):
+    def names(path) -> list[str]:
+        return [file.name for file in text_files.find(path)]
+
+    monkeypatch.chdir(books.parent)
+    monkeypatch.setenv("HOME", str(books.parent))
+    whole = [str(books / "a.txt"), str(books / "b.txt")]
+    assert names(f"{books.name}/[ab].txt") == [f"{books.name}/a.txt", f"{books.name}/b.txt"]
+    assert names(f"{books}/[ab].txt") == names(f"~/{books.name}/[ab].txt") == whole
+    assert names(f"file://{books}/a*.txt") == [f"file://{whole[0]}"]
+
+
 def test_a_file_may_be_called_like_a_pattern(books):
     assert read(f"{books}/c[1].txt") == "third "
 
