@@ -27,7 +27,7 @@ from environment import CHANGED, model_has_changed
 from errors import UserError, one_line
 from model import GPT
 from run_directory import choose_snapshot, runs
-from sample import SMALL, SampleConfig, load_model
+from sample import SampleConfig, is_small, load_model
 from sharded_snapshot import read_whole
 
 CSS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates", "playground.css")
@@ -366,7 +366,7 @@ def main(arguments: list[str]) -> None:
     shown = list(dict.fromkeys(config.named() or paths[:1]))
     for path in shown:
         read(path)  # what is wrong with it is said here
-    if sum(p.numel() for p in read(paths[0])[0].parameters()) < SMALL:
+    if is_small(read(paths[0])[0], 1):
         torch.set_num_threads(1)  # a character at a time is too little to share
     page = build(paths, shown[1] if len(shown) > 1 else "")
     import gradio as gr  # `build` has seen to it that there is one

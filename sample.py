@@ -44,7 +44,7 @@ from sharded_snapshot import read_whole
 from snapshot import Snapshot
 from text_files import PROGRESS_S, Source, reading
 
-SMALL = 10_000_000  # texts x parameters; below, more CPU threads than one gain little, or nothing
+SMALL = 10_000_000  # texts x parameters; below, a second CPU thread won a third or lost a quarter
 AT_ONCE = 8192  # characters, with their context, in one batch; as many as an evaluation scores
 IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
 
@@ -104,6 +104,11 @@ def load_model(snapshot: Snapshot, device: str) -> GPT:
     return model.to(device).eval()
 
 
+def is_small(model: GPT, num_texts: int) -> bool:
+    """Whether a character of each of so many texts is too little work to share between threads."""
+    return num_texts * sum(p.numel() for p in model.parameters()) < SMALL
+
+
 def choose_device(name: str) -> str:
     """The device that `device=name` means here."""
     available = torch.cuda.is_available()
@@ -138,8 +143,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         raise UserError(f"{name}: {error}") from error
     model = load_model(snapshot, device)
     size = max(1, AT_ONCE // model.config.block_size)
-    if min(size, config.num_samples) * sum(p.numel() for p in model.parameters()) < SMALL:
-        torch.set_num_threads(1)  # a character of each is too little to share
+    if is_small(model, min(size, config.num_samples)):
+        torch.set_num_threads(1)
     for first in range(0, config.num_samples, size):
         made = model.stream(
             ids.expand(min(size, config.num_samples - first), -1),
@@ -187,7 +192,7 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
     number, characters = IN_TRAINING
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
     was_training, threads = model.training, torch.get_num_threads()
-    if number * sum(p.numel() for p in model.parameters()) < SMALL:
+    if is_small(model, number):
         torch.set_num_threads(1)
     model.eval()
     try:
