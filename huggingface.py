@@ -176,7 +176,7 @@ def fixed(config: CompleteConfig) -> dict[str, Any]:
         "hidden_act": "relu2",
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
-        "final_logit_softcapping": SOFTCAP,
+        "final_logit_softcapping": float(SOFTCAP),
         "attention_bias": False,
         "tie_word_embeddings": False,
     }

@@ -1,6 +1,6 @@
 // What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
 // causal attention with rotary positions and normalised queries and keys, RMSNorm, LayerNorm,
-// squared ReLU, GELU.
+// squared ReLU, GELU, cross-entropy.
 //
 // Built once for each type of number, `real`, and called by kernels.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
@@ -617,6 +617,87 @@ int gelu_backward(long threads, long n, const real *x, const real *dy, real *dx)
         vector z = load(x + i), bell, share = normal(z, &bell);
         vector slope = z * bell * 0.39894228f + share;
         store(dx + i, slope * load(dy + i));
+    }
+    return 0;
+}
+
+// LANES of the `left` numbers from p on, 0 where there are no more.
+static inline vector load_rest(const real *p, long left) {
+    real rest[LANES] = {0};
+    if (left >= LANES) return load(p);
+    memcpy(rest, p, left * sizeof(real));
+    return load(rest);
+}
+
+static inline void store_rest(real *p, vector x, long left) {
+    real rest[LANES];
+    if (left >= LANES) {
+        store(p, x);
+        return;
+    }
+    store(rest, x);
+    memcpy(p, rest, left * sizeof(real));
+}
+
+// loss (rows) = log(sum(exp(y))) - y of the target, or 0 where that is -1, for y (rows, V) =
+// softcap tanh(x / softcap), or x where softcap is 0. Kept for the way back: the highest y of each
+// row, and the logarithm of the sum once it is subtracted. Returns 2 for a target that is none.
+int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
+                  const int64_t *target, float *y, float *highest, float *log_sum, float *loss) {
+    float cap = softcap;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        float *row = aligned_alloc(64, (sizeof(float) * V + 63) / 64 * 64);
+        failed = row == NULL;
+#pragma omp for
+        for (long i = 0; i < rows; i++) {
+            if (failed || target[i] < -1 || target[i] >= V) {
+                failed |= 2;
+                continue;
+            }
+            for (long c = 0; c < V; c += LANES) {
+                vector z = load_rest(x + i * V + c, V - c);
+                if (softcap) {
+                    vector e = exp2_of(maximum(z, -z) * (-2 * LOG2_E / cap));
+                    vector size = (1.0f - e) / (1.0f + e) * cap;
+                    z = where_positive(z, size, -size);
+                }
+                put(row + c, z);
+            }
+            for (long c = V; c % LANES; c++) row[c] = -INFINITY;
+            vector most = get(row), sum = broadcast(0);
+            for (long c = LANES; c < V; c += LANES) most = maximum(most, get(row + c));
+            float largest = largest_of(most);
+            for (long c = 0; c < V; c += LANES)
+                sum += exp2_of((get(row + c) - largest) * LOG2_E);
+            highest[i] = largest;
+            log_sum[i] = logf(sum_of(sum));
+            loss[i] = target[i] < 0 ? 0 : log_sum[i] - (row[target[i]] - largest);
+            memcpy(y + i * V, row, V * sizeof(float));
+        }
+        free(row);
+    }
+    return failed;
+}
+
+// dx = factor (softmax(y) - 1 at the target), times the slope of the cap, from what `cross_entropy`
+// gave; 0 where the target is -1.
+int cross_entropy_backward(long threads, long rows, long V, long softcap, real *dx, const float *y,
+                           const int64_t *target, const float *highest, const float *log_sum,
+                           const float *factor) {
+    float steepness = softcap ? 1.0f / softcap : 0;
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < rows; i++) {
+        float scale = target[i] < 0 ? 0 : *factor;
+        for (long c = 0; c < V; c += LANES) {
+            float part[LANES] = {0};
+            memcpy(part, y + i * V + c, (V - c < LANES ? V - c : LANES) * sizeof(float));
+            vector z = get(part), bend = z * steepness;
+            vector weight = exp2_of((z - highest[i] - log_sum[i]) * LOG2_E);
+            if (c <= target[i] && target[i] < c + LANES) weight[target[i] - c] -= 1;
+            store_rest(dx + i * V + c, weight * (1.0f - bend * bend) * scale, V - c);
+        }
     }
     return 0;
 }

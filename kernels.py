@@ -97,14 +97,14 @@ def describe(dtype: torch.dtype) -> str:
     )
 
 
-def fit(x: torch.Tensor, head_width: int = 2 * WIDTH) -> bool:
+def fit(x: torch.Tensor, head_width: int = 2 * WIDTH, multiple: int = WIDTH) -> bool:
     """Whether the kernels can be used on x (..., C), or those for attention on heads that are
-    `head_width` wide.
+    `head_width` wide, or those that want C to be a `multiple` of something else.
     """
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)  # not a subclass: FakeTensor, DTensor
         and x.is_cpu
-        and x.size(-1) % WIDTH == 0
+        and x.size(-1) % multiple == 0
         and head_width % (2 * WIDTH) == 0
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
@@ -118,7 +118,10 @@ def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
     """
     dtype = next(a.dtype for a in arguments if isinstance(a, torch.Tensor))
     addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-    if _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses):
+    failed = _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses)
+    if failed == 2:
+        raise IndexError(f"{name}: a target is neither -1 nor in the vocabulary")
+    if failed:
         raise MemoryError(f"{name}: no memory for its workspace")
 
 
@@ -136,8 +139,11 @@ class _NoContext:
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`, without what autograd costs (a fifth of `generate`) where it is off."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
@@ -227,6 +233,36 @@ class _Elementwise(torch.autograd.Function):
         return grad, None
 
 
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, targets, softcap):
+        x, targets = x.contiguous(), targets.contiguous()
+        rows, V = targets.numel(), x.size(-1)
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        statistics = x.new_empty(3, rows, dtype=torch.float32)
+        _call("cross_entropy", rows, V, softcap, x, targets, y, *statistics)
+        count = (targets != -1).sum()
+        ctx.save_for_backward(y, targets, statistics, count)
+        ctx.softcap, ctx.dtype = softcap, x.dtype
+        ctx.set_materialize_grads(False)
+        return y, statistics[2].sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_y, g_loss):
+        y, targets, (highest, log_sum, _), count = ctx.saved_tensors
+        rows, V = targets.numel(), y.size(-1)
+        grad: Any = 0
+        if g_loss is not None:
+            grad = torch.empty_like(y, dtype=ctx.dtype)
+            saved = (y, targets, highest, log_sum, (g_loss / count).float())
+            _call("cross_entropy_backward", rows, V, ctx.softcap, grad, *saved)
+        if g_y is not None:
+            slope = 1 - (y / ctx.softcap).square() if ctx.softcap else 1
+            grad = grad + (g_y * slope).to(ctx.dtype)
+        return grad, None, None
+
+
 def attention(
     qkv: torch.Tensor, n_head: int, rotation: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
@@ -278,3 +314,18 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """x times the share of the normal distribution up to x (Hendrycks and Gimpel, 2016)."""
     return _apply(_Elementwise, x, "gelu")
+
+
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, softcap: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 logits (..., V), as softcap tanh(logits / softcap) unless that is 0, and their mean
+    cross-entropy in nats over the `targets` (...), int64, that are not -1.
+
+    Raises IndexError for a target outside of the vocabulary, ValueError for another type or number.
+    """
+    if targets.dtype is not torch.int64 or targets.numel() * logits.size(-1) != logits.numel():
+        raise ValueError(
+            f"targets {tuple(targets.shape)} of {targets.dtype} for logits {tuple(logits.shape)}"
+        )
+    return _apply(_CrossEntropy, logits, targets, softcap)

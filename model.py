@@ -45,7 +45,7 @@ SIZES = {
 }
 # The fields of `GPTConfig`, beside the vocabulary, that say which weights fit.
 ARCHITECTURE = ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
-SOFTCAP = 15.0  # |logit| stays below this in the modern architecture (Gemma Team, "Gemma 2", 2024)
+SOFTCAP = 15  # |logit| stays below this in the modern architecture (Gemma Team, "Gemma 2", 2024)
 ROPE_BASE = 10_000.0  # Su et al., "RoFormer", 2021
 NORM_EPS = 1e-6
 SHORT_ATTENTION = 256  # characters; up to here plain matrix products are faster on a CPU
@@ -485,9 +485,13 @@ class GPT(nn.Module):
                 x = block(x, rotation, mask, cache)
         if cache is not None:
             cache.length += T
-        logits = self.head(self.ln_f(x)).float()  # (B, T, V)
-        if self.config.arch == "modern":
-            logits = SOFTCAP * torch.tanh(logits / SOFTCAP)
+        logits = self.head(self.ln_f(x))  # (B, T, V)
+        softcap = SOFTCAP if self.config.arch == "modern" else 0
+        if targets is not None and kernels.fit(logits, multiple=1):
+            return kernels.cross_entropy(logits, targets, softcap)
+        logits = logits.float()
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
         loss = None
         if targets is not None:
             loss = F.cross_entropy(

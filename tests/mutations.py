@@ -98,6 +98,13 @@ MUTATIONS = [
         "test_kernels.py::test_attention_and_its_gradient_are_those_of_float64",
     ),
     Mutation(
+        "the C kernel learns from targets that are left out",
+        "kernels.c",
+        "target[i] < 0 ? 0 : *factor",
+        "*factor",
+        "test_kernels.py::test_cross_entropy_and_its_gradient_are_those_of_float64",
+    ),
+    Mutation(
         "with a cache, positions begin at 0 again",
         "model.py",
         "cos[past : past + T], sin[past : past + T]",

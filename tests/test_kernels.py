@@ -1,5 +1,6 @@
 """The C kernels compute what plain PyTorch does, to the type's rounding, and are never needed."""
 
+import math
 import os
 import re
 import shutil
@@ -256,6 +257,60 @@ def test_what_is_not_finite_stays_so(dtype, value):
         y = ours(x)
         assert torch.equal(y.isfinite(), theirs(x.float()).to(dtype).isfinite())
         assert y[0].isfinite().all()
+
+
+@both
+@pytest.mark.parametrize("softcap", [0, 15])
+@pytest.mark.parametrize("width", [1, 7, 16, 65, 150])
+def test_cross_entropy_and_its_gradient_are_those_of_float64(dtype, softcap, width):
+    torch.manual_seed(0)
+    x = (10 * torch.randn(3, 40, width)).to(dtype)
+    targets = torch.randint(0, width, (3, 40))
+    targets[1, 5:30] = -1
+
+    def plain(z):
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        return z, F.cross_entropy(z.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    for weight in (0, 0.01):  # of the logits' own gradient, beside that of the loss
+
+        def run(function, z, weight=weight):
+            z = z.detach().clone().requires_grad_()
+            y, loss = function(z)
+            (3 * loss + (weight * y.sum() if weight else 0)).backward()
+            return y.detach(), loss.detach(), z.grad
+
+        ours = run(lambda z: kernels.cross_entropy(z, targets, softcap), x)
+        right = run(plain, x.double())
+        assert ours[0].dtype is torch.float32 and ours[2].dtype is dtype
+        for a, b, error in zip(ours, right, (1e-6, 1e-6, ERROR[dtype]), strict=True):
+            assert (a - b).norm() <= error * b.norm()
+    y = kernels.cross_entropy(x.requires_grad_(), targets, softcap)[0]
+    (alone,) = torch.autograd.grad(y.sum(), x)
+    z = x.detach().double().requires_grad_()
+    assert relative_error(alone, torch.autograd.grad(plain(z)[0].sum(), z)[0]) < ERROR[dtype]
+    with torch.no_grad():
+        assert torch.equal(kernels.cross_entropy(x, targets, softcap)[1], ours[1])
+
+
+@both
+def test_cross_entropy_of_large_logits_and_wrong_targets(dtype):
+    x = torch.tensor([[3e4, 3e4, -3e4], [-3e4, 0, 0]]).to(dtype).requires_grad_()
+    targets = torch.tensor([0, 1])
+    _, loss = kernels.cross_entropy(x, targets, 0)
+    loss.backward()
+    right = torch.tensor([[-0.25, 0.25, 0], [0, -0.25, 0.25]])
+    assert abs(loss.item() - math.log(2)) < 1e-6 and torch.allclose(x.grad.float(), right)
+    y, loss = kernels.cross_entropy(x, targets, 15)
+    assert y[0].tolist() == [15, 15, -15] and loss.isfinite()
+    assert kernels.cross_entropy(x, torch.full((2,), -1), 0)[1].isnan()  # as in torch
+    assert kernels.cross_entropy(x * math.nan, targets, 15)[1].isnan()
+    for wrong in (3, -2):
+        with pytest.raises(IndexError, match="in the vocabulary"):
+            kernels.cross_entropy(x, torch.tensor([0, wrong]), 0)
+    for unfit in (torch.tensor([0]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(ValueError, match=r"targets .* for logits \(2, 3\)"):
+            kernels.cross_entropy(x, unfit, 0)
 
 
 def build(arch: str, **settings) -> GPT:
