@@ -1,6 +1,7 @@
 """The machine: what its devices are called and can do, and how much memory is used."""
 
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -31,6 +32,18 @@ def device_name(device: torch.device) -> str:
                 if line.startswith("model name"):
                     return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+@functools.cache
+def is_by_amd() -> bool:
+    """Whether AMD made the CPU: Intel's MKL, with which torch multiplies float32 matrices, has its
+    best code for Intel's own.
+    """
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "AuthenticAMD" in file.read()
+    except OSError:
+        return False
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:

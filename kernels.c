@@ -1,6 +1,6 @@
 // What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
 // causal attention with rotary positions and normalised queries and keys, RMSNorm, LayerNorm,
-// squared ReLU, GELU, cross-entropy.
+// squared ReLU, GELU, cross-entropy. Matrix products only where torch's are slow (kernels.py).
 //
 // Built once for each type of number, `real`, and called by kernels.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
@@ -565,6 +565,40 @@ int layer_norm_backward(long threads, long rows, long C, const real *dy, const r
         for (long c = 0; c < 2 * C; c++) dw[c] += parts[part * 2 * C + c];
     return 0;
 }
+
+#ifndef BF16
+// R rows of the product below, four of its columns.
+#define DOTS(R)                                                                                    \
+    static inline __attribute__((always_inline)) void dots_##R(                                    \
+        long C, long columns, const float *x, const float *w, const float *b, float *y) {          \
+        vector sum[R][4];                                                                          \
+        for (int i = 0; i < R; i++)                                                                \
+            for (int j = 0; j < 4; j++) sum[i][j] = broadcast(0);                                  \
+        for (long c = 0; c < C; c += LANES)                                                        \
+            for (int j = 0; j < 4; j++) {                                                          \
+                vector column = load(w + j * C + c);                                               \
+                for (int i = 0; i < R; i++) sum[i][j] += load(x + i * C + c) * column;             \
+            }                                                                                      \
+        for (int i = 0; i < R; i++)                                                                \
+            for (int j = 0; j < 4; j++) y[i * columns + j] = sum_of(sum[i][j]) + (b ? b[j] : 0);   \
+    }
+DOTS(1)
+DOTS(4)
+
+// y (rows, columns) = x (rows, C) w (columns, C)' + b (columns), of which there may be none (NULL);
+// columns a multiple of 4, C of 16. A sum is the same however many rows there are.
+int linear(long threads, long rows, long columns, long C, const float *x, const float *w,
+           const float *b, float *y) {
+#pragma omp parallel for num_threads(threads)
+    for (long j = 0; j < columns; j += 4) {
+        const float *wj = w + j * C, *bj = b ? b + j : NULL;
+        long i = 0;
+        for (; i + 4 <= rows; i += 4) dots_4(C, columns, x + i * C, wj, bj, y + i * columns + j);
+        for (; i < rows; i++) dots_1(C, columns, x + i * C, wj, bj, y + i * columns + j);
+    }
+    return 0;
+}
+#endif
 
 // y (n) = max(x, 0)^2; n a multiple of 16.
 int squared_relu(long threads, long n, const real *x, real *y) {

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+import hardware
 from errors import one_line
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -34,6 +35,8 @@ FLAGS_OF = {  # what the instructions of the name need beside
     "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512vl -mavx512bf16 -DBF16",
 }
 WIDTH = 16  # rows must be a multiple of it long
+FEW = 16  # rows, up to which torch is slower on any AMD CPU, not only on those with AVX-512
+LEAST = 2**17  # multiplications, below which calling a kernel takes longer than torch's product
 
 
 def instructions(dtype: torch.dtype) -> str | None:
@@ -109,6 +112,25 @@ def fit(x: torch.Tensor, head_width: int = 2 * WIDTH, multiple: int = WIDTH) -> 
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and library(x.dtype) is not None
+    )
+
+
+def fit_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `linear` can be used on x (..., C) and a weight (columns, C), and is faster than
+    torch: on a CPU of AMD's, in float32, where no gradient is wanted (docs/experiments.md).
+    """
+    return (
+        not torch.is_grad_enabled()
+        and x.numel() * weight.size(0) >= LEAST
+        and x.dtype is weight.dtype is torch.float32
+        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and weight.size(0) % 4 == 0
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and fit(x)
+        and not torch.is_autocast_enabled("cpu")
+        and hardware.is_by_amd()
+        and (x.numel() <= FEW * x.size(-1) or instructions(x.dtype) == "AVX512")
     )
 
 
@@ -294,6 +316,16 @@ def attention_step(
     sizes = (B, n_head, D, keys.size(2), past)
     _call("attention_step", *sizes, qkv, cosine, sine, keys, values, out)
     return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x times `weight` (columns, C) transposed, plus `bias`: (..., columns) from (..., C), float32.
+    Has no gradient. A row's result does not depend on how many there are.
+    """
+    columns, C = weight.shape
+    x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
+    _call("linear", x.numel() // C, columns, C, x, weight, bias, y)
+    return y
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:

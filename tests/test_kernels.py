@@ -313,6 +313,51 @@ def test_cross_entropy_of_large_logits_and_wrong_targets(dtype):
             kernels.cross_entropy(x, unfit, 0)
 
 
+only_float32 = pytest.mark.parametrize("dtype", [on(torch.float32)])
+
+
+@only_float32
+@pytest.mark.parametrize("rows, columns, width", [(1, 4, 16), (3, 68, 160), (9, 384, 128)])
+def test_a_linear_layer_is_that_of_float64_and_its_rows_do_not_know_of_each_other(
+    dtype, rows, columns, width
+):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 1, width), torch.randn(columns, width), torch.randn(columns)
+    for b in (bias, None):
+        y = kernels.linear(x, weight, b)
+        right = F.linear(x.double(), weight.double(), b if b is None else b.double())
+        assert y.shape == right.shape and relative_error(y, right) < 1e-6
+        for row in range(rows):
+            assert torch.equal(kernels.linear(x[row], weight, b), y[row])
+
+
+@only_float32
+def test_linear_layers_are_the_kernels_where_that_is_faster_and_nobody_wants_a_gradient(
+    dtype, monkeypatch
+):
+    model, idx = build("gpt2", n_embd=256, bias=True), torch.randint(0, 19, (2, 40))
+    calls = []
+    linear = kernels.linear
+    monkeypatch.setattr(kernels, "linear", lambda *a: calls.append(1) or linear(*a))
+
+    def logits(amd: bool, autocast: bool = False):
+        monkeypatch.setattr("hardware.is_by_amd", lambda: amd)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(idx[:, :8])[0].detach()
+
+    with torch.no_grad():
+        right = logits(amd=False)
+        logits(amd=True, autocast=True)
+        assert not calls
+        assert relative_error(logits(amd=True), right) < 1e-5
+        assert len(calls) == 2 * 4  # all of both layers, not the head: 19 is odd
+    logits(amd=True)
+    model.double()
+    with torch.no_grad():
+        logits(amd=True)
+    assert len(calls) == 8
+
+
 def build(arch: str, **settings) -> GPT:
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
