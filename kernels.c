@@ -1,6 +1,6 @@
 // What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
 // causal attention with rotary positions and normalised queries and keys, RMSNorm, LayerNorm,
-// squared ReLU, GELU, cross-entropy. Matrix products only where torch's are slow (kernels.py).
+// squared ReLU, GELU, cross-entropy. Matrix products only where torch's are slow: `fit_linear` in kernels.py.
 //
 // Built once for each type of number, `real`, and called by kernels.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
@@ -589,12 +589,15 @@ DOTS(4)
 // columns a multiple of 4, C of 16. A sum is the same however many rows there are.
 int linear(long threads, long rows, long columns, long C, const float *x, const float *w,
            const float *b, float *y) {
+    for (long first = 0; first < rows; first += 256) {  // which stay in the cache
+        long end = rows < first + 256 ? rows : first + 256;
 #pragma omp parallel for num_threads(threads)
-    for (long j = 0; j < columns; j += 4) {
-        const float *wj = w + j * C, *bj = b ? b + j : NULL;
-        long i = 0;
-        for (; i + 4 <= rows; i += 4) dots_4(C, columns, x + i * C, wj, bj, y + i * columns + j);
-        for (; i < rows; i++) dots_1(C, columns, x + i * C, wj, bj, y + i * columns + j);
+        for (long j = 0; j < columns; j += 4) {
+            const float *wj = w + j * C, *bj = b ? b + j : NULL;
+            long i = first;
+            for (; i + 4 <= end; i += 4) dots_4(C, columns, x + i * C, wj, bj, y + i * columns + j);
+            for (; i < end; i++) dots_1(C, columns, x + i * C, wj, bj, y + i * columns + j);
+        }
     }
     return 0;
 }
@@ -675,9 +678,11 @@ static inline void store_rest(real *p, vector x, long left) {
 
 // loss (rows) = log(sum(exp(y))) - y of the target, or 0 where that is -1, for y (rows, V) =
 // softcap tanh(x / softcap), or x where softcap is 0. Kept for the way back: the highest y of each
-// row, and the logarithm of the sum once it is subtracted. Returns 2 for a target that is none.
+// row, and the logarithm of the sum once it is subtracted. sum_of_losses is added up in order: it
+// is the same with any number of threads. Returns 2 for a target that is none.
 int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
-                  const int64_t *target, float *y, float *highest, float *log_sum, float *loss) {
+                  const int64_t *target, float *y, float *highest, float *log_sum, float *loss,
+                  float *sum_of_losses) {
     float cap = softcap;
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
@@ -686,8 +691,9 @@ int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
         failed = row == NULL;
 #pragma omp for
         for (long i = 0; i < rows; i++) {
-            if (failed || target[i] < -1 || target[i] >= V) {
-                failed |= 2;
+            if (failed) continue;
+            if (target[i] < -1 || target[i] >= V) {
+                failed = 2;
                 continue;
             }
             for (long c = 0; c < V; c += LANES) {
@@ -712,6 +718,9 @@ int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
         }
         free(row);
     }
+    double total = 0;
+    for (long i = 0; i < rows && !failed; i++) total += loss[i];
+    *sum_of_losses = total;
     return failed;
 }
 
@@ -720,17 +729,17 @@ int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
 int cross_entropy_backward(long threads, long rows, long V, long softcap, real *dx, const float *y,
                            const int64_t *target, const float *highest, const float *log_sum,
                            const float *factor) {
-    float steepness = softcap ? 1.0f / softcap : 0;
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < rows; i++) {
         float scale = target[i] < 0 ? 0 : *factor;
         for (long c = 0; c < V; c += LANES) {
             float part[LANES] = {0};
             memcpy(part, y + i * V + c, (V - c < LANES ? V - c : LANES) * sizeof(float));
-            vector z = get(part), bend = z * steepness;
+            vector z = get(part), slope = broadcast(1);
+            if (softcap) slope -= z * z / (float)(softcap * softcap);
             vector weight = exp2_of((z - highest[i] - log_sum[i]) * LOG2_E);
             if (c <= target[i] && target[i] < c + LANES) weight[target[i] - c] -= 1;
-            store_rest(dx + i * V + c, weight * (1.0f - bend * bend) * scale, V - c);
+            store_rest(dx + i * V + c, weight * slope * scale, V - c);
         }
     }
     return 0;

@@ -35,7 +35,6 @@ FLAGS_OF = {  # what the instructions of the name need beside
     "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512vl -mavx512bf16 -DBF16",
 }
 WIDTH = 16  # rows must be a multiple of it long
-FEW = 16  # rows, up to which torch is slower on any AMD CPU, not only on those with AVX-512
 LEAST = 2**17  # multiplications, below which calling a kernel takes longer than torch's product
 
 
@@ -105,8 +104,7 @@ def fit(x: torch.Tensor, head_width: int = 2 * WIDTH, multiple: int = WIDTH) -> 
     `head_width` wide, or those that want C to be a `multiple` of something else.
     """
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)  # not a subclass: FakeTensor, DTensor
-        and x.is_cpu
+        _is_plain(x)
         and x.size(-1) % multiple == 0
         and head_width % (2 * WIDTH) == 0
         and not torch.compiler.is_compiling()
@@ -115,23 +113,44 @@ def fit(x: torch.Tensor, head_width: int = 2 * WIDTH, multiple: int = WIDTH) -> 
     )
 
 
-def fit_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` can be used on x (..., C) and a weight (columns, C), and is faster than
-    torch: on a CPU of AMD's, in float32, where no gradient is wanted (docs/experiments.md).
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether numbers of x are where its address says."""
+    # not a subclass: FakeTensor, DTensor
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu
+
+
+def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `linear` can be used on x (..., C), a weight (columns, C) and a bias (columns), and is
+    faster than torch: in float32 on AMD's CPUs with AVX-512, unless the product is a small one or a
+    gradient is wanted (docs/experiments.md).
     """
     return (
         not torch.is_grad_enabled()
+        and _is_plain(x)
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and x.numel() * weight.size(0) >= LEAST
-        and x.dtype is weight.dtype is torch.float32
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and x.size(-1) == weight.size(1)
         and weight.size(0) % 4 == 0
-        and weight.is_cpu
-        and weight.is_contiguous()
-        and fit(x)
+        and x.dtype is torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and hardware.is_by_amd()
-        and (x.numel() <= FEW * x.size(-1) or instructions(x.dtype) == "AVX512")
+        and _is_dense_float32(weight)
+        and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))
+        and _products_are_slow()
+        and fit(x)
     )
+
+
+def _is_dense_float32(x: torch.Tensor) -> bool:
+    strided = x.layout is torch.strided and x.is_contiguous()
+    return _is_plain(x) and x.dtype is torch.float32 and strided
+
+
+@functools.cache
+def _products_are_slow() -> bool:
+    """Whether torch's float32 products are Intel's MKL on a CPU for which that is not at its best."""
+    amd = hardware.is_by_amd() and torch.backends.mkl.is_available()
+    return amd and instructions(torch.float32) == "AVX512"
 
 
 def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
@@ -262,26 +281,28 @@ class _CrossEntropy(torch.autograd.Function):
         rows, V = targets.numel(), x.size(-1)
         y = x.new_empty(x.shape, dtype=torch.float32)
         statistics = x.new_empty(3, rows, dtype=torch.float32)
-        _call("cross_entropy", rows, V, softcap, x, targets, y, *statistics)
+        total = x.new_empty((), dtype=torch.float32)
+        _call("cross_entropy", rows, V, softcap, x, targets, y, *statistics, total)
         count = (targets != -1).sum()
         ctx.save_for_backward(y, targets, statistics, count)
         ctx.softcap, ctx.dtype = softcap, x.dtype
         ctx.set_materialize_grads(False)
-        return y, statistics[2].sum() / count
+        return y, total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_y, g_loss):
         y, targets, (highest, log_sum, _), count = ctx.saved_tensors
         rows, V = targets.numel(), y.size(-1)
-        grad: Any = 0
+        grad = None
         if g_loss is not None:
             grad = torch.empty_like(y, dtype=ctx.dtype)
             saved = (y, targets, highest, log_sum, (g_loss / count).float())
             _call("cross_entropy_backward", rows, V, ctx.softcap, grad, *saved)
         if g_y is not None:
             slope = 1 - (y / ctx.softcap).square() if ctx.softcap else 1
-            grad = grad + (g_y * slope).to(ctx.dtype)
+            extra = (g_y * slope).to(ctx.dtype)
+            grad = extra if grad is None else grad + extra
         return grad, None, None
 
 
@@ -319,8 +340,9 @@ def attention_step(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x times `weight` (columns, C) transposed, plus `bias`: (..., columns) from (..., C), float32.
-    Has no gradient. A row's result does not depend on how many there are.
+    """x times `weight` (columns, C) transposed, plus `bias`: (..., columns) from (..., C), all dense
+    float32, C a multiple of 16 and columns of 4. Has no gradient. A row's result does not depend on
+    how many there are.
     """
     columns, C = weight.shape
     x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
@@ -352,12 +374,16 @@ def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, softcap: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 logits (..., V), as softcap tanh(logits / softcap) unless that is 0, and their mean
-    cross-entropy in nats over the `targets` (...), int64, that are not -1.
+    cross-entropy in nats over the `targets` (...), int64, that are not -1. Both have gradients, but
+    the loss is not made from the logits returned: it has none with respect to those.
 
-    Raises IndexError for a target outside of the vocabulary, ValueError for another type or number.
+    Raises IndexError for a target outside of the vocabulary, ValueError for targets of another type
+    or number, or on another device.
     """
-    if targets.dtype is not torch.int64 or targets.numel() * logits.size(-1) != logits.numel():
+    rows = logits.numel() // max(1, logits.size(-1))
+    if targets.dtype is not torch.int64 or not targets.is_cpu or targets.numel() != rows:
         raise ValueError(
-            f"targets {tuple(targets.shape)} of {targets.dtype} for logits {tuple(logits.shape)}"
+            f"targets {tuple(targets.shape)} of {targets.dtype} on {targets.device} for logits "
+            f"{tuple(logits.shape)} on cpu"
         )
     return _apply(_CrossEntropy, logits, targets, softcap)

@@ -45,7 +45,8 @@ SIZES = {
 }
 # The fields of `GPTConfig`, beside the vocabulary, that say which weights fit.
 ARCHITECTURE = ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
-SOFTCAP = 15  # |logit| stays below this in the modern architecture (Gemma Team, "Gemma 2", 2024)
+# |logit| stays below this whole number in the modern architecture (Gemma Team, "Gemma 2", 2024).
+SOFTCAP = 15
 ROPE_BASE = 10_000.0  # Su et al., "RoFormer", 2021
 NORM_EPS = 1e-6
 SHORT_ATTENTION = 256  # characters; up to here plain matrix products are faster on a CPU
@@ -226,7 +227,7 @@ class Linear(nn.Linear):
         pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if kernels.fit_linear(x, self.weight):
+        if kernels.fit_linear(x, self.weight, self.bias):
             return kernels.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -252,7 +253,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # FSDP2 gathers the weights in the type that is computed in; the kernel's are float32.
-        if kernels.fit(x) and self.weight.dtype is torch.float32:
+        fits = self.weight.dtype is torch.float32 and x.size(-1) == self.weight.size(0)
+        if fits and kernels.fit(x):
             return kernels.layer_norm(x, self.weight, self.bias)
         return super().forward(x)
 
@@ -458,7 +460,8 @@ class GPT(nn.Module):
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and the loss if `targets` (B, T) are
         given.
 
-        The loss is the mean cross-entropy in nats over the targets that are not -1 (as in minGPT).
+        The loss is the mean cross-entropy in nats over the targets that are not -1 (as in minGPT);
+        take gradients of it with respect to anything but these logits.
         With a `cache`, `idx` holds the characters after those in it. Raises ValueError if the
         context would exceed `block_size`.
         """

@@ -1,11 +1,13 @@
 """What is said of the machine is true of it."""
 
 import os
+import shutil
+import subprocess
 
 import pytest
 import torch
 
-from hardware import device_name, peak_flops, peak_memory
+from hardware import device_name, is_by_amd, peak_flops, peak_memory
 
 
 def test_peak_memory_is_in_bytes_and_never_falls():
@@ -30,3 +32,9 @@ def test_the_peak_rate_is_that_of_the_gpu_of_that_name(name, flops, monkeypatch)
     assert peak_flops(torch.device("cuda")) == flops
     assert device_name(torch.device("cuda")) == name
     assert peak_flops(torch.device("cpu")) is None and device_name(torch.device("cpu"))
+
+
+@pytest.mark.skipif(shutil.which("lscpu") is None, reason="needs lscpu")
+def test_the_maker_of_the_cpu_is_what_the_system_says():
+    run = subprocess.run(["lscpu"], capture_output=True, text=True, check=True, timeout=60)
+    assert is_by_amd() == ("AuthenticAMD" in run.stdout)

@@ -305,10 +305,17 @@ def test_cross_entropy_of_large_logits_and_wrong_targets(dtype):
     assert y[0].tolist() == [15, 15, -15] and loss.isfinite()
     assert kernels.cross_entropy(x, torch.full((2,), -1), 0)[1].isnan()  # as in torch
     assert kernels.cross_entropy(x * math.nan, targets, 15)[1].isnan()
+    masked = torch.tensor([[0, -math.inf], [-math.inf, 0]], dtype=dtype).requires_grad_()
+    for softcap, alike in ((0, masked), (15, (15 * torch.tanh(masked.float() / 15)))):
+        _, loss = kernels.cross_entropy(masked, torch.tensor([0, -1]), softcap)
+        right = F.cross_entropy(alike.float(), torch.tensor([0, -1]), ignore_index=-1)
+        assert torch.allclose(loss, right)
+        for a, b in zip(*(torch.autograd.grad(z, masked) for z in (loss, right)), strict=True):
+            assert torch.equal(a, b)
     for wrong in (3, -2):
         with pytest.raises(IndexError, match="in the vocabulary"):
             kernels.cross_entropy(x, torch.tensor([0, wrong]), 0)
-    for unfit in (torch.tensor([0]), torch.tensor([0.0, 1.0])):
+    for unfit in (torch.tensor([0]), torch.tensor([0.0, 1.0]), targets.to("meta")):
         with pytest.raises(ValueError, match=r"targets .* for logits \(2, 3\)"):
             kernels.cross_entropy(x, unfit, 0)
 
@@ -317,7 +324,7 @@ only_float32 = pytest.mark.parametrize("dtype", [on(torch.float32)])
 
 
 @only_float32
-@pytest.mark.parametrize("rows, columns, width", [(1, 4, 16), (3, 68, 160), (9, 384, 128)])
+@pytest.mark.parametrize("rows, columns, width", [(1, 4, 16), (9, 384, 128), (262, 68, 160)])
 def test_a_linear_layer_is_that_of_float64_and_its_rows_do_not_know_of_each_other(
     dtype, rows, columns, width
 ):
@@ -327,8 +334,11 @@ def test_a_linear_layer_is_that_of_float64_and_its_rows_do_not_know_of_each_othe
         y = kernels.linear(x, weight, b)
         right = F.linear(x.double(), weight.double(), b if b is None else b.double())
         assert y.shape == right.shape and relative_error(y, right) < 1e-6
+        torch.set_num_threads(2)
         for row in range(rows):
             assert torch.equal(kernels.linear(x[row], weight, b), y[row])
+        assert torch.equal(kernels.linear(x, weight, b), y)
+        torch.set_num_threads(1)
 
 
 @only_float32
@@ -340,22 +350,44 @@ def test_linear_layers_are_the_kernels_where_that_is_faster_and_nobody_wants_a_g
     linear = kernels.linear
     monkeypatch.setattr(kernels, "linear", lambda *a: calls.append(1) or linear(*a))
 
-    def logits(amd: bool, autocast: bool = False):
-        monkeypatch.setattr("hardware.is_by_amd", lambda: amd)
+    def logits(slow: bool, autocast: bool = False):
+        monkeypatch.setattr(kernels, "_products_are_slow", lambda: slow)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return model(idx[:, :8])[0].detach()
 
     with torch.no_grad():
-        right = logits(amd=False)
-        logits(amd=True, autocast=True)
+        right = logits(slow=False)
+        logits(slow=True, autocast=True)
         assert not calls
-        assert relative_error(logits(amd=True), right) < 1e-5
-        assert len(calls) == 2 * 4  # all of both layers, not the head: 19 is odd
-    logits(amd=True)
-    model.double()
-    with torch.no_grad():
-        logits(amd=True)
+        assert relative_error(logits(slow=True), right) < 1e-5
+        assert len(calls) == 2 * 4  # all of both layers, not the head, which has 19 columns
+    logits(slow=True)
     assert len(calls) == 8
+
+
+@only_float32
+def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "_products_are_slow", lambda: True)
+    x, weight, bias = torch.randn(64, 64), torch.randn(64, 64), torch.randn(64)
+    with torch.no_grad():
+        assert kernels.fit_linear(x, weight, bias) and kernels.fit_linear(x, weight, None)
+        unfit = [
+            (x[:1], weight, bias),  # too small to be worth it
+            (x[:, :48], weight, bias),
+            (x, weight[:63], None),
+            (x, weight.t(), bias),
+            (x, weight.double(), bias),
+            (x, weight.to("meta"), bias),
+            (x, weight.to_sparse(), bias),
+            (x, weight, bias.bfloat16()),
+            (x, weight, torch.ones(1).expand(64)),
+            (x, weight, torch.ones(1)),
+            (x.double(), weight.double(), None),
+        ]
+        assert not any(kernels.fit_linear(*arguments) for arguments in unfit)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not kernels.fit_linear(x, weight, bias)
+    assert not kernels.fit_linear(x, weight, bias)
 
 
 def build(arch: str, **settings) -> GPT:
@@ -371,12 +403,13 @@ def build(arch: str, **settings) -> GPT:
 
 def loss_and_gradient(
     model: GPT, idx: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         logits, loss = model(idx[:, :-1], idx[:, 1:])
     loss.backward()
-    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return logits.detach(), loss.detach(), gradient
 
 
 @both
@@ -384,13 +417,14 @@ def loss_and_gradient(
 def test_a_model_is_the_same_with_and_without_kernels(dtype, arch, monkeypatch):
     model, idx = build(arch), torch.randint(0, 19, (3, 34))
     calls = []
-    attention = kernels.attention
-    monkeypatch.setattr(kernels, "attention", lambda *a: calls.append(1) or attention(*a))
+    for name in ("attention", "cross_entropy"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, k=kernel, n=name: calls.append(n) or k(*a))
     ours = loss_and_gradient(model, idx, dtype)
-    assert len(calls) == 2  # one a layer
+    assert calls == ["attention", "attention", "cross_entropy"]
     monkeypatch.setattr(kernels, "library", lambda _: None)
     plain = loss_and_gradient(model, idx, dtype)
-    assert len(calls) == 2
+    assert len(calls) == 3
     for a, b in zip(ours, plain, strict=True):
         assert relative_error(a, b) < 4 * ERROR[dtype]
 
