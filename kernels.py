@@ -120,9 +120,9 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 
 def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `linear` can be used on x (..., C), a weight (columns, C) and a bias (columns), and is
-    faster than torch: in float32 on AMD's CPUs with AVX-512, unless the product is a small one or a
-    gradient is wanted (docs/experiments.md).
+    """Whether `linear` can be used on x (..., C), a weight (columns, C) and a bias (columns), and
+    is faster than torch: in float32 on AMD's CPUs with AVX-512, unless the product is a small one
+    or a gradient is wanted (docs/experiments.md).
     """
     return (
         not torch.is_grad_enabled()
@@ -148,7 +148,7 @@ def _is_dense_float32(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _products_are_slow() -> bool:
-    """Whether torch's float32 products are Intel's MKL on a CPU for which that is not at its best."""
+    """Whether torch's float32 products are those of Intel's MKL on a CPU that it is slow on."""
     amd = hardware.is_by_amd() and torch.backends.mkl.is_available()
     return amd and instructions(torch.float32) == "AVX512"
 
@@ -340,9 +340,9 @@ def attention_step(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x times `weight` (columns, C) transposed, plus `bias`: (..., columns) from (..., C), all dense
-    float32, C a multiple of 16 and columns of 4. Has no gradient. A row's result does not depend on
-    how many there are.
+    """x times `weight` (columns, C) transposed, plus `bias`: (..., columns) from (..., C), all
+    dense float32, C a multiple of 16 and columns of 4. Has no gradient. A row's result does not
+    depend on how many there are.
     """
     columns, C = weight.shape
     x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
