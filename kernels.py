@@ -126,10 +126,10 @@ def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     """
     return (
         not torch.is_grad_enabled()
-        and _is_plain(x)
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
         and x.numel() * weight.size(0) >= LEAST
+        and not torch.jit.is_tracing()
+        and _is_plain(x)
         and x.size(-1) == weight.size(1)
         and weight.size(0) % 4 == 0
         and x.dtype is torch.float32
@@ -153,11 +153,8 @@ def _products_are_slow() -> bool:
     return amd and instructions(torch.float32) == "AVX512"
 
 
-def _call(name: str, *arguments: torch.Tensor | int | None) -> None:
-    """Calls a kernel, the one for the first tensor's type, with addresses for tensors, which must
-    be dense.
-    """
-    dtype = next(a.dtype for a in arguments if isinstance(a, torch.Tensor))
+def _call(dtype: torch.dtype, name: str, *arguments: torch.Tensor | int | None) -> None:
+    """Calls a kernel, the one for `dtype`, with addresses for tensors, which must be dense."""
     addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
     failed = _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses)
     if failed == 2:
@@ -197,7 +194,9 @@ class _Attention(torch.autograd.Function):
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         qkv, out = qkv.contiguous(), qkv.new_empty(B, T, C)
         statistics = qkv.new_empty(2, B, n_head, T, dtype=torch.float32)
-        _call("attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, *statistics)
+        _call(
+            qkv.dtype, "attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, *statistics
+        )
         ctx.save_for_backward(qkv, cosine, sine, out, statistics)
         return out
 
@@ -208,7 +207,7 @@ class _Attention(torch.autograd.Function):
         _, B, n_head, T = statistics.shape
         D, grad = out.size(2) // n_head, torch.empty_like(qkv)
         _call(
-            "attention_backward",
+            *(qkv.dtype, "attention_backward"),
             *(B, T, n_head, D, qkv, cosine, sine, out, *statistics, g.contiguous(), grad),
         )
         return grad, None, None, None
@@ -219,7 +218,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x):
         x, rows = x.contiguous(), x.numel() // x.size(-1)
         y, r = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        _call("rms_norm", rows, x.size(-1), x, y, r)
+        _call(x.dtype, "rms_norm", rows, x.size(-1), x, y, r)
         ctx.save_for_backward(y, r)
         return y
 
@@ -228,7 +227,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, g):
         y, r = ctx.saved_tensors
         grad = torch.empty_like(y)
-        _call("rms_norm_backward", r.numel(), y.size(-1), g.contiguous(), y, r, grad)
+        _call(y.dtype, "rms_norm_backward", r.numel(), y.size(-1), g.contiguous(), y, r, grad)
         return grad
 
 
@@ -237,7 +236,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         x, rows = x.contiguous(), x.numel() // x.size(-1)
         y, statistics = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
-        _call("layer_norm", rows, x.size(-1), x, weight, bias, y, *statistics)
+        _call(x.dtype, "layer_norm", rows, x.size(-1), x, weight, bias, y, *statistics)
         ctx.save_for_backward(x, weight, statistics)
         ctx.has_bias = bias is not None
         return y
@@ -249,7 +248,7 @@ class _LayerNorm(torch.autograd.Function):
         rows, C, grad = statistics.size(1), x.size(-1), torch.empty_like(x)
         parts, sums = weight.new_empty(-(-rows // 64), 2, C), weight.new_empty(2, C)
         g = g.contiguous()
-        _call("layer_norm_backward", rows, C, g, x, weight, *statistics, grad, parts, sums)
+        _call(x.dtype, "layer_norm_backward", rows, C, g, x, weight, *statistics, grad, parts, sums)
         return grad, sums[0], sums[1] if ctx.has_bias else None
 
 
@@ -260,7 +259,7 @@ class _Elementwise(torch.autograd.Function):
     def forward(ctx, x, name):
         x = x.contiguous()
         y = torch.empty_like(x)
-        _call(name, x.numel(), x, y)
+        _call(x.dtype, name, x.numel(), x, y)
         ctx.save_for_backward(x)
         ctx.name = name
         return y
@@ -270,7 +269,7 @@ class _Elementwise(torch.autograd.Function):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         grad = torch.empty_like(x)
-        _call(f"{ctx.name}_backward", x.numel(), x, g.contiguous(), grad)
+        _call(x.dtype, f"{ctx.name}_backward", x.numel(), x, g.contiguous(), grad)
         return grad, None
 
 
@@ -282,7 +281,7 @@ class _CrossEntropy(torch.autograd.Function):
         y = x.new_empty(x.shape, dtype=torch.float32)
         statistics = x.new_empty(3, rows, dtype=torch.float32)
         total = x.new_empty((), dtype=torch.float32)
-        _call("cross_entropy", rows, V, softcap, x, targets, y, *statistics, total)
+        _call(x.dtype, "cross_entropy", rows, V, softcap, x, targets, y, *statistics, total)
         count = (targets != -1).sum()
         ctx.save_for_backward(y, targets, statistics, count)
         ctx.softcap, ctx.dtype = softcap, x.dtype
@@ -298,7 +297,7 @@ class _CrossEntropy(torch.autograd.Function):
         if g_loss is not None:
             grad = torch.empty_like(y, dtype=ctx.dtype)
             saved = (y, targets, highest, log_sum, (g_loss / count).float())
-            _call("cross_entropy_backward", rows, V, ctx.softcap, grad, *saved)
+            _call(ctx.dtype, "cross_entropy_backward", rows, V, ctx.softcap, grad, *saved)
         if g_y is not None:
             slope = 1 - (y / ctx.softcap).square() if ctx.softcap else 1
             extra = (g_y * slope).to(ctx.dtype)
@@ -335,7 +334,7 @@ def attention_step(
     cosine, sine = rotation if rotation is not None else (None, None)
     qkv, out = qkv.contiguous(), qkv.new_empty(B, 1, n_head * D)
     sizes = (B, n_head, D, keys.size(2), past)
-    _call("attention_step", *sizes, qkv, cosine, sine, keys, values, out)
+    _call(qkv.dtype, "attention_step", *sizes, qkv, cosine, sine, keys, values, out)
     return out
 
 
@@ -346,7 +345,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     columns, C = weight.shape
     x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
-    _call("linear", x.numel() // C, columns, C, x, weight, bias, y)
+    _call(x.dtype, "linear", x.numel() // C, columns, C, x, weight, bias, y)
     return y
 
 

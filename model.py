@@ -227,9 +227,10 @@ class Linear(nn.Linear):
         pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if kernels.fit_linear(x, self.weight, self.bias):
-            return kernels.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        weight, bias = self.weight, self.bias  # looking them up takes as long as the question
+        if kernels.fit_linear(x, weight, bias):
+            return kernels.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
 
 class Embedding(nn.Embedding):
