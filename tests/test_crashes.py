@@ -60,6 +60,8 @@ def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # as on a terminal, also where the tests themselves run under nohup
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         wait_until(lambda run=run: lines(run) > 5, process)
         process.send_signal(signal.SIGHUP)
