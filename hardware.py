@@ -76,20 +76,23 @@ def keep_freed_memory() -> None:
     """Has glibc keep freed memory for the next allocation instead of returning it to the kernel.
 
     A CPU step allocates and frees the same tensors again and again; without this, a sixth of its
-    time goes to page faults (docs/experiments.md). Elsewhere than on Linux with glibc nothing
-    happens.
+    time goes to page faults, and more where tensors are large (docs/experiments.md). Elsewhere than
+    on Linux with glibc nothing happens.
     """
-    _set_malloc(trim=2**31 - 1, mmap=2**25)  # the largest it takes
+    # The threshold cannot be higher, so that nothing may be mapped instead, which is returned.
+    _set_malloc(trim=2**31 - 1, threshold=2**25, mapped=0)
 
 
 def return_freed_memory() -> None:
     """The opposite, where memory counts for more than time."""
-    _set_malloc(trim=2**17, mmap=2**16)
+    _set_malloc(trim=2**17, threshold=2**16, mapped=2**16)
 
 
-def _set_malloc(trim: int, mmap: int) -> None:
+def _set_malloc(trim: int, threshold: int, mapped: int) -> None:
+    """What of freed memory, in bytes, is kept; from where on memory is mapped, and how often."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # <malloc.h>
         mallopt(M_TRIM_THRESHOLD, trim)
-        mallopt(M_MMAP_THRESHOLD, mmap)
+        mallopt(M_MMAP_THRESHOLD, threshold)
+        mallopt(M_MMAP_MAX, mapped)
