@@ -79,7 +79,7 @@ def keep_freed_memory() -> None:
     time goes to page faults, and more where tensors are large (docs/experiments.md). Elsewhere than
     on Linux with glibc nothing happens.
     """
-    # The threshold cannot be higher, so that nothing may be mapped instead, which is returned.
+    # What is mapped is returned, and the threshold can be no higher: nothing may be mapped.
     _set_malloc(trim=2**31 - 1, threshold=2**25, mapped=0)
 
 
@@ -89,7 +89,7 @@ def return_freed_memory() -> None:
 
 
 def _set_malloc(trim: int, threshold: int, mapped: int) -> None:
-    """What of freed memory, in bytes, is kept; from where on memory is mapped, and how often."""
+    """How many freed bytes are kept, from how many on memory is mapped, and how often at most."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # <malloc.h>

@@ -128,8 +128,7 @@ def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and x.numel() * weight.size(0) >= LEAST
-        and not torch.jit.is_tracing()
-        and _is_plain(x)
+        and fit(x)
         and x.size(-1) == weight.size(1)
         and weight.size(0) % 4 == 0
         and x.dtype is torch.float32
@@ -137,7 +136,6 @@ def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         and _is_dense_float32(weight)
         and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))
         and _products_are_slow()
-        and fit(x)
     )
 
 
