@@ -1,6 +1,6 @@
-// What a step on a CPU spends its time on beside matrix products, in one pass over memory each:
-// causal attention with rotary positions and normalised queries and keys, RMSNorm, LayerNorm,
-// squared ReLU, GELU, cross-entropy. Matrix products only where torch's are slow: `fit_linear` in kernels.py.
+// What a step on a CPU spends its time on, in one pass over memory each: causal attention with rotary
+// positions and normalised queries and keys, RMSNorm, LayerNorm, squared ReLU, GELU, cross-entropy;
+// and linear layers where torch's matrix products are slow (`fit_linear` in kernels.py).
 //
 // Built once for each type of number, `real`, and called by kernels.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
@@ -106,20 +106,28 @@ static inline float largest_of(vector x) {
 }
 #endif
 
-// 2^x, within 2e-7 of it, for x up to 127; 0 from -127 down. A nan stays one.
+// 2^x, within 3e-7 of it, for x up to 127; at most 1e-38 from -127 down, 0 for -inf. A nan stays.
 static inline vector exp2_of(vector x) {
+#ifdef __AVX512F__
+    vector rest = (vector)_mm512_reduce_ps((__m512)x, 0), whole = x - rest;
+#else
     const float round = 12582912;  // 1.5 * 2^23: what is added to it loses its fraction
     x = maximum(broadcast(-127), x);
     vector whole = x + round - round, rest = x - whole;
-    vector sum = broadcast(1.5403530e-4f);  // Taylor's series of 2^rest, |rest| <= 1/2
-    sum = sum * rest + 1.3333558e-3f;
-    sum = sum * rest + 9.6181291e-3f;
-    sum = sum * rest + 5.5504109e-2f;
-    sum = sum * rest + 2.4022651e-1f;
-    sum = sum * rest + 6.9314718e-1f;
+#endif
+    // The polynomial nearest to 2^rest, |rest| <= 1/2, of those that give 1 for 0: within 1e-7.
+    vector sum = broadcast(1.32647459e-3f);
+    sum = sum * rest + 9.67151299e-3f;
+    sum = sum * rest + 5.55073358e-2f;
+    sum = sum * rest + 2.40222424e-1f;
+    sum = sum * rest + 6.93147004e-1f;
     sum = sum * rest + 1.0f;
+#ifdef __AVX512F__
+    return (vector)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+#else
     integers exponent = (__builtin_convertvector(whole, integers) + 127) << 23;
     return sum * (vector)exponent;
+#endif
 }
 
 // c (HEIGHT, LANES V) = a b, or c += a b with `accumulate`, over `groups` of the inner dimension.
@@ -157,12 +165,23 @@ static void product(long rows, long columns, long groups, const group *a, long r
     }
 }
 
+#ifdef BF16
+// y (rows / 2, width) = each two rows of x (rows, stride) as groups; width a multiple of 16.
+static void pair_rows(long rows, long width, long stride, const real *x, group *y) {
+    for (long i = 0; i < rows; i += 2, x += 2 * stride)
+        for (long d = 0; d < width; d += 16, y += 16) {
+            const void *first = x + d, *second = x + d + stride;
+            __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(first));
+            __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(second));
+            _mm512_storeu_si512(y, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+}
+#endif
+
 // (rows / TOGETHER, width): TOGETHER rows of x (rows, width) as groups, in y unless x will do.
 static const group *group_rows(long rows, long width, const real *x, group *y) {
 #ifdef BF16
-    for (long i = 0; i < rows; i += 2)
-        for (long d = 0; d < width; d++)
-            y[i / 2 * width + d] = x[i * width + d] | (group)x[(i + 1) * width + d] << 16;
+    pair_rows(rows, width, width, x, y);
     return y;
 #else
     return x;
@@ -177,6 +196,16 @@ static void group_columns(long rows, long width, const real *x, group *y) {
     for (long first = 0; first < rows; first += 16)
         for (long d = 0; d < width; d++)
             for (long i = first; i < first + 16; i++) y[d * rows + i] = groups[i * width + d];
+}
+
+// Asks memory for `count` numbers from x on, for later. Some may lie behind the last one.
+static inline void fetch(const real *x, long count) {
+    for (long i = 0; i < count; i += 64 / sizeof(real)) __builtin_prefetch(x + i);
+}
+
+// Where the first row of one of B H heads is in an array (B, T, parts, H, D).
+static inline long head_at(long head, long T, long parts, long H, long D) {
+    return (head / H * T * parts * H + head % H) * D;
 }
 
 // y (padded, D): one head's rows of x (T, stride), with zeros after them. Where there are cosines
@@ -276,8 +305,9 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
 #pragma omp for
         for (long head = 0; head < B * H; head++) {
             if (failed) continue;
-            const real *x = qkv + head / H * T * 3 * C + head % H * D;
-            real *y = out + head / H * T * C + head % H * D;
+            const real *x = qkv + head_at(head, T, 3, H, D);
+            const real *next_x = qkv + head_at(head + 1, T, 3, H, D);
+            real *y = out + head_at(head, T, 1, H, D);
             read_head(T, padded, D, 3 * C, x, cosine, sine, q, r);
             read_head(T, padded, D, 3 * C, x + C, cosine, sine, kv, r);
             group_columns(padded, D, kv, k);
@@ -289,6 +319,9 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
                 score(first, D, padded, q, k, scores);
                 for (long i = 0; i < ROWS; i++) {
                     const float *row = scores + i * padded;
+                    // Rows of a head lie apart, which no CPU foresees.
+                    for (long part = 0; part < 3; part++)
+                        fetch(next_x + ((first + i) * 3 + part) * C, D);
                     vector most = get(row);
                     for (long j = LANES; j < seen; j += LANES)
                         most = maximum(most, get(row + j));
@@ -410,10 +443,11 @@ int attention_backward(long threads, long B, long T, long H, long D, const real 
 #pragma omp for
         for (long head = 0; head < B * H; head++) {
             if (failed) continue;
-            const real *x = qkv + head / H * T * 3 * C + head % H * D;
-            const real *y = out + head / H * T * C + head % H * D;
-            const real *dy = dout + head / H * T * C + head % H * D;
-            real *dx = dqkv + head / H * T * 3 * C + head % H * D;
+            long here = head_at(head, T, 1, H, D), next = head_at(head + 1, T, 1, H, D);
+            const real *y = out + here, *dy = dout + here;
+            const real *x = qkv + head_at(head, T, 3, H, D);
+            const real *next_x = qkv + head_at(head + 1, T, 3, H, D);
+            real *dx = dqkv + (x - qkv);
             read_head(T, padded, D, 3 * C, x, cosine, sine, q, q_r);
             read_head(T, padded, D, 3 * C, x + C, cosine, sine, k, k_r);
             read_head(T, padded, D, 3 * C, x + 2 * C, NULL, NULL, v, NULL);
@@ -437,6 +471,11 @@ int attention_backward(long threads, long B, long T, long H, long D, const real 
                         memset(ds + at, 0, seen * sizeof(real));
                         continue;
                     }
+                    // As in `attention`.
+                    fetch(out + next + (first + i) * C, D);
+                    fetch(dout + next + (first + i) * C, D);
+                    for (long part = 0; part < 3; part++)
+                        fetch(next_x + ((first + i) * 3 + part) * C, D);
                     vector dots = broadcast(0);  // of out and its gradient: the softmax's own part
                     for (long d = 0; d < D; d += LANES)
                         dots = load(g + (first + i) * D + d) * load(y + (first + i) * C + d) + dots;
@@ -599,6 +638,101 @@ int linear(long threads, long rows, long columns, long C, const float *x, const 
             for (; i < end; i++) dots_1(C, columns, x + i * C, wj, bj, y + i * columns + j);
         }
     }
+    return 0;
+}
+#else
+// How a matrix (inner, columns) is read: panels of WIDE columns, groups (inner / 2, WIDE) each.
+enum { WIDE = 2 * LANES };
+
+// y (rows, columns) = x (rows, inner) times what `panels` hold, plus b (columns), if any.
+static void rows_by_panels(long rows, long columns, long inner, const real *x, const group *panels,
+                           const float *b, real *y) {
+#pragma omp for
+    for (long i = 0; i < rows; i += ROWS) {
+        long count = rows - i < ROWS ? rows - i : ROWS;
+        for (long j = 0; j < columns; j += WIDE) {
+            float sums[ROWS * WIDE];
+            product(count, WIDE, inner / 2, (const group *)x + i * inner / 2, inner / 2, 1,
+                    panels + j * inner / 2, WIDE, sums, WIDE, 0);
+            vector base[2] = {b ? get(b + j) : broadcast(0), b ? get(b + j + LANES) : broadcast(0)};
+            for (long r = 0; r < count; r++)
+                for (long v = 0; v < 2; v++)
+                    store(y + (i + r) * columns + j + v * LANES,
+                          get(sums + r * WIDE + v * LANES) + base[v]);
+        }
+    }
+}
+
+// y (rows, width) = x (rows, stride), rounded.
+static void round_rows(long rows, long width, long stride, const float *x, real *y) {
+    for (long i = 0; i < rows; i++)
+        for (long d = 0; d < width; d += LANES) store(y + i * width + d, get(x + i * stride + d));
+}
+
+// y (rows, columns) = x (rows, C) w' + b for w (columns, C) and b (columns), of which there may be
+// none (NULL); rows a multiple of 8, columns and C of 32. A row is the same however many there are.
+int linear(long threads, long rows, long columns, long C, const real *x, const float *w,
+           const float *b, real *y) {
+    real *rounded = aligned_alloc(64, 2 * columns * C * sizeof(real));
+    group *panels = (group *)(rounded + columns * C);
+    if (!rounded) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for
+        for (long j = 0; j < columns; j += WIDE) {
+            round_rows(WIDE, C, C, w + j * C, rounded + j * C);
+            group_columns(WIDE, C, rounded + j * C, panels + j * C / 2);
+        }
+        rows_by_panels(rows, columns, C, x, panels, b, y);
+    }
+    free(rounded);
+    return 0;
+}
+
+// From dy (rows, columns): dx (rows, C) = dy w, dw (columns, C) = dy' x, db (columns) = the sum of
+// dy's rows. Each sum is in the same order with any number of threads.
+int linear_backward(long threads, long rows, long columns, long C, const real *dy, const real *x,
+                    const float *w, real *dx, float *dw, float *db) {
+    enum { BLOCK = 256 };  // rows at a time: WIDE columns of them fit in a cache
+    const group ones = 0x3F803F80;
+    long size = BLOCK / 2 * C;
+    real *rounded = aligned_alloc(64, 2 * columns * C * sizeof(real) + 2 * size * sizeof(group));
+    group *panels = (group *)(rounded + columns * C), *room = panels + columns * C / 2;
+    if (!rounded) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        group narrow[BLOCK / 2 * LANES];
+        for (long first = 0; first < rows; first += BLOCK) {
+            long count = rows - first < BLOCK ? rows - first : BLOCK;
+            // Two rooms in turn: what some threads still read, others do not write.
+            group *wide = room + first / BLOCK % 2 * size;
+#pragma omp for
+            for (long c = 0; c < C; c += WIDE)
+                pair_rows(count, WIDE, C, x + first * C + c, wide + BLOCK / 2 * c);
+#pragma omp for schedule(static) nowait
+            for (long j = 0; j < columns; j += LANES) {
+                pair_rows(count, LANES, columns, dy + first * columns + j, narrow);
+                vector sum = first ? get(db + j) : broadcast(0);
+                for (long p = 0; p < count / 2; p++) sum = multiply(sum, ones, narrow + p * LANES);
+                put(db + j, sum);
+                for (long c = 0; c < C; c += WIDE) {
+                    // A share of the next rows, the same for each product.
+                    long next = first + BLOCK, done = BLOCK * (j * C + c * LANES);
+                    fetch(dy + next * columns + done / C, BLOCK * LANES * WIDE / C);
+                    fetch(x + next * C + done / columns, BLOCK * LANES * WIDE / columns);
+                    product(LANES, WIDE, count / 2, narrow, 1, LANES, wide + BLOCK / 2 * c, WIDE,
+                            dw + j * C + c, C, first > 0);
+                }
+            }
+        }
+#pragma omp for
+        for (long c = 0; c < C; c += WIDE) {
+            round_rows(columns, WIDE, C, w + c, rounded + c * columns);
+            pair_rows(columns, WIDE, WIDE, rounded + c * columns, panels + c * columns / 2);
+        }
+        rows_by_panels(rows, C, columns, dy, panels, NULL, dx);
+    }
+    free(rounded);
     return 0;
 }
 #endif

@@ -31,8 +31,8 @@ SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = "-O3 -mfma -fno-math-errno -fno-strict-aliasing -ffp-contract=fast -fopenmp -shared -fPIC"
 FLAGS_OF = {  # what the instructions of the name need beside
     "AVX2": "-mavx2",
-    "AVX512": "-mavx512f -mavx512bw -mavx512vl",
-    "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512vl -mavx512bf16 -DBF16",
+    "AVX512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl",
+    "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -DBF16",
 }
 WIDTH = 16  # rows must be a multiple of it long
 LEAST = 2**17  # multiplications, below which calling a kernel takes longer than torch's product
@@ -121,21 +121,30 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `linear` can be used on x (..., C), a weight (columns, C) and a bias (columns), and
-    is faster than torch: in float32 on AMD's CPUs with AVX-512, unless the product is a small one
-    or a gradient is wanted (docs/experiments.md).
+    is faster than torch (docs/experiments.md), unless the product is a small one: in bfloat16 where
+    that is autocast's type, in float32 without it and without gradients.
     """
+    if torch.compiler.is_compiling() or x.numel() * weight.size(0) < LEAST:
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        sizes = (8, 2 * WIDTH, 2 * WIDTH)  # of which rows, columns and C are multiples
+        computed = torch.get_autocast_dtype("cpu")
+        if computed is not torch.bfloat16:
+            return False
+    else:
+        sizes, computed = (1, 4, WIDTH), torch.float32
+        if torch.is_grad_enabled():
+            return False
+    rows = x.numel() // x.size(-1)
     return (
-        not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and x.numel() * weight.size(0) >= LEAST
-        and fit(x)
-        and x.size(-1) == weight.size(1)
-        and weight.size(0) % 4 == 0
-        and x.dtype is torch.float32
-        and not torch.is_autocast_enabled("cpu")
+        x.dtype is computed
+        and fit(x, multiple=sizes[2])
+        and rows % sizes[0] == 0
+        and weight.size(0) % sizes[1] == 0
+        and weight.size(1) == x.size(-1)
         and _is_dense_float32(weight)
         and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))
-        and _products_are_slow()
+        and _products_are_slow(computed)
     )
 
 
@@ -145,8 +154,12 @@ def _is_dense_float32(x: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _products_are_slow() -> bool:
-    """Whether torch's float32 products are those of Intel's MKL on a CPU that it is slow on."""
+def _products_are_slow(dtype: torch.dtype) -> bool:
+    """Whether the CPU is one that torch's matrix products are slow on: in bfloat16, without AMX; in
+    float32, one of AMD's, if torch's are those of Intel's MKL.
+    """
+    if dtype is torch.bfloat16:
+        return not torch.cpu._is_amx_tile_supported()
     amd = hardware.is_by_amd() and torch.backends.mkl.is_available()
     return amd and instructions(torch.float32) == "AVX512"
 
@@ -209,6 +222,29 @@ class _Attention(torch.autograd.Function):
             *(B, T, n_head, D, qkv, cosine, sine, out, *statistics, g.contiguous(), grad),
         )
         return grad, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """In bfloat16 the weights' gradients are added up, and stay, in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        columns, C = weight.shape
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
+        _call(x.dtype, "linear", x.numel() // C, columns, C, x, weight, bias, y)
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        columns, C = weight.shape
+        grads = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(columns)
+        saved = (g.contiguous(), x, weight)
+        _call(x.dtype, "linear_backward", x.numel() // C, columns, C, *saved, *grads)
+        return *grads[:2], grads[2] if ctx.has_bias else None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -337,14 +373,10 @@ def attention_step(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x times `weight` (columns, C) transposed, plus `bias`: (..., columns) from (..., C), all
-    dense float32, C a multiple of 16 and columns of 4. Has no gradient. A row's result does not
-    depend on how many there are.
+    """x (..., C) times `weight` (columns, C) transposed, plus `bias`, both float32: (..., columns).
+    Where x is float32 it has no gradient. A row's result does not depend on how many there are.
     """
-    columns, C = weight.shape
-    x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
-    _call(x.dtype, "linear", x.numel() // C, columns, C, x, weight, bias, y)
-    return y
+    return _apply(_Linear, x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:

@@ -320,6 +320,7 @@ def test_cross_entropy_of_large_logits_and_wrong_targets(dtype):
             kernels.cross_entropy(x, unfit, 0)
 
 
+only_bfloat16 = pytest.mark.parametrize("dtype", [on(torch.bfloat16)])
 only_float32 = pytest.mark.parametrize("dtype", [on(torch.float32)])
 
 
@@ -341,33 +342,62 @@ def test_a_linear_layer_is_that_of_float64_and_its_rows_do_not_know_of_each_othe
         torch.set_num_threads(1)
 
 
-@only_float32
-def test_linear_layers_are_the_kernels_where_that_is_faster_and_nobody_wants_a_gradient(
-    dtype, monkeypatch
+@only_bfloat16
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("rows, columns, width", [(8, 32, 32), (72, 96, 160), (776, 128, 64)])
+def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
+    dtype, rows, columns, width, has_bias
 ):
-    model, idx = build("gpt2", n_embd=256, bias=True), torch.randint(0, 19, (2, 40))
+    torch.manual_seed(0)
+    x, g = torch.randn(rows, width).to(dtype), torch.randn(rows, columns).to(dtype)
+    weight, bias = torch.randn(columns, width), torch.randn(columns) if has_bias else None
+
+    def run(function, kind=None):
+        leaves = [
+            z.detach().clone().to(kind or z.dtype).requires_grad_()
+            for z in (x, weight, bias)
+            if z is not None
+        ]
+        y = function(*leaves, *([] if has_bias else [None]))
+        y.backward(g.to(y.dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    ours, right = run(kernels.linear), run(F.linear, torch.float64)
+    # Nothing is rounded on the way to the gradients of weight and bias.
+    for a, b, error in zip(ours, right, [ERROR[dtype]] * 2 + [1e-6] * 2, strict=False):
+        assert relative_error(a, b) < error
+    assert [z.dtype for z in ours[2:]] == [torch.float32] * (1 + has_bias)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(run(kernels.linear), ours, strict=True))
+    torch.set_num_threads(1)
+    assert torch.equal(kernels.linear(x[-8:], weight, bias), ours[0][-8:])
+
+
+@both
+def test_linear_layers_are_the_kernels_where_they_are_faster(dtype, monkeypatch):
+    model, idx = build("gpt2", n_embd=256, bias=True), torch.randint(0, 19, (2, 8))
     calls = []
     linear = kernels.linear
     monkeypatch.setattr(kernels, "linear", lambda *a: calls.append(1) or linear(*a))
 
-    def logits(slow: bool, autocast: bool = False):
-        monkeypatch.setattr(kernels, "_products_are_slow", lambda: slow)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(idx[:, :8])[0].detach()
+    def logits(fast: bool):
+        monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: fast)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return model(idx)[0].detach()
 
     with torch.no_grad():
-        right = logits(slow=False)
-        logits(slow=True, autocast=True)
+        right = logits(fast=False)
         assert not calls
-        assert relative_error(logits(slow=True), right) < 1e-5
+        assert relative_error(logits(fast=True), right) < ERROR[dtype]
         assert len(calls) == 2 * 4  # all of both layers, not the head, which has 19 columns
-    logits(slow=True)
-    assert len(calls) == 8
+    logits(fast=True)
+    assert len(calls) == (16 if dtype is torch.bfloat16 else 8)  # with gradients in bfloat16 alone
 
 
 @only_float32
 def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "_products_are_slow", lambda: True)
+    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
     x, weight, bias = torch.randn(64, 64), torch.randn(64, 64), torch.randn(64)
     with torch.no_grad():
         assert kernels.fit_linear(x, weight, bias) and kernels.fit_linear(x, weight, None)
@@ -388,6 +418,27 @@ def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monke
         with torch.autocast("cpu", torch.bfloat16):
             assert not kernels.fit_linear(x, weight, bias)
     assert not kernels.fit_linear(x, weight, bias)
+
+
+@only_bfloat16
+def test_a_linear_layer_that_the_kernel_in_bfloat16_is_not_for_is_left_to_torch(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
+    x, weight, bias = torch.randn(64, 64).to(dtype), torch.randn(64, 64), torch.randn(64)
+    with torch.autocast("cpu", dtype):
+        assert kernels.fit_linear(x, weight, bias) and kernels.fit_linear(x, weight, None)
+        unfit = [
+            (x[:8], weight, bias),  # too small to be worth it
+            (x[:63], weight, bias),
+            (x[:, :48], weight[:, :48], bias),
+            (x, weight[:48], bias[:48]),
+            (x.float(), weight, bias),
+            (x, weight.to(dtype), bias),
+            (x, weight, bias.to(dtype)),
+        ]
+        assert not any(kernels.fit_linear(*arguments) for arguments in unfit)
+    assert not kernels.fit_linear(x, weight, bias)
+    with torch.autocast("cpu", torch.float16):
+        assert not kernels.fit_linear(x, weight, bias)
 
 
 def build(arch: str, **settings) -> GPT:
