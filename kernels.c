@@ -41,7 +41,7 @@ static inline vector broadcast(float x) { return x - (vector){0}; }
 // A `group` is what one lane multiplies, TOGETHER numbers along the inner dimension of a product.
 #ifdef BF16
 typedef uint16_t real;
-typedef uint32_t group;
+typedef uint32_t group __attribute__((aligned(2)));  // an array of `real` may begin anywhere
 enum { TOGETHER = 2 };
 
 static inline vector load(const real *p) {
@@ -106,7 +106,8 @@ static inline float largest_of(vector x) {
 }
 #endif
 
-// 2^x, within 3e-7 of it, for x up to 127; at most 1e-38 from -127 down, 0 for -inf. A nan stays.
+// 2^x, with a relative error below 3e-7, for x from -126 to 127; at most 2^-126 below, 0 for -inf. A
+// nan stays one.
 static inline vector exp2_of(vector x) {
 #ifdef __AVX512F__
     vector rest = (vector)_mm512_reduce_ps((__m512)x, 0), whole = x - rest;
@@ -115,7 +116,7 @@ static inline vector exp2_of(vector x) {
     x = maximum(broadcast(-127), x);
     vector whole = x + round - round, rest = x - whole;
 #endif
-    // The polynomial nearest to 2^rest, |rest| <= 1/2, of those that give 1 for 0: within 1e-7.
+    // The polynomial nearest to 2^rest, |rest| <= 1/2, of those that give 1 for 0.
     vector sum = broadcast(1.32647459e-3f);
     sum = sum * rest + 9.67151299e-3f;
     sum = sum * rest + 5.55073358e-2f;
@@ -319,7 +320,7 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
                 score(first, D, padded, q, k, scores);
                 for (long i = 0; i < ROWS; i++) {
                     const float *row = scores + i * padded;
-                    // Rows of a head lie apart, which no CPU foresees.
+                    // A head's rows lie apart, which the CPU does not foresee.
                     for (long part = 0; part < 3; part++)
                         fetch(next_x + ((first + i) * 3 + part) * C, D);
                     vector most = get(row);
@@ -704,12 +705,12 @@ int linear_backward(long threads, long rows, long columns, long C, const real *d
         group narrow[BLOCK / 2 * LANES];
         for (long first = 0; first < rows; first += BLOCK) {
             long count = rows - first < BLOCK ? rows - first : BLOCK;
-            // Two rooms in turn: what some threads still read, others do not write.
+            // Two rooms in turn, and all wait once one is full: nobody writes what others still read.
             group *wide = room + first / BLOCK % 2 * size;
 #pragma omp for
             for (long c = 0; c < C; c += WIDE)
                 pair_rows(count, WIDE, C, x + first * C + c, wide + BLOCK / 2 * c);
-#pragma omp for schedule(static) nowait
+#pragma omp for nowait
             for (long j = 0; j < columns; j += LANES) {
                 pair_rows(count, LANES, columns, dy + first * columns + j, narrow);
                 vector sum = first ? get(db + j) : broadcast(0);

@@ -36,6 +36,7 @@ FLAGS_OF = {  # what the instructions of the name need beside
 }
 WIDTH = 16  # rows must be a multiple of it long
 LEAST = 2**17  # multiplications, below which calling a kernel takes longer than torch's product
+LEAST_ROWS = 256  # below which it takes too long to round and order a weight for bfloat16
 
 
 def instructions(dtype: torch.dtype) -> str | None:
@@ -127,20 +128,18 @@ def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     if torch.compiler.is_compiling() or x.numel() * weight.size(0) < LEAST:
         return False
     if torch.is_autocast_enabled("cpu"):
-        sizes = (8, 2 * WIDTH, 2 * WIDTH)  # of which rows, columns and C are multiples
-        computed = torch.get_autocast_dtype("cpu")
-        if computed is not torch.bfloat16:
+        rows = x.numel() // x.size(-1)
+        if rows < LEAST_ROWS or rows % 8:
             return False
+        computed, columns, C = torch.get_autocast_dtype("cpu"), 2 * WIDTH, 2 * WIDTH
     else:
-        sizes, computed = (1, 4, WIDTH), torch.float32
         if torch.is_grad_enabled():
             return False
-    rows = x.numel() // x.size(-1)
+        computed, columns, C = torch.float32, 4, WIDTH
     return (
         x.dtype is computed
-        and fit(x, multiple=sizes[2])
-        and rows % sizes[0] == 0
-        and weight.size(0) % sizes[1] == 0
+        and fit(x, multiple=C)
+        and weight.size(0) % columns == 0
         and weight.size(1) == x.size(-1)
         and _is_dense_float32(weight)
         and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))
@@ -156,7 +155,7 @@ def _is_dense_float32(x: torch.Tensor) -> bool:
 @functools.cache
 def _products_are_slow(dtype: torch.dtype) -> bool:
     """Whether the CPU is one that torch's matrix products are slow on: in bfloat16, without AMX; in
-    float32, one of AMD's, if torch's are those of Intel's MKL.
+    float32, one of AMD's, if torch's are those of Intel's MKL. Measured on a Zen 5, two threads.
     """
     if dtype is torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()
@@ -376,6 +375,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """x (..., C) times `weight` (columns, C) transposed, plus `bias`, both float32: (..., columns).
     Where x is float32 it has no gradient. A row's result does not depend on how many there are.
     """
+    if x.dtype is torch.float32:
+        return _Linear.forward(_NoContext(), x, weight, bias)
     return _apply(_Linear, x, weight, bias)
 
 

@@ -105,6 +105,13 @@ MUTATIONS = [
         "test_kernels.py::test_cross_entropy_and_its_gradient_are_those_of_float64",
     ),
     Mutation(
+        "a weight learns from the last rows of a batch alone",
+        "kernels.c",
+        "dw + j * C + c, C, first > 0);",
+        "dw + j * C + c, C, 0);",
+        "test_kernels.py::test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64",
+    ),
+    Mutation(
         "with a cache, positions begin at 0 again",
         "model.py",
         "cos[past : past + T], sin[past : past + T]",

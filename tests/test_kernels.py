@@ -349,12 +349,13 @@ def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
     dtype, rows, columns, width, has_bias
 ):
     torch.manual_seed(0)
-    x, g = torch.randn(rows, width).to(dtype), torch.randn(rows, columns).to(dtype)
+    x = torch.randn(4, rows // 4, width).to(dtype).transpose(0, 1)  # neither is dense
+    g = torch.randn(4, rows // 4, columns).to(dtype).transpose(0, 1)
     weight, bias = torch.randn(columns, width), torch.randn(columns) if has_bias else None
 
     def run(function, kind=None):
         leaves = [
-            z.detach().clone().to(kind or z.dtype).requires_grad_()
+            z.detach().to(kind or z.dtype).requires_grad_()
             for z in (x, weight, bias)
             if z is not None
         ]
@@ -371,12 +372,12 @@ def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
         torch.set_num_threads(threads)
         assert all(torch.equal(a, b) for a, b in zip(run(kernels.linear), ours, strict=True))
     torch.set_num_threads(1)
-    assert torch.equal(kernels.linear(x[-8:], weight, bias), ours[0][-8:])
+    assert torch.equal(kernels.linear(x[-2:], weight, bias), ours[0][-2:])
 
 
 @both
 def test_linear_layers_are_the_kernels_where_they_are_faster(dtype, monkeypatch):
-    model, idx = build("gpt2", n_embd=256, bias=True), torch.randint(0, 19, (2, 8))
+    model, idx = build("gpt2", n_embd=256, bias=True), torch.randint(0, 19, (8, 32))
     calls = []
     linear = kernels.linear
     monkeypatch.setattr(kernels, "linear", lambda *a: calls.append(1) or linear(*a))
@@ -423,13 +424,13 @@ def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monke
 @only_bfloat16
 def test_a_linear_layer_that_the_kernel_in_bfloat16_is_not_for_is_left_to_torch(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
-    x, weight, bias = torch.randn(64, 64).to(dtype), torch.randn(64, 64), torch.randn(64)
+    x, weight, bias = torch.randn(264, 64).to(dtype), torch.randn(64, 64), torch.randn(64)
     with torch.autocast("cpu", dtype):
         assert kernels.fit_linear(x, weight, bias) and kernels.fit_linear(x, weight, None)
         unfit = [
-            (x[:8], weight, bias),  # too small to be worth it
-            (x[:63], weight, bias),
-            (x[:, :48], weight[:, :48], bias),
+            (x[:248], weight, bias),  # too few to be worth it
+            (x[:260], weight, bias),
+            (x[:, :48], weight[:, :48].contiguous(), bias),
             (x, weight[:48], bias[:48]),
             (x.float(), weight, bias),
             (x, weight.to(dtype), bias),
@@ -466,16 +467,19 @@ def loss_and_gradient(
 @both
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_a_model_is_the_same_with_and_without_kernels(dtype, arch, monkeypatch):
-    model, idx = build(arch), torch.randint(0, 19, (3, 34))
+    model, idx = build(arch), torch.randint(0, 19, (8, 34))
+    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
     calls = []
-    for name in ("attention", "cross_entropy"):
+    for name in ("attention", "linear", "cross_entropy"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, k=kernel, n=name: calls.append(n) or k(*a))
     ours = loss_and_gradient(model, idx, dtype)
-    assert calls == ["attention", "attention", "cross_entropy"]
+    linear = int(dtype is torch.bfloat16)
+    layer = [*["linear"] * linear, "attention", *["linear"] * 3 * linear]
+    assert calls == [*layer, *layer, "cross_entropy"]
     monkeypatch.setattr(kernels, "library", lambda _: None)
     plain = loss_and_gradient(model, idx, dtype)
-    assert len(calls) == 3
+    assert len(calls) == 2 * len(layer) + 1
     for a, b in zip(ours, plain, strict=True):
         assert relative_error(a, b) < 4 * ERROR[dtype]
 
@@ -497,8 +501,9 @@ def test_no_logit_depends_on_a_later_character(dtype, arch):
 
 @both
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch):
-    model, idx = build(arch), torch.randint(0, 19, (3, 34))
+def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch, monkeypatch):
+    model, idx = build(arch), torch.randint(0, 19, (8, 34))
+    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
     results = []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
