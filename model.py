@@ -160,25 +160,22 @@ class CompleteConfig(GPTConfig):
 class KVCache:
     """Keys and values of the characters seen so far, for one `generate` call.
 
-    `keys` and `values` are (n_layer, B, H, block_size, D); `length` characters of them are filled.
-    `rotation` is of all positions.
-    The idea of one preallocated tensor per model is pytorch-labs/gpt-fast's. Where `weights` is a
+    `keys` and `values` are (B, H, block_size, D) for each layer; `length` characters of them are
+    filled. `rotation` is of all positions. The idea of tensors that are as long as the context will
+    ever be is pytorch-labs/gpt-fast's. Where `weights` is a
     list, every layer appends its attention weights to it, (B, H, S, length + S).
     """
 
     def __init__(
         self, config: CompleteConfig, batch_size: int, device: torch.device, dtype: torch.dtype
     ):
-        shape = (
-            config.n_layer,
-            batch_size,
-            config.n_head,
-            config.block_size,
-            config.n_embd // config.n_head,
+        width = config.n_embd // config.n_head
+        shape = batch_size, config.n_head, config.block_size, width
+        self.keys, self.values = (
+            [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+            for _ in range(2)
         )
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
-        self.rotation = rotary(config.block_size, shape[-1], device)
+        self.rotation = rotary(config.block_size, width, device)
         self.length = 0
         self.weights: list[torch.Tensor] | None = None
 
@@ -186,7 +183,7 @@ class KVCache:
         """Whether a kernel may add the next `count` characters, numbers of `dtype`: a single one,
         without a gradient, whose weights nobody wants.
         """
-        same = dtype is self.keys.dtype and not torch.is_grad_enabled()
+        same = dtype is self.keys[0].dtype and not torch.is_grad_enabled()
         return count == 1 and same and self.weights is None
 
     def append(
@@ -196,9 +193,9 @@ class KVCache:
         length + S, D).
         """
         end = self.length + key.size(2)
-        self.keys[layer, :, :, self.length : end] = key
-        self.values[layer, :, :, self.length : end] = value
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        self.keys[layer][:, :, self.length : end] = key
+        self.values[layer][:, :, self.length : end] = value
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
@@ -238,15 +235,6 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         pass
-
-
-class Dropout(nn.Dropout):
-    """Without the calls that find out, at every character of `generate`, that there is nothing to
-    do.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.training else x
 
 
 class LayerNorm(nn.LayerNorm):
@@ -300,13 +288,11 @@ class CausalSelfAttention(nn.Module):
         self.modern = config.arch == "modern"
         self.attention = config.attention
         self.attn_pdrop = config.attn_pdrop
+        self.resid_pdrop = config.resid_pdrop
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.resid_dropout = Dropout(config.resid_pdrop)
 
-    def forward(
-        self, x: torch.Tensor, rotation, mask: torch.Tensor, cache: KVCache | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation, cache: KVCache | None) -> torch.Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x)
         plain = self.attention != "auto" or (self.training and self.attn_pdrop)
@@ -318,7 +304,7 @@ class CausalSelfAttention(nn.Module):
             else:
                 keys, values = cache.keys[self.layer], cache.values[self.layer]
                 y = kernels.attention_step(qkv, self.n_head, rotation, keys, values, cache.length)
-            return self.resid_dropout(self.c_proj(y))
+            return F.dropout(self.c_proj(y), self.resid_pdrop, self.training)
         qkv = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         if self.modern:
             q, k = rms_norm(rotate(qkv[:2], *rotation))  # (B, H, T, D) each
@@ -328,28 +314,29 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         weights = cache.weights if cache is not None else None
-        y = self.attend(q, k, v, mask, weights)  # (B, H, T, D)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+        y = self.attend(q, k, v, weights).transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y), self.resid_pdrop, self.training)
 
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: torch.Tensor,
         keep: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """softmax(q k' / sqrt(D) + mask) v for q (B, H, S, D), k and v (B, H, T, D), mask (S, T) of
-        0 and -inf. The softmax, (B, H, S, T), is appended to `keep` if that is given.
+        """softmax(q k' / sqrt(D)) v for the last S of T characters, each of which sees itself and
+        those before it: (B, H, S, D), as q is, from k and v (B, H, T, D). The softmax, (B, H, S,
+        T), is appended to `keep` if that is given.
         """
         B, H, S, D = q.shape
         T = k.size(2)
         pdrop = self.attn_pdrop if self.training else 0.0
         short = q.device.type == "cpu" and T <= SHORT_ATTENTION
         fused = self.attention == "sdpa" or (self.attention == "auto" and not short)
+        if fused and keep is None and S == T:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=True)
+        mask = torch.full((S, T), float("-inf"), device=q.device, dtype=q.dtype).triu(1 + T - S)
         if fused and keep is None:
-            if S == T:
-                return F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=True)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pdrop)
         # The mask is what the product is added to: neither scaling nor masking is a pass over
         # memory. Shapes are (B * H, S, T) from here.
@@ -372,12 +359,12 @@ class MLP(nn.Module):
         self.modern = config.arch == "modern"
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = Dropout(config.resid_pdrop)
+        self.resid_pdrop = config.resid_pdrop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.c_fc(x)
         x = squared_relu(x) if self.modern else gelu(x)
-        return self.dropout(self.c_proj(x))
+        return F.dropout(self.c_proj(x), self.resid_pdrop, self.training)
 
 
 class Block(nn.Module):
@@ -390,10 +377,8 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: torch.Tensor, rotation, mask: torch.Tensor, cache: KVCache | None = None
-    ) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), rotation, mask, cache)
+    def forward(self, x: torch.Tensor, rotation, cache: KVCache | None = None) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), rotation, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -407,7 +392,6 @@ class GPT(nn.Module):
         self.pos_emb = (
             Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         )
-        self.drop = Dropout(config.embd_pdrop)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
         self.head = Linear(config.n_embd, config.vocab_size, bias=False)
@@ -474,7 +458,7 @@ class GPT(nn.Module):
         x = self.tok_emb(idx)  # (B, T, C)
         if self.pos_emb is not None:
             x = x + self.pos_emb.weight[past : past + T]
-        x = self.drop(x)
+        x = F.dropout(x, self.config.embd_pdrop, self.training)
         if torch.is_autocast_enabled(x.device.type):
             # The residual stream too, or each addition would go back to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -484,14 +468,12 @@ class GPT(nn.Module):
             width = self.config.n_embd // self.config.n_head
             cos, sin = cache.rotation if cache is not None else rotary(T, width, x.device)
             rotation = cos[past : past + T], sin[past : past + T]
-        mask = torch.full((T, past + T), float("-inf"), device=x.device, dtype=x.dtype)
-        mask = mask.triu(1 + past)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recompute:
-                x = checkpoint(block, x, rotation, mask, use_reentrant=False)
+                x = checkpoint(block, x, rotation, use_reentrant=False)
             else:
-                x = block(x, rotation, mask, cache)
+                x = block(x, rotation, cache)
         if cache is not None:
             cache.length += T
         logits = self.head(self.ln_f(x))  # (B, T, V)

@@ -79,15 +79,15 @@ MUTATIONS = [
     Mutation(
         "the mask lets the next character be seen",
         "model.py",
-        "mask.triu(1 + past)",
-        "mask.triu(2 + past)",
+        ".triu(1 + T - S)",
+        ".triu(2 + T - S)",
         "test_model.py::test_no_logit_depends_on_a_later_character",
     ),
     Mutation(
         "the mask hides the character itself",
         "model.py",
-        "mask.triu(1 + past)",
-        "mask.triu(past)",
+        ".triu(1 + T - S)",
+        ".triu(T - S)",
         "test_model.py::test_every_earlier_character_is_seen",
     ),
     Mutation(
