@@ -30,7 +30,7 @@ test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 test-all: $(VENV)/.installed-dev  ## run all tests
 	$(RUN) -m pytest -n 3 $(ARGS)
 
-chaos: $(VENV)/.installed-dev  ## break 200 runs, an hour long; ARGS='kills=20 seed=1 processes=2'
+chaos: $(VENV)/.installed-dev  ## break 200 runs, for 40 minutes or more; ARGS='kills=20 seed=1 processes=2'
 	$(RUN) tests/chaos.py $(ARGS)
 
 bench: $(VENV)/.installed-bench  ## measure beside other trainers, an hour long; ARGS='sections=step rounds=1'

@@ -142,10 +142,10 @@ def nanogpt(directory: str) -> dict:
 
 
 def generate(model: str, package: str) -> dict:
-    """Characters per second of `generate`, at 256 characters of context and beyond, and the share
-    of the memory's rate at which weights, keys and values are read.
+    """Characters per second of `generate` on the CPU, at 256 characters of context and beyond, and
+    the share of the memory's rate at which weights, keys and values are read.
     """
-    distributed.start()
+    distributed.start("cpu")
     n_layer, n_head, n_embd = GENERATORS[model]
     if package == "this":
         gpt = _gpt(n_layer, n_head, n_embd, 65, 512, arch="modern").eval()
@@ -209,7 +209,7 @@ def start(caches: str) -> dict:
 def growth(what: str, value: str) -> dict:
     """Characters per second and peak memory of a step, as one thing grows from a common middle."""
     sizes = {"width": 128, "layers": 4, "context": 128, "vocabulary": 65} | {what: int(value)}
-    distributed.start()
+    device = distributed.start().device
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "text.txt")  # random characters: what they are costs nothing
         draw = torch.randint(sizes["vocabulary"], (200_000,)).tolist()
@@ -224,12 +224,12 @@ def growth(what: str, value: str) -> dict:
         "characters_per_s": rate,
         "share_of_matmul": rate * model.flops_per_token() / _matmul_flops(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "peak_bytes": hardware.peak_memory(torch.device("cpu")),
+        "peak_bytes": hardware.peak_memory(device),
     }
 
 
 def processes(count: str, windows: str) -> dict:
-    """Characters per second of `count` processes of one thread each, of `windows` a step each."""
+    """Characters per second of `count` processes of one CPU thread, of `windows` a step each."""
     n = int(count)
     launch = (
         () if n == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
@@ -237,7 +237,7 @@ def processes(count: str, windows: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         _command(
             *(*launch, "main.py", "experiment=shakespeare_cpu", f"run_dir={folder}/run"),
-            *("trainer.threads=1", f"trainer.batch_size={int(windows) * n}"),
+            *("trainer.device=cpu", "trainer.threads=1", f"trainer.batch_size={int(windows) * n}"),
             *("trainer.max_steps=40", "trainer.log_every_steps=10", "report=false"),
             *("samples=false", "trainer.eval_every_steps=null"),
         )

@@ -3,8 +3,8 @@
     CharDataset(DataConfig(path="data/input.txt", block_size=128))
 
 A text is read once, encoded once into the smallest unsigned integer type that holds its vocabulary,
-and cut into batches by one vectorised gather; nothing here loops over characters or windows in
-Python. A text larger than memory stays on the disk, mapped into memory (`text_cache.py`).
+and cut into batches by one vectorised gather, without a loop over characters or windows in Python.
+A text larger than memory stays on the disk, mapped into memory (`text_cache.py`).
 """
 
 import hashlib

@@ -19,16 +19,16 @@ log = logging.getLogger("gpt")
 
 # Planned floating-point operations. On a CPU in float32 these are minutes, of which compiling saves
 # a sixth and costs 20 s; where there are C kernels, they are faster (docs/experiments.md). On a GPU
-# some ten seconds, by estimate: not measured.
-COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 1e15}
+# about a minute of its share, by estimate: not measured.
+COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 1e16}
 
 
 def choose(
     config: TrainerConfig, device: torch.device, planned_flops: float, earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    """The choices of a run that needs `planned_flops` floating-point operations in all: `device`
-    ("cpu" or "cuda"), `amp_dtype`, `compile` and `deterministic`. The `earlier` ones of a snapshot
-    stand where the setting is `auto`.
+    """The choices of a run that needs `planned_flops` floating-point operations of each GPU, or of
+    the CPUs in all: `device` ("cpu" or "cuda"), `amp_dtype`, `compile` and `deterministic`. The
+    `earlier` ones of a snapshot stand where the setting is `auto`.
 
     Raises `UserError` where `choose_amp_dtype` does.
     """
@@ -55,7 +55,8 @@ def choose_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[
     """The type to compute in: the one asked for, or that a snapshot's choices name, or the best:
     bfloat16 where the hardware computes in it, float16 on other GPUs, float32 on other CPUs.
 
-    Raises `UserError` for float16 with `config.offload` on a GPU, and for another type.
+    Raises `UserError` for float16 with `config.offload` on a GPU, and where a snapshot names a
+    type other than these three.
     """
     if not config.use_amp:
         return "float32"

@@ -48,7 +48,7 @@ def model_has_changed(snapshot: str) -> bool:
 
 def record(run_dir: str, trainer: "Trainer") -> None:
     """Notes the start of a run that goes on from `trainer.step`. What an earlier start did past
-    that step is lost, and a start that did nothing else is forgotten.
+    that step is lost, and a start that did not get past that step is dropped.
 
     `recipe` and `overrides` are as Hydra has them, and null where it did not start the run;
     `model_sha256` is of `model.py`, a change of which is warned of.

@@ -10,8 +10,13 @@ import sys
 
 import torch
 
-# Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets.
+# Peak dense bfloat16 and float16 rates in FLOP/s, from NVIDIA's data sheets. The first name that
+# fits counts.
 PEAK_FLOPS = {
+    "H200 NVL": 835e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100": 989e12,
     "B200": 2250e12,
@@ -58,6 +63,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if "MIG" in name:  # a slice of the GPU
+        return None
     found = (peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
     return next(found, None)
 

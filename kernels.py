@@ -34,7 +34,8 @@ FLAGS_OF = {  # what the instructions of the name need beside
     "AVX512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl",
     "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -DBF16",
 }
-WIDTH = 16  # rows must be a multiple of it long
+WIDTH = 16  # numbers, a multiple of which a row must have
+LAYER_NORM_EPS = 1e-5  # as in kernels.c
 LEAST = 2**17  # multiplications, below which calling a kernel takes longer than torch's product
 LEAST_ROWS = 256  # below which it takes too long to round and order a weight for bfloat16
 
@@ -101,8 +102,8 @@ def describe(dtype: torch.dtype) -> str:
 
 
 def fit(x: torch.Tensor, head_width: int = 2 * WIDTH, multiple: int = WIDTH) -> bool:
-    """Whether the kernels can be used on x (..., C), or those for attention on heads that are
-    `head_width` wide, or those that want C to be a `multiple` of something else.
+    """Whether the kernels can be used on x (..., C), where C must be a multiple of `multiple`; or
+    those for attention, on heads that are `head_width` wide.
     """
     return (
         _is_plain(x)
@@ -122,8 +123,8 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether `linear` can be used on x (..., C), a weight (columns, C) and a bias (columns), and
-    is faster than torch (docs/experiments.md), unless the product is a small one: in bfloat16 where
-    that is autocast's type, in float32 without it and without gradients.
+    is faster than torch (docs/experiments.md): for large products only, in bfloat16 where that is
+    autocast's type, in float32 without autocast and without gradients.
     """
     if torch.compiler.is_compiling() or x.numel() * weight.size(0) < LEAST:
         return False

@@ -45,9 +45,13 @@ class Metrics:
 
     One JSON object a line: `step`, `epoch`, `split` ("train" or "val"), `loss` in nats per
     character, `bpc` in bits per character, `seconds` since the run began, without the time that it
-    did not run, and what else is known of that split. When a run goes on
-    from `step`, what was logged past it is dropped first, because it will be logged again; so is
-    the evaluation of that step itself, unless it has been `evaluated`.
+    did not run. A training line has `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters
+    of all processes), `mfu` (a share of the peak rate), `memory` (the most bytes held so far) and
+    `rank_losses`; where text was sampled, `samples`. A held-out one has `tokens`, the characters
+    scored. Of the step that ended the run because it was not finite, `diverged` is true.
+
+    When a run goes on from `step`, what was logged past it is dropped first, because it will be
+    logged again; so is the evaluation of that step itself, unless it has been `evaluated`.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 import sharding
 from errors import UserError
-from optimizer import OptimizerConfig, create_optimizer, parameter_groups
+from optimizer import OptimizerConfig, create_optimizer
 
-__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer", "parameter_groups"]
+__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
 
 # n_layer, n_head, n_embd of the named sizes; names and values as in karpathy/minGPT
 SIZES = {
@@ -132,7 +132,7 @@ class GPTConfig:
         unknown = [name for name in values if name not in names]
         if unknown:
             raise UserError(
-                f"the snapshot's model has model.{unknown[0]}, which GPTConfig has not; was "
+                f"the snapshot's model has model.{unknown[0]}, which GPTConfig does not have; was "
                 "model.py changed since?"
             )
         return cls(**values)
@@ -209,7 +209,10 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2."""
-    return kernels.squared_relu(x) if kernels.fit(x) else F.relu(x).square()
+    if kernels.fit(x):
+        return kernels.squared_relu(x)
+    positive = F.relu(x)
+    return positive * positive  # square() goes to float32 under autocast on a GPU
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +246,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # FSDP2 gathers the weights in the type that is computed in; the kernel's are float32.
         fits = self.weight.dtype is torch.float32 and x.size(-1) == self.weight.size(0)
-        if fits and kernels.fit(x):
+        if fits and self.eps == kernels.LAYER_NORM_EPS and kernels.fit(x):
             return kernels.layer_norm(x, self.weight, self.bias)
         return super().forward(x)
 
@@ -468,7 +471,8 @@ class GPT(nn.Module):
             width = self.config.n_embd // self.config.n_head
             cos, sin = cache.rotation if cache is not None else rotary(T, width, x.device)
             rotation = cos[past : past + T], sin[past : past + T]
-        recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
+        recompute = self.config.activation_checkpointing and cache is None
+        recompute = recompute and torch.is_grad_enabled()
         for block in self.blocks:
             if recompute:
                 x = checkpoint(block, x, rotation, use_reentrant=False)
@@ -559,8 +563,8 @@ class GPT(nn.Module):
         Without a `seed`, torch's global generator gives one; with it, that is left alone.
         `use_cache=False` recomputes everything at each character: the same result, slower.
 
-        Raises ValueError, when the first character is asked for, for an empty `idx`, a temperature
-        not above 0, a top_k below 1, or a top_p not in (0, 1].
+        Raises ValueError, when the first character is asked for, for an empty `idx`, a negative
+        `max_new_tokens`, a temperature not above 0, a top_k below 1, or a top_p not in (0, 1].
         """
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError("generate needs at least one character to start from, of shape (B, T)")

@@ -154,8 +154,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, without the import of torch._dynamo that comes with the first step: a second of
-    every start, for what is never compiled here.
+    """torch's, without the import of torch._dynamo that comes with the first step: one to three
+    seconds of every start, for what is never compiled here.
     """
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class AdamW(torch.optim.AdamW):
 for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
     # At their first call torch wraps these in `torch._dynamo.disable`, for which it imports
     # torch._dynamo, unless this attribute has the result already (torch/_compile.py). A later torch
-    # that ignores it costs the second again, and nothing else.
+    # that ignores it costs those seconds again, and nothing else.
     _plain = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
     setattr(_plain, "__dynamo_disable", _plain)
 

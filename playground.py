@@ -6,7 +6,8 @@ what else the model might have said and where a head looked.
     python playground.py snapshots=[a.pt,b.pt]         two to compare, side by side
     python playground.py port=8000 host=0.0.0.0        for others, too: there is no password
 
-It needs Gradio (pip install -r requirements-playground.txt), no network, and reads a snapshot once.
+It needs Gradio (pip install -r requirements-playground.txt) and no network, and reads a snapshot
+when it is first asked for.
 """
 
 import contextlib
@@ -121,11 +122,7 @@ def start(path: str, config: SampleConfig) -> tuple[Text, Iterator[int]]:
     made = model.stream(
         torch.tensor([ids], device=model.tok_emb.weight.device),
         config.max_new_tokens,
-        temperature=config.temperature or 1.0,
-        do_sample=config.temperature > 0,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
+        **config.draws(),
     )
     return text, map(int, made)
 
@@ -385,7 +382,7 @@ def main(arguments: list[str]) -> None:
             prevent_thread_lock=True,
         )
     except OSError as error:
-        why = "in use, or not to be had" if "empty port" in str(error) else one_line(error)
+        why = "in use, or not available" if "empty port" in str(error) else one_line(error)
         raise UserError(f"host={config.host} port={config.port}: {why}; give another") from error
     print(f"playground at {url} (Ctrl-C ends it)", flush=True)
     page.block_thread()

@@ -59,9 +59,11 @@ def curve(runs: list[Run]) -> tuple[str, dict[str, Any]]:
     Raises `UserError` unless they are finished runs of one unchanged recipe with at least `FEWEST`
     seeds, all different.
     """
-    name, names = runs[0].recipe, {run.recipe for run in runs}
+    name, names = runs[0].recipe, sorted({run.recipe or "none" for run in runs})
     if name is None or len(names) > 1:
-        raise UserError(f"run_dirs: runs of one recipe make a reference; these are of {names}")
+        raise UserError(
+            f"run_dirs: runs of one recipe make a reference; these are of {', '.join(names)}"
+        )
     for run in runs:
         if run.step != run.total_steps:
             raise UserError(f"run_dir={run.path}: is at step {run.step} of {run.total_steps}")

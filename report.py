@@ -344,7 +344,6 @@ def describe(run: Run, card: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "run": run,
-        "name": run.config.get("run_name", ""),
         "on_track": on_track,
         "verdict": verdict(run, on_track),
         "words": words,

@@ -32,8 +32,8 @@ OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB, SET_ASIDE) 
 
 @contextlib.contextmanager
 def own_files(run_dir: str, config: TrainerConfig) -> Iterator[None]:
-    """Makes `run_dir` and owns it for as long as the block lasts, and the run's snapshots, wherever
-    they are; the log is written to a file in it too.
+    """Makes `run_dir` and owns it for as long as the block lasts, and the run's snapshots where
+    they are on a disk; the log is written to a file in it too.
 
     Raises `UserError` if something cannot be written, another run owns it, or the snapshot would
     have the name of another file.
@@ -123,7 +123,7 @@ def newest_run() -> str:
     """The directory of the run under runs/ that has logged last. Raises `UserError` without any."""
     found = runs()
     if not found:
-        raise UserError("no run under runs/ has logged something; train first, or give run_dir=")
+        raise UserError("no run under runs/ has logged anything yet; train first, or give run_dir=")
     return found[0]
 
 

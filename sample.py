@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ from snapshot import Snapshot
 from text_files import PROGRESS_S, Source, reading
 
 SMALL = 10_000_000  # texts x parameters; below, a second CPU thread won a third or lost a quarter
-AT_ONCE = 8192  # characters, with their context, in one batch; as many as an evaluation scores
+AT_ONCE = 8192  # characters, with their context, in a batch; a CPU evaluates as many
 IN_TRAINING = (4, 32)  # texts and characters of each: several at once cost little more than one
 
 
@@ -85,6 +85,16 @@ class SampleConfig:
             raise UserError(f"seed={self.seed}: must be at least 0 and below 2^63")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1")
+
+    def draws(self) -> dict[str, Any]:
+        """How `GPT.stream` is to draw."""
+        return {
+            "temperature": self.temperature or 1.0,
+            "do_sample": self.temperature > 0,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
 
 
 def load_model(snapshot: Snapshot, device: str) -> GPT:
@@ -149,12 +159,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         made = model.stream(
             ids.expand(min(size, config.num_samples - first), -1),
             config.max_new_tokens,
-            temperature=config.temperature or 1.0,
-            do_sample=config.temperature > 0,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            seed=config.seed,
             first_row=first,
+            **config.draws(),
         )
         if config.num_samples == 1:
             yield itertools.chain([prompt], (vocabulary[int(ids)] for ids in made))

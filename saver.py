@@ -106,10 +106,10 @@ class Saver:
         if snapshot.shards:
 
             def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-                like = own[name]
-                return (
-                    torch.empty_like(like) if like.shape == size else torch.empty(size, dtype=dtype)
-                )
+                like = own.get(name)  # none where model.py has changed
+                if like is None or like.shape != size:
+                    return torch.empty(size, dtype=dtype)
+                return torch.empty_like(like)
 
             model_state, optimizer_state = sharded_snapshot.read(
                 self.files.path, snapshot.shards, empty, self.world

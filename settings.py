@@ -70,7 +70,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

@@ -380,9 +380,11 @@ class BackgroundWriter:
         if torch.cuda.is_initialized():
             ready = torch.cuda.current_stream().record_event()
         self._step = snapshot.step
-        self._pending = self._thread.submit(self._write, copied, ready, latest, best, first)
+        # In a list, to be taken out: the executor keeps arguments, and with them a GPU's memory.
+        self._pending = self._thread.submit(self._write, [copied], ready, latest, best, first)
 
-    def _write(self, snapshot: Snapshot, ready, latest: bool, best: bool, first) -> None:
+    def _write(self, copied: list[Snapshot], ready, latest: bool, best: bool, first) -> None:
+        snapshot = copied.pop()
         if ready is not None:
             # Beside the stream that trains, so that the copy to the host does not hold it up.
             with torch.cuda.stream(torch.cuda.Stream()):

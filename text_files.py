@@ -1,7 +1,7 @@
 """Where a text comes from: files and URLs, one or several, compressed or not, fetched, decoded.
 
-A text is the concatenation of its files. Everything is read through fsspec, in order, once, and
-piece by piece, so that a text may be larger than memory.
+A text is the concatenation of its files. Everything is read through fsspec, in order and piece by
+piece, so that a text may be larger than memory.
 """
 
 import codecs
@@ -336,7 +336,10 @@ def fetch(config: DataConfig) -> Any:
     temporary = None
     try:
         with reading(config.url):
-            [file] = find(config.url)
+            found = find(config.url)
+        if len(found) > 1:
+            raise UserError(f"data.url={config.url}: is {len(found)} files; it must be one")
+        [file] = found
         progress = ReadingProgress(
             file.name, file.size if file.compression in (None, ending) else None
         )

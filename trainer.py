@@ -130,8 +130,11 @@ class Trainer:
             bare.to(self.world.device)
         device = self.world.device
         characters = self.total_steps * config.batch_size * train_dataset.block_size
+        flops = characters * flops_per_token(bare)
+        if device.type == "cuda":
+            flops /= self.world.size
         earlier = found.choices_on(device.type) if found else {}
-        self.choices = choices.choose(config, device, characters * flops_per_token(bare), earlier)
+        self.choices = choices.choose(config, device, flops, earlier)
         choices.apply(self.choices, bare)
         self.amp_dtype = getattr(torch, self.choices["amp_dtype"])
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype is torch.float16)
@@ -352,11 +355,8 @@ class Trainer:
         return range(before + 1, self.windows_seen // windows + 1)
 
     def _evaluation_is_due(self) -> bool:
-        if self.test_dataset is None or (self.newest and self.newest[1] == self.step):
-            return False
-        every = self.config.eval_every_steps
-        due = self.step % every == 0 if every else len(self._epochs_ended()) > 0
-        return due or self.step == self.total_steps
+        done = self.newest is not None and self.newest[1] == self.step
+        return not done and self.step == self._next_evaluation()
 
     def _next_evaluation(self) -> int | None:
         """The first step from this one on that ends with an evaluation."""
@@ -589,7 +589,7 @@ class Trainer:
         """The loss over the held-out text, as `evaluation.evaluate` has it.
 
         Runs the plain model: compiling for evaluation would cost more than it saves. Raises
-        `UserError` without a test set.
+        `UserError` without a `test_dataset`.
         """
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")

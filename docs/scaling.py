@@ -6,11 +6,13 @@
 Formulas, per optimizer step, for P parameters of which a GPU of N holds its share:
 
 memory          4 P for the weights, 4 P for the gradients, 8 P for AdamW's two moments (Muon has
-                one for the hidden matrices), over N with FSDP2; two gathered blocks in bfloat16;
-                what the backward pass needs, 32 bytes a character, block and channel (without
-                dropout; Korthikanti et al., 2022, count 34 with it), or the inputs of the blocks
-                alone with activation checkpointing; 10 bytes a character and distinct character
-                of logits.
+                one for the hidden matrices), and 12 P that a snapshot takes until it is in the
+                host's memory (on rank 0), over N with FSDP2; the weights in bfloat16, 2 P, or two
+                gathered blocks of them; what the backward pass needs, 38 bytes a character, block
+                and channel (compiled, without dropout, counted with fake tensors; 40 for gpt2 and
+                77 for modern where nothing is compiled; Korthikanti et al., 2022, count 34 with
+                dropout), or the inputs of the blocks alone with activation checkpointing; 10 bytes
+                a character and distinct character of logits.
 communication   DDP adds up 4 P bytes of gradients, for which each GPU sends 2 (N - 1) / N times as
                 much; FSDP2 gathers 2 P bytes twice and reduces and scatters 4 P once, (N - 1) / N
                 of each. (gloo has no reduce-scatter and adds up instead, for twice as much.)
@@ -55,6 +57,7 @@ SIZES = {
     "9.7 B": (48, 32, 4096, 2048),
 }
 CHARACTERS = 32_768  # a step and GPU
+KEPT = 38  # bytes a character, block and channel, for the backward pass
 
 
 @dataclass
@@ -102,14 +105,15 @@ def cost(
     block = sum(p.numel() for p in model.blocks[0].parameters())
     others = (gpus - 1) / gpus
     share = gpus if strategy == "fsdp" else 1
-    states = 16 * parameters / share
+    states = (16 + 12) * parameters / share
     channels = config.n_layer * config.n_embd
-    kept = 2 * channels + 32 * config.n_embd if checkpointing else 32 * channels
+    kept = 2 * channels + KEPT * config.n_embd if checkpointing else KEPT * channels
     memory = states + CHARACTERS * (kept + 10 * config.vocab_size)
     if strategy == "fsdp":
         memory += 2 * 2 * block
         sent = (2 * 2 + 4) * parameters * others
     else:
+        memory += 2 * parameters
         sent = 2 * 4 * parameters * others
     rate = NVLINK if gpus <= GPUS_PER_HOST else NETWORK
     flops = model.flops_per_token() * (4 / 3 if checkpointing else 1)

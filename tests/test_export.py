@@ -282,7 +282,7 @@ def refused(*arguments: str) -> str:
         (["out="], "out=: is empty"),
         (["out=x", "snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["out=x", "run_dir=nowhere"], "run_dir=nowhere: there is no snapshot at nowhere/"),
-        (["out=x"], "no run under runs/ has logged something"),
+        (["out=x"], "no run under runs/ has logged anything yet"),
         (["out=file", "snapshot=small.pt"], "out=file: already exists"),
         (["out=file/x", "snapshot=small.pt"], "out=file/x: cannot be written"),
         (["out=/proc/x", "snapshot=small.pt"], "out=/proc/x: cannot be written"),

@@ -25,7 +25,15 @@ def test_peak_memory_is_in_bytes_and_never_falls():
 
 @pytest.mark.parametrize(
     "name, flops",
-    [("NVIDIA H200", 989e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Tesla V9", None)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V9", None),
+    ],
 )
 def test_the_peak_rate_is_that_of_the_gpu_of_that_name(name, flops, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)

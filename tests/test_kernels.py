@@ -220,6 +220,12 @@ def test_layer_norm_and_all_its_gradients_are_those_of_float64(dtype, has_bias):
         assert relative_error(a, b) < ERROR[dtype]
 
 
+@pytest.mark.parametrize("dtype", [on(torch.float32)])
+def test_layer_norm_with_another_eps_is_left_to_torch(dtype):
+    x, norm = torch.randn(2, 64, dtype=dtype) / 10, LayerNorm(64, eps=0.1)
+    assert torch.allclose(norm(x), F.layer_norm(x, (64,), eps=0.1), atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [on(torch.bfloat16)])
 def test_layer_norm_with_other_weights_than_float32_is_left_to_torch(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "layer_norm", lambda *_: pytest.fail("reads float32"))

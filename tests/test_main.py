@@ -350,6 +350,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
+        ("+trainer.foo={}", "trainer.foo: unknown key"),
         ("++data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("data.path=", "data.path is empty"),
         ("trainer.snapshot_path=foo://x", "trainer.snapshot_path=foo://x: Protocol not known: foo"),

@@ -40,15 +40,16 @@ def some_run(
     steps: int = 1500,
     rate: float = 50_000,
     by_hydra: bool = True,
+    recipe: str = "shakespeare_cpu",
     **changed,
 ) -> Run:
-    """A run of shakespeare_cpu with these curves, `changed` settings (`__` for a dot) and texts
+    """A run of `recipe` with these curves, `changed` settings (`__` for a dot) and texts
     that look like HTML.
     """
-    config = deepcopy(compose_recipe("shakespeare_cpu"))
+    config = deepcopy(compose_recipe(recipe))
     config["model"]["vocab_size"] = 65
     config |= {"run_name": path.name, "run_dir": str(path)}
-    overrides = ["experiment=shakespeare_cpu"]
+    overrides = [f"experiment={recipe}"]
     for key, value in changed.items():
         group, name = key.split("__")
         config[group][name] = value
@@ -65,7 +66,7 @@ def some_run(
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     begun = {
         "step": 0, "total_steps": 1500, "started": "2026-11-20 12:00:00 +0000",
-        "recipe": "shakespeare_cpu", "overrides": overrides, "device": NASTY, "cores": 2,
+        "recipe": recipe, "overrides": overrides, "device": NASTY, "cores": 2,
         "hosts": 1, "processes": 1, "threads": 2, "precision": "bfloat16", "compiled": False,
         "parameters": 800_000, "text_sha256": "ab", "model_sha256": "cd", "torch": "2.13.0",
         "python": "3.11.7", "system": "Linux x86_64",
@@ -529,6 +530,7 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
     some_run(tmp_path / "same", trainer__seed=3)
     some_run(tmp_path / "changed", trainer__seed=4, model__n_head=4)
     some_run(tmp_path / "short", trainer__seed=5, steps=1000)
+    some_run(tmp_path / "other", trainer__seed=6, recipe="shakespeare_quick")
     file = tmp_path / "card.json"
 
     def make(*names):
@@ -540,6 +542,7 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
         (("1", "2", "3", "same"), "4 runs with the seeds"),
         (("1", "2", "changed"), "is not the recipe as it is: model.n_head=4"),
         (("1", "2", "short"), "is at step 1000 of 1500"),
+        (("1", "2", "other"), "these are of shakespeare_cpu, shakespeare_quick"),
     ):
         with pytest.raises(UserError, match=says):
             make(*names)

@@ -169,6 +169,14 @@ def test_a_path_that_is_none_is_refused(settings, says):
     assert says in str(refused.value)
 
 
+def test_a_url_of_several_files_is_refused(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    several = DataConfig(path=str(tmp_path / "input"), url=f"file://{tmp_path}/*.txt")
+    with pytest.raises(UserError, match="txt: is 2 files; it must be one"):
+        fetch(several)
+
+
 # --- compressed ---
 
 

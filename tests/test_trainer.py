@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import equal
 
+import model as model_module
 import sharded_snapshot
 from batches import ORDER_STEPS, MicroBatches, ahead
 from char_dataset import CharDataset, DataConfig
@@ -160,7 +161,7 @@ def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
         TrainerConfig(**SETTINGS), trainer.bare, trainer.optimizer, *parts,
         run_dir=str(tmp_path), run_config=said, world=ALONE,
     ).train()  # fmt: skip
-    with pytest.raises(UserError, match=r"has model\.hidden, which GPTConfig has not"):
+    with pytest.raises(UserError, match=r"has model\.hidden, which GPTConfig does not have"):
         load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
@@ -945,6 +946,18 @@ def test_a_snapshot_that_does_not_fit_gets_one_line(parts, tmp_path, change, err
         return
     with pytest.raises(UserError, match=error):
         make(parts, tmp_path, **settings)
+
+
+def test_sharded_weights_that_no_longer_fit_get_one_line(parts, tmp_path, monkeypatch):
+    class MLP(model_module.MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.renamed = self._modules.pop("c_fc")
+
+    make(parts, tmp_path, snapshot_format="sharded").train()
+    monkeypatch.setattr(model_module, "MLP", MLP)
+    with pytest.raises(UserError, match="cannot be restored into this model"):
+        make(parts, tmp_path, snapshot_format="sharded")
 
 
 def test_a_stopped_trainer_can_be_asked_to_train_on(parts, tmp_path):
