@@ -60,6 +60,12 @@ def explain_value(error: Exception) -> str:
     wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", first)
     if wrong and wrong[2] in KINDS:
         return f"{key}={wrong[1]}: must be {KINDS[wrong[2]]}"
+    if "is not Optional" in first:
+        return f"{key}: must not be null"
+    if re.match("Cannot convert 'list' to", first):
+        return f"{key}: must be one value, not a list"
+    if wrong := re.match(r"Value '(.*?)' .*incompatible with type hint", first):
+        return f"{key}={wrong[1]}: must be a whole number or a word"
     return f"{key}: {first}"
 
 

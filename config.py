@@ -102,6 +102,10 @@ def validate(config: DictConfig) -> Config:
         )
     if not result.run_name.strip() or not result.run_dir.strip():
         raise UserError("run_name and run_dir: must not be empty")
+    if ".." in result.run_name.split("/"):
+        raise UserError(f"run_name={result.run_name}: leads out of runs/; run_dir= may be anywhere")
+    if result.init_from == "":
+        raise UserError("init_from: must not be empty; null begins with fresh weights")
     result.launch.check()
     result.trainer.check_world_size(launched_size() * result.launch.processes())
     return result

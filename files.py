@@ -20,6 +20,10 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename not in (None, temporary):  # another file's
+            raise
+        raise type(error)(error.errno, error.strerror, path) from error
     finally:
         with contextlib.suppress(OSError):  # it is in place, or never was there
             os.remove(temporary)

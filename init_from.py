@@ -96,7 +96,7 @@ def prepare(config: Config, snapshot: Snapshot | None, world: World) -> Learned 
         try:
             return read(source)
         except UserError as error:
-            what = str(error).removeprefix(f"{source}: ")
+            what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
             raise UserError(f"init_from={source}: {what}") from error
 
     learned = run_on_first(read_named, world)

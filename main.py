@@ -62,7 +62,7 @@ from errors import UserError, one_line
 from files import replacing
 from model import GPT
 from optimizer import create_optimizer
-from overrides import check_dashes, compose_as_meant, follow_overrides, with_recipe
+from overrides import check_words, compose_as_meant, follow_overrides, with_recipe
 from progress import show_every_character
 from run_directory import CONFIG, METRICS, REPORT, check_none_elsewhere, is_run, own_files, shown
 from sample import draw
@@ -85,7 +85,9 @@ def configure(*overrides: str) -> DictConfig:
     Without an `experiment=` it has the recipe that fits this machine. Raises `UserError`.
     """
     log_to_console()
-    return compose_as_meant(with_recipe(list(overrides)))
+    words = with_recipe(list(overrides))
+    check_words(words)
+    return compose_as_meant(words)
 
 
 def train(composed: DictConfig) -> float | None:
@@ -377,8 +379,8 @@ if __name__ == "__main__":
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # for submitit
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, to be shown our way
     try:
-        check_dashes(sys.argv)
         sys.argv[1:] = with_recipe(sys.argv[1:])
+        check_words(sys.argv[1:])
         if not print_config(sys.argv[1:]):
             main()
     except (HydraException, OmegaConfBaseException) as error:

@@ -4,7 +4,6 @@ optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
 """
 
 import inspect
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,8 +44,10 @@ class OptimizerConfig:
             raise UserError(
                 f"optimizer.schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}"
             )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise UserError(f"optimizer.learning_rate={self.learning_rate}: must be above 0")
+        if not 0 < self.learning_rate <= 1000:
+            raise UserError(
+                f"optimizer.learning_rate={self.learning_rate}: must be above 0, at most 1000"
+            )
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(
@@ -55,9 +56,12 @@ class OptimizerConfig:
         for name in ("min_lr_ratio", "cooldown_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)}: must lie between 0 and 1")
-        for name in ("weight_decay", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+        if not 0 <= self.weight_decay <= 1000:
+            raise UserError(
+                f"optimizer.weight_decay={self.weight_decay}: must lie between 0 and 1000"
+            )
+        if self.warmup_steps < 0:
+            raise UserError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative")
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:

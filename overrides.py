@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config import CONF, GROUPS, LAST, compose, explain
+from config import CONF, GROUPS, KNOWN, LAST, compose, explain, no_such_option
 from errors import UserError
 from hardware import computes_in_bfloat16
 from launch import without
@@ -20,15 +20,25 @@ from model import ARCHITECTURE
 log = logging.getLogger("gpt")
 
 
-def check_dashes(arguments: Iterable[str]) -> None:
-    """Raises `UserError` for a setting that is given as other programs' options are, with
-    dashes.
+def check_words(arguments: Iterable[str]) -> None:
+    """Raises `UserError` for what Hydra has no clear word for: a setting with dashes, as other
+    programs' options have; one without a key, or that is taken away; a group's file that is a
+    number, true, false or null.
     """
     for argument in arguments:
         name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
         key = name if name in GROUPS else LAST.get(name.split(".")[-1])
         if argument.startswith("--") and key:
             raise UserError(f"{argument}: settings have no dashes: {key}={value or 'VALUE'}")
+        if argument.startswith("="):
+            raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
+        if argument.startswith("~") and (argument[1:] in KNOWN or argument[1:] in GROUPS[:-1]):
+            raise UserError(f"{argument}: cannot be taken away; give another value, or null")
+        group, _, name = argument.lstrip("+").partition("=")
+        if group in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", name.lower()):
+            files = sorted(os.listdir(os.path.join(CONF, group)))
+            options = [os.path.splitext(file)[0] for file in files]
+            raise UserError(no_such_option(group, name, options))
 
 
 def with_recipe(arguments: list[str]) -> list[str]:

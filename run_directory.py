@@ -46,6 +46,8 @@ def own_files(run_dir: str, config: TrainerConfig) -> Iterator[None]:
         stack.enter_context(owned(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
         stack.enter_context(logged(os.path.join(run_dir, LOG)))
         path = snapshot_path(config.snapshot_path, run_dir)
+        if not os.path.basename(config.snapshot_path):
+            raise UserError(f"trainer.snapshot_path={config.snapshot_path}: must name a file")
         if is_local(path):
             folder, name = os.path.split(path)
             lock = os.path.join(folder, f".{name}{LOCK}")

@@ -286,7 +286,9 @@ def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[to
             yield ids[: num_characters + 1]
             ids = ids[num_characters:]
     if position < 2:
-        raise UserError(f"score={path}: has {position} characters; the first is not scored")
+        raise UserError(
+            f"score={path}: has {position} of the 2 or more characters that it takes to score one"
+        )
     if len(ids) > 1:
         yield ids
 

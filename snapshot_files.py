@@ -95,6 +95,9 @@ def read(path: str) -> bytes:
     except Unreachable as error:
         cause = error.__cause__ or error
         if isinstance(cause, FileNotFoundError):
+            why = cause.__cause__  # where fsspec reports any failure of a server as this
+            if isinstance(why, Exception) and not isinstance(why, FileNotFoundError):
+                raise Unreachable(f"{path}: cannot be reached: {one_line(why)}") from error
             raise SnapshotError(f"{path}: no such snapshot") from error
         if is_local(path):
             raise SnapshotError(f"{path}: cannot be read: {one_line(cause)}") from error
@@ -306,8 +309,8 @@ class SnapshotFiles:
                 newest = (step, content, path)
         if newest is None:
             raise SnapshotError(
-                f"no good snapshot left: {'; '.join(damaged.values())}; move them away to start "
-                "from scratch, or set run_name=NEW_NAME"
+                f"no good snapshot left: {'; '.join(damaged.values())}; start from "
+                "scratch with trainer.resume=never, which keeps them, or set run_name=NEW_NAME"
             )
         _, content, path = newest
         for why, moved in zip(damaged.values(), self.set_aside([*damaged], "damaged"), strict=True):

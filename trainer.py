@@ -233,7 +233,8 @@ class Trainer:
         if request == Request.GIVE_UP:
             raise UserError(
                 f"step {self.step}: {self.config.max_save_failures} snapshots in a row could not "
-                f"be written (trainer.max_save_failures): {self.saver.why()}"
+                f"be written (trainer.max_save_failures): {self.saver.why()}; once they can, the "
+                "same command resumes from the newest that was"
             )
         if not distributed.run_on_first(lambda: self.saver.has_saved(self.step), self.world):
             self._save(latest=True, best=False)

@@ -97,8 +97,10 @@ class TrainerConfig:
             raise UserError(
                 f"trainer.data_loader_workers={self.data_loader_workers}: must not be negative"
             )
-        if self.threads is not None and self.threads > 1024:
-            raise UserError(f"trainer.threads={self.threads}: must be at most 1024")
+        for name, most in (("batch_size", 2**20), ("threads", 1024), ("data_loader_workers", 1024)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise UserError(f"trainer.{name}={value}: must be at most {most}")
         if not self.timeout_s <= 1e6:
             raise UserError(f"trainer.timeout_s={self.timeout_s}: must be at most 1e6 seconds")
         if not 0 <= self.seed < 2**63:

@@ -12,7 +12,7 @@ from conftest import ROOT, equal, small_disk, some_snapshot
 
 from errors import UserError
 from snapshot import Snapshot, SnapshotError
-from snapshot_files import BackgroundWriter, SnapshotFiles, beside, load
+from snapshot_files import BackgroundWriter, SnapshotFiles, Unreachable, beside, load
 
 
 def write(files: SnapshotFiles, step: int, latest: bool = True, best: bool = False) -> None:
@@ -265,6 +265,8 @@ def test_a_file_system_that_is_not_there_is_named():
         SnapshotFiles("floppy://s.pt")
     with pytest.raises(SnapshotError, match=r"nothing\.pt: no such snapshot"):
         load("nothing.pt")
+    with pytest.raises(Unreachable, match="cannot be reached: Cannot connect to host"):
+        load("http://127.0.0.1:1/s.pt")
 
 
 # --- beside training ---
