@@ -287,7 +287,7 @@ def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[to
             ids = ids[num_characters:]
     if position < 2:
         raise UserError(
-            f"score={path}: has {position} of the 2 or more characters that it takes to score one"
+            f"score={path}: has {position} characters; it takes 2, as the first is not scored"
         )
     if len(ids) > 1:
         yield ids
