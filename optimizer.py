@@ -32,6 +32,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     momentum: float = 0.95
+    normalize: bool = False
     schedule: str = "constant"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
@@ -106,8 +107,23 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
+def equalize(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonalize`, after which the rows of a tall matrix, or the columns of a wide one, are
+    made as large as each other; together they are as large as an orthogonal matrix.
+
+    NorMuon (Li et al., 2025) without its running mean of their sizes, which brought nothing here
+    (docs/experiments.md).
+    """
+    x = orthogonalize(matrices)
+    rows, columns = x.shape[1:]
+    size = (min(rows, columns) / max(rows, columns)) ** 0.5
+    norm = x.norm(dim=2 if rows >= columns else 1, keepdim=True, dtype=torch.float32)
+    return x * (size / norm.clamp(min=1e-7)).to(x.dtype)
+
+
 class Muon(torch.optim.Optimizer):
-    """Momentum (Nesterov's) made orthogonal, and decoupled weight decay.
+    """Momentum (Nesterov's) made orthogonal, with `normalize` equalized too, and decoupled weight
+    decay.
 
     Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training",
     2025), so that both can share a learning rate. Raises ValueError for what is not a matrix.
@@ -119,8 +135,10 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        normalize: bool = False,
     ):
-        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(parameters, {**defaults, "normalize": normalize})
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -146,12 +164,13 @@ class Muon(torch.optim.Optimizer):
             updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
+            shape_up = equalize if group["normalize"] else orthogonalize
             same_shape = defaultdict(list)
             for p, update in zip(parameters, updates, strict=True):
                 same_shape[p.shape].append((p, update))
             for shape, pairs in same_shape.items():
                 batch = torch.stack([update for _, update in pairs])
-                result = sharding.map_matrices(orthogonalize, batch)
+                result = sharding.map_matrices(shape_up, batch)
                 size = 0.2 * max(shape) ** 0.5
                 torch._foreach_add_([p for p, _ in pairs], [*result], alpha=-group["lr"] * size)
         return loss
@@ -226,6 +245,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
             "lr": config.learning_rate,
             "momentum": config.momentum,
             "weight_decay": config.weight_decay,
+            "normalize": config.normalize,
         }
         optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
     else:

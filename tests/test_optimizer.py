@@ -37,6 +37,32 @@ def test_muon_takes_the_steps_of_torchs_muon(bfloat16, tolerance, monkeypatch):
         assert (p - 1).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("bfloat16, tolerance", [(True, 0.01), (False, 1e-5)])
+def test_a_normalized_update_has_rows_of_one_size_and_is_as_large_as_an_orthogonal_one(
+    bfloat16, tolerance, monkeypatch
+):
+    monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: bfloat16)
+    torch.manual_seed(0)
+    for shape in ((24, 8), (8, 24), (8, 8), (1, 8)):
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.randn(shape) * torch.logspace(-3, 0, shape[0])[:, None]
+        muon = Muon([p], lr=1.0, normalize=True)
+        muon.step()
+        wide = shape[0] < shape[1]
+        sizes = p.detach().norm(dim=0 if wide else 1)
+        assert torch.allclose(sizes, sizes.mean().expand_as(sizes), rtol=tolerance)
+        assert p.detach().square().mean().sqrt().item() == pytest.approx(0.2, rel=tolerance)
+        alike = torch.nn.Parameter(torch.zeros(shape))
+        alike.grad = p.grad
+        Muon([alike], lr=1.0).step()
+        cosine = torch.cosine_similarity(p, alike, dim=0 if wide else 1)
+        assert torch.allclose(cosine, torch.ones(()), atol=tolerance)
+        p.grad = torch.zeros(shape)
+        before, muon = p.detach().clone(), Muon([p], lr=1.0, normalize=True)
+        muon.step()  # nothing is made of nothing
+        assert torch.equal(p, before)
+
+
 def test_muon_refuses_what_is_not_a_matrix():
     with pytest.raises(ValueError, match=r"not for a shape of \(3,\)"):
         Muon([torch.nn.Parameter(torch.ones(3))], lr=0.1)
