@@ -161,6 +161,13 @@ MUTATIONS = [
         "test_optimizer.py::test_muon_takes_the_steps_of_torchs_muon",
     ),
     Mutation(
+        "a normalized update keeps the sizes of its rows",
+        "optimizer.py",
+        "dim=2 if rows >= columns else 1",
+        "dim=1 if rows >= columns else 2",
+        "test_optimizer.py::test_a_normalized_update_has_rows_of_one_size_and_is_as_large_as_an_orthogonal_one",
+    ),
+    Mutation(
         "the warm-up begins at 0",
         "schedule.py",
         "(step + 1) / (warmup_steps + 1)",

@@ -72,7 +72,8 @@ def case(name: str, arch: str, optimizer: str, dtype=torch.float32, offload=Fals
     amp = None if dtype is torch.float32 else dtype
     results = []
     for model, share in ((shared, True), (plain, False)):
-        opt = create_optimizer(model, OptimizerConfig(name=optimizer, learning_rate=3e-3))
+        recipe = OptimizerConfig(name=optimizer, learning_rate=3e-3, normalize=arch == "gpt2")
+        opt = create_optimizer(model, recipe)
         results.append(steps(model, opt, world, share, amp))
         if share:
             state = [v for s in opt.state.values() for v in s.values() if v.numel() > 1]
