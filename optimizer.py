@@ -45,9 +45,9 @@ class OptimizerConfig:
             raise UserError(
                 f"optimizer.schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}"
             )
-        if not 0 < self.learning_rate <= 1000:
+        if not 0 < self.learning_rate <= 1e38:  # what float32 holds
             raise UserError(
-                f"optimizer.learning_rate={self.learning_rate}: must be above 0, at most 1000"
+                f"optimizer.learning_rate={self.learning_rate}: must be above 0, at most 1e38"
             )
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
