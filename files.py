@@ -21,7 +21,7 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename not in (None, temporary):  # another file's
+        if error.errno is None or error.filename not in (None, temporary):  # another file's
             raise
         raise type(error)(error.errno, error.strerror, path) from error
     finally:
