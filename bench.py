@@ -654,7 +654,8 @@ TABLES = {
         "Time to a loss",
         "Whole processes, from the command to its end, with nothing compiled before, one seed "
         "a round. The loss is of every held-out character but the first, in nats. The Xeon's are "
-        "from before `optimizer.normalize`, which takes 1 ms a step and lowers the first two by 0.01.",
+        "from before `optimizer.normalize`, which takes 1 ms a step and lowers the first two by "
+        "0.01.",
         ["recipe", "held-out loss", "seconds", "seeds", "trained on"],
         loss_rows,
     ),
