@@ -68,12 +68,14 @@ def to_files(
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from.
 
     `weights` are those of `GPT(config)`, `vocabulary[i]` is the character with the id i. Raises
-    `UserError` without the package `safetensors`, and for weights of another architecture.
+    `UserError` without the package `safetensors`, and for what Transformers has no model for.
     """
     try:
         import safetensors.torch
     except ImportError as error:
         raise UserError("an export needs safetensors: pip install safetensors") from error
+    if config.token_shift:
+        raise UserError("model.token_shift=true: Transformers has no such model to export to")
     tensors = to_transformers(config, weights)
     described = {
         "config.json": model_json(config),

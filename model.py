@@ -6,7 +6,7 @@
 `arch="gpt2"` is the model of Radford et al., "Language Models are Unsupervised Multitask Learners"
 (2019), with exact GELU. `arch="modern"` is the one of karpathy/nanochat as Transformers ships it:
 rotary positions, RMSNorm without weights, normalised queries and keys, squared ReLU, an untied head
-that starts at zero, and a soft cap on the logits.
+that starts at zero, and a soft cap on the logits. `token_shift` adds to either what neither has.
 
 Shapes in comments: B sequences, T characters, C = n_embd, H heads of D = C / H, V = vocab_size.
 """
@@ -44,7 +44,10 @@ SIZES = {
     "gpt-nano": (3, 3, 48),
 }
 # The fields of `GPTConfig`, beside the vocabulary, that say which weights fit.
-ARCHITECTURE = ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights")
+ARCHITECTURE = (
+    *("arch", "n_layer", "n_head", "n_embd", "block_size"),
+    *("bias", "tie_weights", "token_shift"),
+)
 # |logit| stays below this whole number in the modern architecture (Gemma Team, "Gemma 2", 2024).
 SOFTCAP = 15
 ROPE_BASE = 10_000.0  # Su et al., "RoFormer", 2021
@@ -72,6 +75,7 @@ class GPTConfig:
     attn_pdrop: float = 0.1
     bias: bool | None = None
     tie_weights: bool | None = None
+    token_shift: bool = False
     attention: str = "auto"
     activation_checkpointing: bool = False
 
@@ -162,8 +166,9 @@ class KVCache:
 
     `keys` and `values` are (B, H, block_size, D) for each layer; `length` characters of them are
     filled. `rotation` is of all positions. The idea of tensors that are as long as the context will
-    ever be is pytorch-labs/gpt-fast's. Where `weights` is a
-    list, every layer appends its attention weights to it, (B, H, S, length + S).
+    ever be is pytorch-labs/gpt-fast's. `last` is what each layer's `TokenShift` saw of the last
+    character, (B, 1, C). Where `weights` is a list, every layer appends its attention weights to
+    it, (B, H, S, length + S).
     """
 
     def __init__(
@@ -175,6 +180,8 @@ class KVCache:
             [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
             for _ in range(2)
         )
+        self.last = [torch.zeros(batch_size, 1, config.n_embd, device=device, dtype=dtype)]
+        self.last *= config.n_layer
         self.rotation = rotary(config.block_size, width, device)
         self.length = 0
         self.weights: list[torch.Tensor] | None = None
@@ -370,6 +377,25 @@ class MLP(nn.Module):
         return F.dropout(self.c_proj(x), self.resid_pdrop, self.training)
 
 
+class TokenShift(nn.Module):
+    """Adds to each character the one before it, times a learned factor for each channel: x (B, T,
+    C), same shape. The idea is RWKV's (Peng et al., 2023), which mixes the two.
+    """
+
+    def __init__(self, config: CompleteConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.weight = nn.Parameter(torch.empty(config.n_embd))
+
+    def forward(self, x: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+        if cache is None:
+            before = F.pad(x[:, :-1], (0, 0, 1, 0))
+        else:
+            before = torch.cat((cache.last[self.layer], x[:, :-1]), dim=1)
+            cache.last[self.layer] = x[:, -1:]
+        return torch.addcmul(x, before, self.weight.to(x.dtype))
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm)."""
 
@@ -378,11 +404,15 @@ class Block(nn.Module):
         self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
+        self.shift = TokenShift(config, layer) if config.token_shift else None
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, rotation, cache: KVCache | None = None) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache)
-        return x + self.mlp(self.ln_2(x))
+        y = self.ln_2(x)
+        if self.shift is not None:
+            y = self.shift(y, cache)
+        return x + self.mlp(y)
 
 
 class GPT(nn.Module):
@@ -409,8 +439,8 @@ class GPT(nn.Module):
         gpt2: normal with deviation 0.02, the two projections that end on the residual stream 0.02 /
         sqrt(2 n_layer) (Radford et al., 2019, section 2.3). modern: what ends on the residual
         stream, and the head, at zero; the other matrices uniform with deviation C^-1/2; embeddings
-        normal with deviation 1 (karpathy/nanochat). What is called neither weight nor bias keeps
-        the values it was made with.
+        normal with deviation 1 (karpathy/nanochat). A `TokenShift` begins at zero. What is called
+        neither weight nor bias keeps the values it was made with.
 
         Raises `UserError` for such a parameter on the meta device, where it has none.
         """
@@ -428,8 +458,9 @@ class GPT(nn.Module):
             # Drawn whole and on the CPU: the same weights on any device, however sharded.
             fresh = torch.empty(parameter.shape, device="cpu")
             if parameter.dim() == 1:
-                # a norm's weight 1, every bias 0
-                nn.init.constant_(fresh, float(name.endswith("weight")))
+                # a norm's weight 1; every bias 0, and every factor of a shift
+                one = name.endswith("weight") and not name.endswith("shift.weight")
+                nn.init.constant_(fresh, float(one))
             elif modern and (name.endswith("c_proj.weight") or name == "head.weight"):
                 nn.init.zeros_(fresh)
             elif modern and "emb" not in name:

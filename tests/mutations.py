@@ -126,6 +126,20 @@ MUTATIONS = [
         "test_model.py::test_cached_generation_is_uncached_generation_also_past_the_block",
     ),
     Mutation(
+        "a token shift brings the next character instead of the one before",
+        "model.py",
+        "F.pad(x[:, :-1], (0, 0, 1, 0))",
+        "F.pad(x[:, 1:], (0, 0, 0, 1))",
+        "test_model.py::test_no_logit_depends_on_a_later_character",
+    ),
+    Mutation(
+        "a cache forgets what a token shift saw of the last character",
+        "model.py",
+        "cache.last[self.layer] = x[:, -1:]",
+        "pass",
+        "test_model.py::test_cached_logits_are_uncached_logits",
+    ),
+    Mutation(
         "the projections onto the residual stream start as wide as the others",
         "model.py",
         'if name.endswith("c_proj.weight") else 1.0',

@@ -61,7 +61,7 @@ def difference(shared: GPT, plain: GPT) -> float:
 def case(name: str, arch: str, optimizer: str, dtype=torch.float32, offload=False, **settings):
     """The same steps sharded and plain."""
     torch.manual_seed(1)
-    plain = GPT(config(arch))
+    plain = GPT(config(arch, token_shift=settings.get("token_shift", False)))
     torch.manual_seed(1)
     shared = sharding.build(
         lambda: GPT(config(arch, **settings)), world, "fsdp", dtype, offload=offload
@@ -96,6 +96,7 @@ case("bfloat16", "gpt2", "adamw", torch.bfloat16)
 case("float16", "modern", "muon", torch.float16)
 case("offload", "gpt2", "muon", offload=True)
 case("activation checkpointing", "modern", "adamw", activation_checkpointing=True)
+case("token shift", "modern", "adamw", token_shift=True)
 
 # One rank's inf in one shard: all ranks leave the step out.
 torch.manual_seed(1)

@@ -81,6 +81,13 @@ class Narrow(MLP):
         self.c_proj = torch.nn.Linear(3 * config.n_embd, config.n_embd)
 
 
+def test_a_model_that_transformers_has_not_is_refused_by_name(tmp_path):
+    snapshot = model_snapshot(VOCABULARY, token_shift=True)
+    with pytest.raises(UserError, match=r"^model\.token_shift=true: "):
+        export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monkeypatch):
     snapshot = model_snapshot(VOCABULARY)
     with monkeypatch.context() as edit:

@@ -19,11 +19,12 @@ from overrides import follow_overrides
 from snapshot_files import load
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-MODELS = {
+EXPORTABLE = {
     "gpt2": {"arch": "gpt2"},
     "untied, without biases": {"arch": "gpt2", "bias": False, "tie_weights": False},
     "modern": {"arch": "modern"},
 }
+MODELS = {**EXPORTABLE, "with a token shift": {"arch": "modern", "token_shift": True}}
 
 
 def composed(*overrides: str) -> Config:
@@ -79,7 +80,7 @@ def test_characters_in_common_keep_their_rows_and_new_ones_lie_around_the_mean(s
         assert deviation == 0 or not torch.equal(weights[2], weights[3])
 
 
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("settings", EXPORTABLE.values(), ids=EXPORTABLE)
 def test_an_exported_model_is_as_good_as_its_snapshot(settings, source, tmp_path):
     path = source(**settings)
     export.export(load(path), path, str(tmp_path / "exported"))

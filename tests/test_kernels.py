@@ -506,9 +506,9 @@ def test_no_logit_depends_on_a_later_character(dtype, arch):
 
 
 @both
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch, monkeypatch):
-    model, idx = build(arch), torch.randint(0, 19, (8, 34))
+@pytest.mark.parametrize("arch, shift", [("gpt2", False), ("modern", False), ("modern", True)])
+def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch, shift, monkeypatch):
+    model, idx = build(arch, token_shift=shift), torch.randint(0, 19, (8, 34))
     monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
     results = []
     for threads in (1, 2, 2):

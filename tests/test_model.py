@@ -6,14 +6,18 @@ import torch.nn.functional as F
 from errors import UserError
 from model import GPT, Block, GPTConfig
 
-ARCHS = ("gpt2", "modern")
+ARCHS = ("gpt2", "modern", "shifted")
 PATHS = ("matmul", "sdpa")
 
 
 def tiny(arch="gpt2", attention="auto", pdrop=0.0, seed=0, **sizes) -> GPT:
-    """A small model with weights large enough that everything in it matters."""
+    """A small model with weights large enough that everything in it matters; `shifted` is modern
+    with `token_shift`.
+    """
     torch.manual_seed(seed)
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 12, **sizes}
+    if arch == "shifted":
+        arch, sizes["token_shift"] = "modern", True
     config = GPTConfig(
         arch=arch,
         attention=attention,
@@ -188,6 +192,28 @@ def test_gpt2_starts_as_the_paper_says_and_knows_nothing():
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
     idx = torch.randint(65, (4, 32))
     assert model(idx, torch.randint(65, (4, 32)))[1].item() == pytest.approx(4.17, abs=0.1)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_a_token_shift_adds_the_character_before_to_what_the_mlp_sees(arch):
+    model, seen = tiny(arch, token_shift=True, n_layer=1), {}
+    block = model.blocks[0]
+    block.ln_2.register_forward_hook(lambda *a: seen.update(norm=a[-1]))
+    block.mlp.register_forward_pre_hook(lambda _, inputs: seen.update(mlp=inputs[0]))
+    model(torch.randint(11, (2, 12)))
+    norm, mlp = seen["norm"], seen["mlp"]
+    assert torch.equal(mlp[:, 0], norm[:, 0])
+    expected = norm[:, 1:] + norm[:, :-1] * block.shift.weight
+    assert torch.allclose(mlp[:, 1:], expected, atol=1e-6)
+
+    shifted, plain = (
+        GPT(GPTConfig(arch=arch, model_type="gpt-nano", vocab_size=11, block_size=8, token_shift=x))
+        for x in (True, False)
+    )
+    assert all(torch.count_nonzero(b.shift.weight) == 0 for b in shifted.blocks)  # at first
+    shifted.load_state_dict(plain.state_dict(), strict=False)
+    idx = torch.randint(11, (2, 8))
+    assert torch.equal(shifted.eval()(idx)[0], plain.eval()(idx)[0])
 
 
 def test_modern_starts_at_the_uniform_distribution():

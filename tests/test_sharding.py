@@ -50,7 +50,7 @@ def report(processes: int) -> dict:
 CASES = [f"{arch} {optimizer}" for arch in ("gpt2", "modern") for optimizer in ("adamw", "muon")]
 
 
-@pytest.mark.parametrize("case", [*CASES, "offload", "activation checkpointing"])
+@pytest.mark.parametrize("case", [*CASES, "offload", "activation checkpointing", "token shift"])
 def test_a_shared_out_model_takes_the_steps_of_a_whole_one(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
