@@ -660,7 +660,7 @@ TABLES = {
         "Time to a loss",
         "Whole processes, from the command to its end, with nothing compiled before, one seed "
         "a round. The loss is of every held-out character but the first, in nats, in windows of so "
-        "many characters laid end to end. The Xeon's are "
+        "many characters laid end to end, but for nanoGPT's. The Xeon's are "
         "from before `optimizer.normalize`, which takes 1 ms a step and lowers the first two by "
         "0.01.",
         ["recipe", "held-out loss", "seconds", "seeds", "window", "trained on"],

@@ -47,8 +47,8 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     """Writes the model of `snapshot`, read from `path`, into the new directory `out`, whole or not
     at all. Returns in words whether Transformers, where it is installed, gives the same logits.
 
-    Raises `UserError` if it gives others, and if `out` already exists and not empty, or cannot be
-    written.
+    Raises `UserError` if it gives others or has no such model, and if `out` already exists and not
+    empty, or cannot be written.
     """
     model = load_model(snapshot, "cpu")
     files = to_files(model.config, snapshot.model_state, snapshot.vocabulary)

@@ -4,7 +4,8 @@
     config, weights, vocabulary = read(folder)
 
 `arch="gpt2"` is its `GPT2LMHeadModel`, `arch="modern"` its `NanoChatForCausalLM`: the same numbers
-under other names. Transformers itself is not needed; `safetensors` is (`pip install safetensors`).
+under other names; with a `token_shift` it has none. Transformers itself is not needed;
+`safetensors` is (`pip install safetensors`).
 
 A tokenizer has to give an id to every character, also to one that the model has never seen. There
 is one more token for that, at the end of the vocabulary: U+FFFD, which Unicode has for what cannot
@@ -70,12 +71,12 @@ def to_files(
     `weights` are those of `GPT(config)`, `vocabulary[i]` is the character with the id i. Raises
     `UserError` without the package `safetensors`, and for what Transformers has no model for.
     """
+    if config.token_shift:
+        raise UserError("model.token_shift=true: Transformers has no such model to export to")
     try:
         import safetensors.torch
     except ImportError as error:
         raise UserError("an export needs safetensors: pip install safetensors") from error
-    if config.token_shift:
-        raise UserError("model.token_shift=true: Transformers has no such model to export to")
     tensors = to_transformers(config, weights)
     described = {
         "config.json": model_json(config),

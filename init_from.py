@@ -121,6 +121,7 @@ def settle(config: Config, architecture: dict[str, Any], source: str) -> None:
                 f"data.block_size={asked}: {source} has learned {has} positions; give at most that"
             )
         elif asked != has:
+            asked, has = (str(v).lower() if isinstance(v, bool) else v for v in (asked, has))
             raise UserError(f"model.{name}={asked}: {source} has {has}; leave it out")
     config.model = dataclasses.replace(config.model, model_type=None, **values)
     config.data = dataclasses.replace(config.data, block_size=values["block_size"])

@@ -60,7 +60,7 @@ from distributed import (
 )
 from errors import UserError, one_line
 from files import replacing
-from model import GPT
+from model import GPT, GPTConfig
 from optimizer import create_optimizer
 from overrides import check_words, compose_as_meant, follow_overrides, with_recipe
 from progress import show_every_character
@@ -112,6 +112,10 @@ def train(composed: DictConfig) -> float | None:
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         saver = Saver(config.trainer, config.run_dir, world)
         snapshot = saver.found
+        if snapshot is not None and snapshot.config.get("model"):
+            # what GPTConfig has got since is at its default there, and may not change either
+            model_config = GPTConfig.recorded(snapshot.model_config)
+            snapshot.config["model"] = dataclasses.asdict(model_config)
         if snapshot is None and config.trainer.resume != "never":
             run_on_first(lambda: check_none_elsewhere(config.run_dir, config.trainer), world)
         if snapshot is None and is_run(config.run_dir) and config.trainer.resume != "never":

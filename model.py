@@ -379,7 +379,8 @@ class MLP(nn.Module):
 
 class TokenShift(nn.Module):
     """Adds to each character the one before it, times a learned factor for each channel: x (B, T,
-    C), same shape. The idea is RWKV's (Peng et al., 2023), which mixes the two.
+    C), same shape. The idea is RWKV's (Peng et al., 2023), which mixes the two. To look at the
+    character before, an attention head has to learn first where it is.
     """
 
     def __init__(self, config: CompleteConfig, layer: int):
@@ -391,7 +392,9 @@ class TokenShift(nn.Module):
         if cache is None:
             before = F.pad(x[:, :-1], (0, 0, 1, 0))
         else:
-            before = torch.cat((cache.last[self.layer], x[:, :-1]), dim=1)
+            before = cache.last[self.layer]
+            if x.size(1) > 1:
+                before = torch.cat((before, x[:, :-1]), dim=1)
             cache.last[self.layer] = x[:, -1:]
         return torch.addcmul(x, before, self.weight.to(x.dtype))
 
@@ -459,7 +462,7 @@ class GPT(nn.Module):
             fresh = torch.empty(parameter.shape, device="cpu")
             if parameter.dim() == 1:
                 # a norm's weight 1; every bias 0, and every factor of a shift
-                one = name.endswith("weight") and not name.endswith("shift.weight")
+                one = name.endswith("weight") and not name.endswith(".shift.weight")
                 nn.init.constant_(fresh, float(one))
             elif modern and (name.endswith("c_proj.weight") or name == "head.weight"):
                 nn.init.zeros_(fresh)

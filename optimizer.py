@@ -70,8 +70,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, lis
 
     `hidden`: the matrices inside the blocks, which Muon takes over where it is asked for. `decay`:
     the head (tied to the embedding or not), and the embeddings where `decay_embeddings` says so
-    (nanoGPT does, minGPT does not). `no_decay`: biases, norms, and else the embeddings. `model` may
-    be wrapped, in DDP say: only the names of its parameters count.
+    (nanoGPT does, minGPT does not). `no_decay`: biases, norms, shifts, and else the embeddings.
+    `model` may be wrapped, in DDP say: only the names of its parameters count.
     """
     groups: dict[str, list[nn.Parameter]] = {"hidden": [], "decay": [], "no_decay": []}
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}

@@ -465,6 +465,19 @@ def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_p
     }
 
 
+def test_a_snapshot_from_before_a_field_of_the_model_has_it_at_its_default(tmp_path):
+    assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
+    path = tmp_path / "gpt_snapshot.pt"
+    snapshot = load(str(path))
+    del snapshot.config["model"]["token_shift"]
+    path.write_bytes(snapshot.to_bytes())
+    says = "model.token_shift was False, is True"
+    refuse(*TINY, f"run_dir={tmp_path}", "model.token_shift=true", says=says)
+    resumed = start(*TINY, f"run_dir={tmp_path}", "trainer.max_steps=8")
+    assert resumed.returncode == 0 and f"step {snapshot.step}" in resumed.stdout
+    assert "changed since the snapshot: model" not in resumed.stdout
+
+
 def test_the_plain_configuration_is_plain():
     def check(value):
         assert isinstance(value, dict | list | str | int | float | bool | None)
