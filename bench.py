@@ -58,6 +58,10 @@ TRAINERS = {  # and the packages they need
     "Lightning, float32": ("transformers", "lightning"),
 }
 
+RECIPES = (  # "default" is the one that main.py takes on this machine
+    *("shakespeare_quick", "default", "shakespeare_shift", "shakespeare_lowest"),
+    "nanogpt_cpu",
+)
 PACKAGES = {**TRAINERS, "Transformers": ("transformers",)}
 GENERATORS = {"4L/2H/128": (4, 2, 128), "6L/6H/384": (6, 6, 384)}  # layers, heads, width
 # of nanoGPT's CPU recipe, as its README has it
@@ -442,10 +446,7 @@ def _command(*arguments, directory: str | Path = ROOT, environment: dict | None 
 
 SECTIONS: dict[str, list[tuple[Any, ...]]] = {
     "step": [(step, size, trainer) for size in SIZES for trainer in TRAINERS],
-    "loss": [
-        (loss, recipe)
-        for recipe in ("shakespeare_quick", "default", "shakespeare_shift", "nanogpt_cpu")
-    ],
+    "loss": [(loss, recipe) for recipe in RECIPES],
     "generate": [
         (generate, model, package) for model in GENERATORS for package in ("this", "Transformers")
     ],
