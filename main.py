@@ -112,10 +112,8 @@ def train(composed: DictConfig) -> float | None:
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         saver = Saver(config.trainer, config.run_dir, world)
         snapshot = saver.found
-        if snapshot is not None and snapshot.config.get("model"):
-            # what GPTConfig has got since is at its default there, and may not change either
-            model_config = GPTConfig.recorded(snapshot.model_config)
-            snapshot.config["model"] = dataclasses.asdict(model_config)
+        if snapshot is not None:
+            complete(snapshot)
         if snapshot is None and config.trainer.resume != "never":
             run_on_first(lambda: check_none_elsewhere(config.run_dir, config.trainer), world)
         if snapshot is None and is_run(config.run_dir) and config.trainer.resume != "never":
@@ -202,6 +200,14 @@ def write_report(run_dir: str) -> None:
         log.info("report      %s", shown(report.write([run_dir], os.path.join(run_dir, REPORT))))
     except Exception as error:
         log.warning("%s was not written: %s", REPORT, one_line(error))
+
+
+def complete(snapshot: Snapshot) -> None:
+    """Gives the fields that `GPTConfig` has got since `snapshot` was made their defaults, which is
+    what the model was made with: a run may not go on with another value of these either.
+    """
+    if snapshot.config.get("model"):  # other programs may have kept none
+        snapshot.config["model"] = dataclasses.asdict(GPTConfig.recorded(snapshot.model_config))
 
 
 def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:

@@ -143,7 +143,7 @@ def test_the_context_may_be_shorter_and_with_rotary_positions_longer(arch, lengt
     [
         (["model.n_layer=3"], "model.n_layer=3: init_from={} has 2; leave it out"),
         (["model=modern"], "model.arch=modern: init_from={} has gpt2; leave it out"),
-        (["model.bias=false"], "model.bias=False: init_from={} has True; leave it out"),
+        (["model.bias=false"], "model.bias=false: init_from={} has true; leave it out"),
         (["model.model_type=gpt-nano"], "model.n_embd=48: init_from={} has 32; leave it out"),
         (["data.block_size=25"], "data.block_size=25: init_from={} has learned 24 positions"),
     ],
