@@ -518,9 +518,10 @@ int rms_norm(long threads, long rows, long C, const real *x, real *y, float *r) 
         vector squares = broadcast(0);
         for (long c = i * C; c < (i + 1) * C; c += LANES)
             squares = load(x + c) * load(x + c) + squares;
-        r[i] = 1 / sqrtf(sum_of(squares) / C + NORM_EPS);
+        float ri = 1 / sqrtf(sum_of(squares) / C + NORM_EPS);
+        if (r) r[i] = ri;
         for (long c = i * C; c < (i + 1) * C; c += LANES)
-            store(y + c, load(x + c) * r[i]);
+            store(y + c, load(x + c) * ri);
     }
     return 0;
 }

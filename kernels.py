@@ -166,7 +166,7 @@ def _products_are_slow(dtype: torch.dtype) -> bool:
 
 def _call(dtype: torch.dtype, name: str, *arguments: torch.Tensor | int | None) -> None:
     """Calls a kernel, the one for `dtype`, with addresses for tensors, which must be dense."""
-    addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    addresses = [a if a is None or isinstance(a, int) else a.data_ptr() for a in arguments]
     failed = _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses)
     if failed == 2:
         raise IndexError(f"{name}: a target is neither -1 nor in the vocabulary")
@@ -383,7 +383,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """x over the root mean square of its last dimension."""
-    return _apply(_RMSNorm, x)
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x)
+    x, C = x.contiguous(), x.size(-1)
+    y = torch.empty_like(x)
+    _call(x.dtype, "rms_norm", x.numel() // C, C, x, y, None)
+    return y
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

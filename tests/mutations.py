@@ -133,6 +133,13 @@ MUTATIONS = [
         "test_model.py::test_no_logit_depends_on_a_later_character",
     ),
     Mutation(
+        "training drops nothing",
+        "model.py",
+        "F.dropout(x, p) if training and p else x",
+        "x",
+        "test_model.py::test_training_drops_from_embedding_and_residual_stream_what_is_asked_for",
+    ),
+    Mutation(
         "a cache forgets what a token shift saw of the last character",
         "model.py",
         "cache.last[self.layer] = x[:, -1:]",

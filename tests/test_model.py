@@ -375,6 +375,47 @@ def test_generating_does_not_change_the_mode():
     assert model.training and torch.equal(a, b)  # no dropout while generating
 
 
+# --- dropout ---
+
+
+def is_half_of(dropped: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether about half of `whole` is left, twice as large, where it is not 0 anyway."""
+    there = whole != 0
+    kept = (dropped != 0) & there
+    share = kept.sum() / there.sum()
+    return abs(share - 0.5) < 0.05 and torch.allclose(dropped[kept], 2 * whole[kept], atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_training_drops_from_embedding_and_residual_stream_what_is_asked_for(arch):
+    model = tiny(arch, pdrop=0.5, n_embd=64, block_size=40)
+    block, seen = model.blocks[0], {}
+    block.attn.attn_pdrop = 0
+    idx = torch.randint(11, (4, 40))
+    for name, module in (("block", block), ("attn", block.attn), ("mlp", block.mlp)):
+        module.register_forward_hook(
+            lambda _, given, made, name=name: seen.update({name: (given, made)})
+        )
+    model.train()(idx)
+    embedded = model.tok_emb(idx)
+    if arch == "gpt2":
+        assert is_half_of(seen["block"][0][0], embedded + model.pos_emb.weight)
+    else:  # normalised since, which leaves a 0 as it was
+        assert abs((seen["block"][0][0] == 0).float().mean() - 0.5) < 0.05
+    model.eval()
+    for name, module in (("attn", block.attn), ("mlp", block.mlp)):
+        given, made = seen[name]
+        assert is_half_of(made, module(*given)), name
+
+
+@pytest.mark.parametrize("attention", PATHS)
+def test_training_drops_attention_weights_as_asked_for(attention):
+    attn = tiny(attention=attention, pdrop=0.5, n_embd=80, block_size=40).blocks[0].attn
+    q, k = torch.randn(2, 4, 2, 40, 40)
+    v = torch.eye(40).expand(4, 2, 40, 40)  # brings out the weights themselves
+    assert is_half_of(attn.train().attend(q, k, v), attn.eval().attend(q, k, v))
+
+
 # --- configuration ---
 
 
