@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -47,6 +48,7 @@ def test_a_batch_is_its_windows(text_file):
     [
         ("chinese", "".join(chr(0x4E00 + i % 300) for i in range(900)), torch.uint16),
         ("spanish", "El niño comió piñas; ¿cuántas? ¡Muchísimas! " * 20, torch.uint8),
+        ("40,000 characters", "".join(map(chr, range(0x10000, 0x10000 + 40_000))), torch.uint16),
         ("emoji", "🙂🚀 é e\u0301 \U0010ffff\r\n\x00" * 60, torch.uint8),
         ("70,000 characters", "".join(map(chr, [*range(0x10000, 0x10000 + 70_000)])), torch.uint32),
     ],
@@ -141,6 +143,13 @@ def test_epochs_and_seeds_are_ordered_differently_and_well_mixed(stride):
         assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.02  # neighbours
         share = np.histogram(a[: n // 10], bins=20)[0] / (n // 200)
         assert share.min() > 0.7 and share.max() < 1.3  # the first tenth comes from everywhere
+
+
+def test_every_pass_shuffles_in_an_order_of_its_own():
+    n, stride = 64_000, 64
+    order = window_order(np.arange(n), n, seed=1, stride=stride).reshape(stride, -1) // stride
+    for a, b in itertools.pairwise(order):
+        assert (a == b).sum() < 12 and abs(np.corrcoef(a, b)[0, 1]) < 0.2
 
 
 BILLION = 10**9

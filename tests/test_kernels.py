@@ -72,6 +72,18 @@ def test_a_broken_build_is_built_again_and_a_compiler_may_have_arguments(dtype, 
 
 
 @both
+def test_another_source_is_another_build(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    changed = tmp_path / "kernels.c"
+    changed.write_text(kernels.SOURCE.read_text() + "// changed\n")
+    built = []
+    for source in (kernels.SOURCE, changed):
+        monkeypatch.setattr(kernels, "SOURCE", source)
+        built.append(kernels._build.__wrapped__(dtype)[1])
+    assert built[0] != built[1] and all(os.path.exists(path) for path in built)
+
+
+@both
 def test_what_only_stands_for_a_tensor_is_left_to_torch(dtype):
     x = torch.ones(2, 32, dtype=dtype)
     assert kernels.fit(x) and not kernels.fit(x.double()) and not kernels.fit(x.to("meta"))

@@ -2,6 +2,7 @@
 memory.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -220,6 +221,25 @@ def test_the_program_reports_to_it_within_the_run_directory(tmp_path, name, rows
 
 
 # --- what is asked for and cannot be had ---
+
+
+def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog):
+    metrics, write, room = Metrics(str(tmp_path), 0, trackers=()), os.write, [5]
+
+    def full(file, data):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: room.pop()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        metrics.log(1, 0.1, "train", 3.0)
+    assert "No space left on device" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    metrics.log(2, 0.2, "train", 2.0)
+    metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_an_unknown_tracker_and_a_missing_package_are_refused(tmp_path, monkeypatch):

@@ -194,6 +194,20 @@ def test_gpt2_starts_as_the_paper_says_and_knows_nothing():
     assert model(idx, torch.randint(65, (4, 32)))[1].item() == pytest.approx(4.17, abs=0.1)
 
 
+def test_modern_starts_as_nanochat_does_and_knows_nothing():
+    torch.manual_seed(0)
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 65, "block_size": 32}
+    model = GPT(GPTConfig(arch="modern", token_shift=True, **sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("c_proj.weight", "head.weight", "shift.weight")):
+            assert not parameter.any(), name
+        else:
+            width = 1.0 if name == "tok_emb.weight" else 128**-0.5
+            assert parameter.std().item() == pytest.approx(width, rel=0.05), name
+    idx = torch.randint(65, (4, 32))
+    assert model(idx, idx)[1].item() == pytest.approx(4.174, abs=0.001)
+
+
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_a_token_shift_adds_the_character_before_to_what_the_mlp_sees(arch):
     model, seen = tiny(arch, token_shift=True, n_layer=1), {}
@@ -414,6 +428,20 @@ def test_training_drops_attention_weights_as_asked_for(attention):
     q, k = torch.randn(2, 4, 2, 40, 40)
     v = torch.eye(40).expand(4, 2, 40, 40)  # brings out the weights themselves
     assert is_half_of(attn.train().attend(q, k, v), attn.eval().attend(q, k, v))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_blocks_computed_again_drop_what_they_dropped_before(arch):
+    gradients, calls = [], []
+    idx = torch.randint(11, (4, 12))
+    for recompute in (False, True):
+        model = tiny(arch, pdrop=0.5, activation_checkpointing=recompute).train()
+        model.blocks[0].register_forward_pre_hook(lambda *_, n=recompute: calls.append(n))
+        torch.manual_seed(5)
+        model(idx, idx)[1].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert calls == [False, True, True]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
 
 
 # --- configuration ---

@@ -103,6 +103,21 @@ def test_every_parameter_is_in_exactly_one_group(name, tied):
         assert (id(parameter) in decayed) == expected, key
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_group_has_what_the_configuration_says(name):
+    config = OptimizerConfig(
+        name=name, learning_rate=0.007, beta1=0.81, beta2=0.83, weight_decay=0.03,
+        momentum=0.77, normalize=True, decay_embeddings=True,
+    )  # fmt: skip
+    groups = create_optimizer(tiny("gpt2", tie_weights=False), config).param_groups
+    assert all(group["lr"] == group["initial_lr"] == 0.007 for group in groups)
+    if name == "muon":
+        muon, *groups = groups
+        assert (muon["momentum"], muon["normalize"], muon["weight_decay"]) == (0.77, True, 0.03)
+    assert all(group["betas"] == (0.81, 0.83) for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.03, 0.0]
+
+
 def test_embeddings_decay_where_asked():
     groups = parameter_groups(
         tiny("gpt2", tie_weights=False), OptimizerConfig(decay_embeddings=True)

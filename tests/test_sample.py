@@ -15,7 +15,7 @@ import text_files
 from errors import UserError
 from model import GPT, GPTConfig
 from run_directory import choose_snapshot
-from sample import SampleConfig, score
+from sample import SampleConfig, load_model, score
 from snapshot_files import load
 
 VOCABULARY = "\n abcdefgh"
@@ -153,6 +153,24 @@ def test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length(monkeypa
     monkeypatch.setattr(GPT, "forward", spied(GPT.forward, made))
     assert texts(num_samples=5, max_new_tokens=40) == together
     assert max(made) == 2
+
+
+def test_all_that_is_said_of_the_draw_reaches_it():
+    config = SampleConfig(temperature=0.5, top_k=3, top_p=0.25, seed=9)
+    said = {"temperature": 0.5, "do_sample": True, "top_k": 3, "top_p": 0.25, "seed": 9}
+    assert config.draws() == said
+    assert SampleConfig(temperature=0).draws()["do_sample"] is False
+
+
+def test_a_draw_in_training_leaves_the_model_and_the_threads_as_they_were():
+    snapshot = model_snapshot(VOCABULARY)
+    model = load_model(snapshot, "cpu")
+    torch.set_num_threads(2)
+    for training in (True, False):
+        model.train(training)
+        assert sampling.draw(model, VOCABULARY, torch.device("cpu"))
+        assert model.training is training and torch.get_num_threads() == 2
+    torch.set_num_threads(1)
 
 
 def spied(forward, made: list[int]):

@@ -192,6 +192,61 @@ def test_the_first_step_does_not_count_in_the_time_of_a_step(parts, tmp_path, mo
     assert rates == [12 * 8 / 2] * 2
 
 
+def test_evaluations_and_saves_do_not_count_in_the_time_of_a_step(parts, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    trainer = make(parts, tmp_path, log_every_steps=4, max_steps=8, eval_every_steps=3)
+    step, evaluate = trainer._train_step, trainer.evaluate
+
+    def after(seconds, function):
+        clock[0] += seconds
+        return function()
+
+    trainer._train_step = lambda: after(2.0, step)
+    trainer.evaluate = lambda: after(1000.0, evaluate)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens_per_s"] for line in lines if line["split"] == "train"] == [12 * 8 / 2] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
+    trainer = make(parts, tmp_path, optimizer=optimizer)
+    trainer.schedule = lambda step, total: 0.5**step
+    step, seen = trainer._train_step, []
+
+    def noted():
+        result = step()
+        seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+        return result
+
+    trainer._train_step = noted
+    trainer.train()
+    assert len(seen[0]) > 1
+    assert seen == [[1e-2 * 0.5**k] * len(seen[0]) for k in range(6)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [line["lr"] for line in lines if line["split"] == "train"]
+    assert logged == [1e-2 * 0.5**k for k in range(6)]
+
+
+@pytest.mark.parametrize(
+    "amp_dtype, used", [("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)]
+)
+def test_training_and_evaluation_compute_in_the_type_asked_for(parts, tmp_path, amp_dtype, used):
+    precision = {"use_amp": amp_dtype is not None, "amp_dtype": amp_dtype or "auto"}
+    trainer = make(parts, tmp_path, **precision, eval_every_steps=6)
+    forward, seen = trainer.bare.forward, set()
+
+    def noted(x, y):
+        enabled = torch.is_autocast_enabled("cpu")
+        seen.add((trainer.bare.training, torch.get_autocast_dtype("cpu") if enabled else None))
+        return forward(x, y)
+
+    trainer.bare.forward = noted
+    trainer.train()
+    assert seen == {(True, used), (False, used)}
+
+
 def test_an_evaluation_leaves_the_model_in_its_mode(parts, tmp_path):
     trainer = make(parts, tmp_path)
     for mode in (True, False):
@@ -220,6 +275,14 @@ def test_training_lowers_the_loss(parts, tmp_path, arch, optimizer):
     trainer = make(parts, tmp_path, arch, optimizer=optimizer, max_steps=90)
     before, *_ = trainer.evaluate()
     assert trainer.train() < before - 0.4
+
+
+def test_samples_come_with_the_first_fourth_sixteenth_line_and_the_last(parts, tmp_path):
+    trainer = make(parts, tmp_path, log_every_steps=2, max_steps=38, eval_every_steps=None)
+    trainer.sample = lambda: ["some"]
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "samples" in line] == [2, 8, 32, 38]
 
 
 # --- data order ---
@@ -291,6 +354,11 @@ def test_what_compiling_lacks_is_named(device, has, missing, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in has else None)
     monkeypatch.setattr("os.path.exists", lambda path: path.rpartition("/")[2] in has)
     assert missing_to_compile(device) == missing
+
+
+def test_another_seed_is_another_order(parts, tmp_path):
+    first = [next(make(parts, tmp_path / str(n), seed=n)._batches())[0] for n in (1, 2, 1)]
+    assert torch.equal(first[0], first[2]) and not torch.equal(first[0], first[1])
 
 
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
@@ -412,6 +480,16 @@ def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(
     snapshot = load(str(tmp_path / "gpt_snapshot.pt"))
     assert snapshot.step == 8
     assert all(torch.isfinite(value).all() for value in snapshot.model_state.values())
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_the_run_and_spares_the_best(parts, tmp_path):
+    trainer = make(parts, tmp_path)
+    losses = iter([2.0, math.nan])
+    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    with pytest.raises(UserError, match=r"step 6: the held-out loss is nan at learning rate 0.01"):
+        trainer.train()
+    best = load(str(tmp_path / "gpt_snapshot.best.pt"))
+    assert (best.step, best.loss) == (3, 2.0)
 
 
 def test_float16_skips_a_step_that_overflows_and_goes_on(parts, tmp_path):
@@ -575,6 +653,13 @@ def test_epochs_save_and_the_end_always_does(parts, tmp_path, max_epochs, save_e
     assert saved == steps
 
 
+def test_a_snapshot_counts_the_epochs_that_are_finished(parts, tmp_path):
+    n = len(parts[0])
+    for steps, finished in ((1, 0), (2, 1), (3, 1)):
+        make(parts, tmp_path, max_steps=steps, batch_size=n // 2 + 1).train()
+        assert load(str(tmp_path / "gpt_snapshot.pt")).finished_epoch == finished
+
+
 def test_a_run_of_another_seed_or_batch_is_refused_without_a_configuration(parts, tmp_path):
     make(parts, tmp_path).train()
     with pytest.raises(UserError, match=r"trainer\.batch_size was 12, is 6"):
@@ -616,10 +701,13 @@ def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp
         make(parts, tmp_path, resume="must")
     make(parts, tmp_path).train()
     assert make(parts, tmp_path, resume="must").step == 6
+    (tmp_path / "tensorboard").mkdir(exist_ok=True)
+    (tmp_path / "tensorboard" / "events").write_text("of the run before")
     anew = make(parts, tmp_path, resume="never")
     assert anew.step == 0 and load(str(tmp_path / "gpt_snapshot.pt")).step == 6  # nothing is lost
     anew.train()
     assert (tmp_path / "metrics.old1.jsonl").exists()
+    assert (tmp_path / "tensorboard.old1" / "events").exists()
     assert load(str(tmp_path / "gpt_snapshot.old1.pt")).step == 6
 
 
@@ -803,6 +891,21 @@ def test_bad_steps_without_end_are_not(parts, tmp_path):
     trainer.bare.forward = lambda x, y: (None, forward(x, y)[1] * float("inf"))
     with pytest.raises(UserError, match=r"step 25: .* 25 times in a row"):
         trainer.train()
+
+
+def test_only_bad_steps_in_a_row_are_past_help(parts, tmp_path):
+    settings = {"max_steps": 60, "save_every_steps": 5, "eval_every_steps": 100}
+    trainer = make(parts, tmp_path, on_nonfinite="skip", **settings)
+    forward, saved = trainer.bare.forward, []
+
+    def poisoned(x, y):
+        return None, forward(x, y)[1] * (math.inf if trainer.step % 2 else 1)
+
+    trainer.bare.forward, save = poisoned, trainer._save
+    trainer._save = lambda latest, best: (saved.append(trainer.step), save(latest, best))
+    trainer.test_dataset = None
+    trainer.train()
+    assert saved == [5, 15, 25, 35, 45, 55, 60]  # every other tenth step was a bad one
 
 
 def test_history_that_is_on_another_disk_is_missed_aloud(parts, tmp_path, caplog):
