@@ -335,6 +335,62 @@ MUTATIONS = [
         "keep = True",
         "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
     ),
+    Mutation(
+        "AdamW has torch's own betas",
+        "optimizer.py",
+        '"betas": betas, "fused"',
+        '"fused"',
+        "test_optimizer.py::test_every_group_has_what_the_configuration_says",
+    ),
+    Mutation(
+        "only the first group of parameters follows the schedule",
+        "trainer.py",
+        "for group in self.optimizer.param_groups:",
+        "for group in self.optimizer.param_groups[:1]:",
+        "test_trainer.py::test_every_parameter_follows_the_schedule",
+    ),
+    Mutation(
+        "the order of the windows does not depend on the seed",
+        "trainer.py",
+        "self.train_dataset, config.seed, config.batch_size",
+        "self.train_dataset, 1337, config.batch_size",
+        "test_trainer.py::test_another_seed_is_another_order",
+    ),
+    Mutation(
+        "an evaluation computes in float32 whatever the precision",
+        "trainer.py",
+        "with self._eagerly(), self._autocast():",
+        "with self._eagerly():",
+        "test_trainer.py::test_training_and_evaluation_compute_in_the_type_asked_for",
+    ),
+    Mutation(
+        "a best snapshot may have no loss at all",
+        "trainer.py",
+        "if not math.isfinite(loss):\n            lr",
+        "if False:\n            lr",
+        "test_trainer.py::test_a_held_out_loss_that_is_not_finite_stops_the_run_and_spares_the_best",
+    ),
+    Mutation(
+        "blocks computed again drop other numbers",
+        "model.py",
+        "use_reentrant=False)",
+        "use_reentrant=False, preserve_rng_state=False)",
+        "test_model.py::test_blocks_computed_again_drop_what_they_dropped_before",
+    ),
+    Mutation(
+        "every pass over the text has the same order",
+        "char_dataset.py",
+        "within, sizes[number], keys[number],",
+        "within, sizes[number], keys[0 * number],",
+        "test_char_dataset.py::test_every_pass_shuffles_in_an_order_of_its_own",
+    ),
+    Mutation(
+        "half a line stays in the metrics on a full disk",
+        "metrics.py",
+        "os.ftruncate(self.file.fileno(), size)",
+        "pass",
+        "test_metrics.py::test_half_a_line_does_not_stay_on_a_full_disk",
+    ),
 ]
 
 
