@@ -2,6 +2,7 @@
 properties.
 """
 
+import functools
 import json
 import subprocess
 import time
@@ -11,6 +12,9 @@ import pytest
 import torch
 from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 
+import distributed
+import evaluation
+from distributed import World
 from snapshot_files import load
 
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
@@ -191,3 +195,33 @@ def test_the_metrics_file_has_the_fields_of_the_contract(runs):
         if line["split"] == "train":
             assert {"lr", "grad_norm", "tokens_per_s", "mfu"} <= set(line) and line["mfu"] is None
             assert line["tokens_per_s"] > 0
+
+
+def test_the_threads_asked_for_are_those_used():
+    for threads in (2, 1):
+        distributed.start("cpu", threads=threads)
+        assert torch.get_num_threads() == threads
+
+
+def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):
+    class Tiles:
+        num_tiles, block_size = 3, 8
+
+        def tiles(self, first, last):
+            return (torch.zeros(last - first, 8, dtype=torch.int64),) * 2
+
+    class Model(torch.nn.Module):
+        def forward(self, x, y):
+            return None, torch.ones(())
+
+    monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # one window at a time
+    gathered, polls = [], [0, 0]
+    monkeypatch.setattr(distributed, "gather", lambda value, _: [gathered.append(value) or value])
+
+    def poll(rank):
+        polls[rank] += 1
+
+    for rank in (0, 1):
+        world = World(rank, 2, rank, 2, torch.device("cpu"))
+        evaluation.evaluate(Model(), Tiles(), world, functools.partial(poll, rank))
+    assert [count for _, count in gathered] == [8, 16] and polls == [2, 2]

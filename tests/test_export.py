@@ -20,6 +20,7 @@ import export
 import huggingface
 from errors import UserError
 from model import GPT, MLP, GPTConfig
+from sample import SampleConfig
 from snapshot import Snapshot
 
 transformers.utils.logging.set_verbosity_error()
@@ -384,3 +385,52 @@ def test_push_to_uploads_every_file_and_without_a_network_says_so(tmp_path):
     assert result.returncode == 1 and len(errors) == 1, result.stderr
     assert "push_to=me/small: was not uploaded, other is written: " in errors[0]
     assert (tmp_path / "other" / "model.safetensors").exists()
+
+
+# --- What is said of it ---
+
+
+def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported):
+    model, _, out = exported
+    assert Path(out).stat().st_mode & 0o777 == 0o755
+    count = sum(p.numel() for p in model.parameters())
+    assert f"| parameters | {count:,} |" in Path(out, "README.md").read_text()
+
+
+def test_no_folder_of_this_machine_is_named():
+    assert export.text_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
+
+
+def test_a_loss_of_another_step_is_named_as_such():
+    snapshot = model_snapshot(VOCABULARY)
+    snapshot.step, snapshot.loss, snapshot.loss_step = 9, 1.5, 7
+    assert export.held_out_loss(snapshot).endswith(", at step 7")
+
+
+def test_dropout_and_temperature_are_those_of_the_run_and_of_sampling():
+    pdrop = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
+    for arch in ("gpt2", "modern"):
+        config = model_of(model_snapshot(VOCABULARY, arch, **pdrop)).config
+        settings = huggingface.model_json(config)
+        if arch == "gpt2":
+            assert {name: settings[name] for name in pdrop} == pdrop
+        else:
+            assert settings["attention_dropout"] == 0.3
+        drawn = huggingface.generation_json(config)["temperature"]
+        assert drawn == SampleConfig.temperature
+
+
+def test_the_unknown_character_is_the_mean_of_all():
+    snapshot = model_snapshot(VOCABULARY)
+    weights = huggingface.to_transformers(model_of(snapshot).config, snapshot.model_state)
+    embedding = weights["transformer.wte.weight"]
+    assert torch.allclose(embedding[-1], embedding[:-1].mean(dim=0))
+
+
+@pytest.mark.parametrize("off", [1, -1])
+def test_logits_that_are_all_off_by_as_much_are_other_logits(folder, off):
+    model = model_of(model_snapshot(VOCABULARY))
+    forward = model.forward
+    model.forward = lambda *a: (forward(*a)[0] + off, None)
+    with pytest.raises(UserError):
+        export.compare(str(folder), model)

@@ -546,3 +546,16 @@ def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path, compiler)
     assert run.returncode == 0, run.stderr
     assert "plain PyTorch" in run.stdout
     assert not [name for _, _, names in os.walk(tmp_path / "cache") for name in names]
+
+
+@pytest.mark.parametrize("dtype", [on(torch.float32)])
+@pytest.mark.parametrize("name", ["squared_relu", "gelu", "rms_norm", "layer_norm", "attention"])
+def test_a_gradient_may_lie_in_memory_in_any_order(dtype, name):
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 192 if name == "attention" else 64, dtype=dtype, requires_grad=True)
+    arguments = {"layer_norm": (torch.ones(64), None), "attention": (2, None)}.get(name, ())
+    y = getattr(kernels, name)(x, *arguments)
+    g = torch.randn(y.size(2), 8, 2).permute(2, 1, 0)
+    assert not g.is_contiguous()
+    (ours,) = torch.autograd.grad(y, x, g, retain_graph=True)
+    assert torch.equal(ours, torch.autograd.grad(y, x, g.contiguous())[0])

@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, equal, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 from test_main import refuse
 
-from launch import LaunchConfig
+from launch import LaunchConfig, without
 from snapshot_files import load
 
 TWO = "launch.nproc_per_node=2"
@@ -288,3 +288,9 @@ assert copy.exitcode == 1, copy
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert "this process is a fork of one that has trained" in result.stderr
+
+
+def test_what_begins_with_a_key_is_left_out_however_it_was_set():
+    assert without(["++run_dir=x", "run_dir=y", "~launch.a", "b=1"], "run_dir=", "launch.") == [
+        "b=1"
+    ]

@@ -6,14 +6,18 @@ import subprocess
 import time
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
-from main import configure
+from distributed import World
+from errors import UserError
+from main import configure, load_text
 from overrides import with_recipe
 from snapshot_files import load
+from text_files import DataConfig
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -547,3 +551,23 @@ def test_a_start_after_one_that_did_not_come_to_save_says_so(tmp_path):
         path.unlink()
     again = start(*TINY, f"run_dir={tmp_path}")
     assert "warning: there are metrics of an earlier start, but no snapshot" in again.stdout
+
+
+def test_the_first_weights_follow_the_seed(tmp_path):
+    """What a step with hardly any learning rate leaves of them."""
+    still = ["optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "trainer.max_steps=1"]
+    weights = []
+    for n, seed in enumerate((1, 2, 1)):
+        run_dir = tmp_path / str(n)
+        run = start(*TINY, *still, f"trainer.seed={seed}", f"run_dir={run_dir}")
+        assert run.returncode == 0, run.stderr
+        weights.append(load(str(run_dir / "gpt_snapshot.pt")).model_state["tok_emb.weight"])
+    assert torch.equal(weights[0], weights[2]) and not torch.allclose(weights[0], weights[1])
+
+
+def test_processes_that_read_different_texts_do_not_train_together(text_file, monkeypatch):
+    config = Config()
+    config.data = DataConfig(path=str(text_file), block_size=8)
+    monkeypatch.setattr("main.gather", lambda value, _: [value, "of another text"])
+    with pytest.raises(UserError, match=r"data\.path=\S+: the processes read different texts"):
+        load_text(config, None, World(0, 1, 0, 1, torch.device("cpu")))

@@ -17,12 +17,13 @@ from conftest import TINY, equal, metrics, start
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import report
+import sweep
 from config import KNOWN
 from errors import UserError
 from history import Run, compose_recipe
 from metrics import Metrics
 from model import GPT, GPTConfig
-from reference import CARD, check, curve, load_card, tolerance
+from reference import CARD, check, curve, load_card, overfitting, tolerance
 from run_directory import choose_snapshot
 from sample import draw
 from settings import FIXED, FREE_OF_MODEL, HARMLESS, NOT_COMPARABLE, OWN
@@ -647,3 +648,44 @@ def test_runs_that_differ_in_many_settings_are_named_by_their_directories(tmp_pa
         f"optimizer__{name}": 0.5 for name in ("learning_rate", "weight_decay", "beta1", "beta2")
     }
     assert report.name_runs([some_run(tmp_path / "c", **many), few[1]]) == ["c", "b"]
+
+
+# --- Figures of a page ---
+
+
+def test_a_curve_of_many_points_keeps_its_height_to_the_end():
+    assert all(y == 1.0 for _, y in report.thin([(i, 1.0) for i in range(2501)]))
+
+
+def test_the_last_loss_the_last_step_that_diverged_and_the_time_of_all(tmp_path):
+    run = some_run(tmp_path / "a", losses=lambda step: None if step in (300, 900) else 2.0)
+    assert run.diverged[0] == 900
+    assert sweep.last_loss(run.path) == run.val[-1]["loss"] != run.val[0]["loss"]
+    run.lines[-1]["seconds"] = 1e6
+    assert run.seconds == 1e6
+
+
+def test_only_what_learns_its_text_by_heart_overfits(tmp_path):
+    worse = {"held_out": lambda step: 1.6 + step / 2000}
+    assert overfitting(some_run(tmp_path / "a", losses=lambda s: 1 + s / 9000, **worse)) == ""
+    assert overfitting(some_run(tmp_path / "b", losses=lambda s: 1 - s / 9000, **worse)) != ""
+
+
+def test_a_page_has_the_last_loss_the_band_around_the_mean_and_the_best_run_first(tmp_path, card):
+    run = some_run(tmp_path / "a", held_out=lambda step: 3 - step / 1000)
+    assert report.describe(run, card)["facts"]["last held-out loss"] == "1.5000"
+    (_, low, high), *_ = report.reference_band([run], card)[0]
+    assert low < card["shakespeare_cpu"]["val"][0][1] < high
+    bad = some_run(tmp_path / "b", held_out=lambda step: 4.0, trainer__seed=9)
+    html, _ = report.page([bad, run], card)
+    assert html.index("1.5000") < html.index("4.0000")
+    run.starts[-1] |= {"hosts": 2, "processes": 8}
+    assert "--nnodes=2 --nproc_per_node=4" in report.commands(run)[0][1]
+
+
+def test_a_reference_is_of_one_text(tmp_path):
+    runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in (1, 2, 3)]
+    curve(runs)
+    runs[1].starts[-1]["text_sha256"] = "another"
+    with pytest.raises(UserError, match="different texts"):
+        curve(runs)

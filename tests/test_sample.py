@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import TINY, command, model_snapshot, start
 
+import run_directory
 import sample as sampling
 import text_files
 from errors import UserError
@@ -335,3 +336,14 @@ def test_bad_input_gets_one_line(run_dir, arguments, says):
 def test_without_any_run_there_is_one_line(tmp_path):
     result = sample(cwd=tmp_path)
     assert result.returncode == 1 and "no run under runs/" in result.stderr
+
+
+def test_the_run_that_has_logged_last_is_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, at in (("b", 200), ("a", 300), ("c", 100)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("{}\n")
+        os.utime(folder / "metrics.jsonl", (at, at))
+    assert run_directory.runs() == ["runs/a", "runs/b", "runs/c"]
+    assert run_directory.newest_run() == "runs/a"

@@ -389,3 +389,10 @@ def test_reading_may_take_longer_than_processes_wait_for_each_other(tmp_path):
         server.shutdown()
     assert result.returncode == 0, result.stderr
     assert "step 6/6" in result.stdout and Slow.requests.count("GET") == 1
+
+
+def test_another_share_of_a_text_is_another_one_in_the_cache(large):
+    whole = large(TEXTS["ascii"])
+    half = large(TEXTS["ascii"], truncate=0.5)
+    length = len(TEXTS["ascii"])
+    assert [len(CharDataset(c).data) for c in (whole, half, whole)] == [length, length // 2, length]

@@ -292,3 +292,10 @@ def test_a_text_that_does_not_come_whole_is_refused(site, tmp_path):
     with pytest.raises(UserError, match=r"cut.txt: cannot be read: ."):
         fetch(DataConfig(path=str(target), url=f"{site}/cut.txt"))
     assert list(target.parent.iterdir()) == []
+
+
+def test_the_place_of_a_bad_byte_is_that_in_its_own_file(tmp_path):
+    (tmp_path / "a").write_text("abc")
+    (tmp_path / "b").write_bytes(b"de\xff")
+    with pytest.raises(UserError, match="b: not UTF-8: byte 0xff at offset 2"):
+        list(Source([str(tmp_path / "a"), str(tmp_path / "b")]))

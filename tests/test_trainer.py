@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import equal
 
+import choices
 import model as model_module
 import sharded_snapshot
 from batches import ORDER_STEPS, MicroBatches, ahead
@@ -729,6 +730,46 @@ def test_an_impossible_setting_is_refused_by_name(settings):
     (name, value), *_ = settings.items()
     with pytest.raises(UserError, match=f"trainer.{name}={value}"):
         TrainerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("max_epochs", "max_steps", "batch_size", "micro_batch_size", "grad_norm_clip"),
+        *("save_every", "save_every_steps", "keep_snapshots", "max_save_failures"),
+        *("eval_every_steps", "log_every_steps", "threads", "timeout_s"),
+    ],
+)
+def test_what_must_be_above_0_is_refused_at_0(name):
+    with pytest.raises(UserError, match=f"trainer.{name}=0: must be above 0"):
+        TrainerConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("prefix", ["file", "local"])
+def test_a_local_snapshot_may_be_given_as_a_url(prefix):
+    assert TrainerConfig(snapshot_path=f"{prefix}:///a/b.pt").snapshot_path == "/a/b.pt"
+
+
+def test_determinism_is_switched_on_and_off_again():
+    before = torch.get_deterministic_debug_mode()
+    try:
+        for deterministic, mode in ((True, 2), (False, 0)):
+            made = {"device": "cpu", "compile": False, "deterministic": deterministic}
+            choices.apply(made, torch.nn.Linear(1, 1))
+            assert torch.get_deterministic_debug_mode() == mode
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def test_what_cannot_be_compiled_is_not(monkeypatch):
+    monkeypatch.setattr(choices, "missing_to_compile", lambda _: "a compiler")
+    chosen = choices.choose(TrainerConfig(compile="true"), CPU, 0, {})
+    assert chosen["compile"] is False
+
+
+def test_what_is_restored_counts_as_saved(parts, tmp_path):
+    make(parts, tmp_path).train()
+    assert make(parts, tmp_path, max_steps=8).saver.saved_step == 6
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_neighbours():
