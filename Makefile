@@ -34,7 +34,7 @@ chaos: $(VENV)/.installed-dev  ## break 200 runs, for 40 minutes or more; ARGS='
 	$(RUN) tests/chaos.py $(ARGS)
 
 bench: $(VENV)/.installed-bench  ## measure beside other trainers, an hour long; ARGS='sections=step rounds=1'
-	$(RUN) bench.py $(ARGS)
+	$(RUN) benchmarks/bench.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from char_dataset import window_order
-from distributed import World
+from engine.parallel.distributed import World
 
 ORDER_STEPS = 64  # steps whose windows are looked up at once: a look-up costs much the same for all
 
@@ -50,7 +50,7 @@ def _order(first: int, last: int, num_windows: int, seed: int, stride: int) -> n
     return window_order(np.arange(first, last), num_windows, seed, stride)
 
 
-def ahead(
+def prefetch(
     source: MicroBatches, first: int, last: int, workers: int, pinned: bool
 ) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
     """Micro-batches `first` to `last` (excluded) of `source`, `(x, y)` one after the other.

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from errors import UserError
-from text_cache import EncodedText, open_text
-from text_files import DataConfig
+from engine.errors import UserError
+from engine.text.encoding import EncodedText, open_text
+from engine.text.sources import DataConfig
 
 IGNORE = -1  # a target with this value is not scored; minGPT's convention
 
@@ -109,7 +109,7 @@ class CharDataset(Dataset):
         # In one piece each: a GPU's driver copies only that without waiting.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def tiles(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows `first` to `last` (excluded) of the text laid end to end: every character is a
         target once.
 
@@ -126,8 +126,8 @@ class CharDataset(Dataset):
         return x.view(-1, self.block_size), y.view(-1, self.block_size)
 
     @property
-    def num_tiles(self) -> int:
-        """How many windows `tiles` has before they run off the end of the text."""
+    def num_eval_windows(self) -> int:
+        """How many windows `eval_windows` has before they run off the end of the text."""
         return -(-(len(self.data) - 1) // self.block_size)
 
     def _ids(self, positions: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
     of `stride` passes over the text, in random order, of windows that start `stride` characters
     apart, in random order: with the block size as the stride, a pass sees every character once,
     but for less than a window at either end, where windows drawn freely would miss a third of the
-    text. docs/experiments.md has what that is worth.
+    text. benchmarks/experiments.md has what that is worth.
 
     The order is a pure function of (seed, epoch, position): nothing is stored, any position can be
     asked for, and neither the number of processes nor a restart can change it. The memory it takes

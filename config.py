@@ -21,14 +21,14 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from arguments import explain_value
 from char_dataset import DataConfig
-from distributed import launched_size
-from errors import UserError
-from launch import LaunchConfig, quoted
+from engine.config.arguments import explain_value
+from engine.config.settings import flatten
+from engine.errors import UserError
+from engine.optim.optimizer import OptimizerConfig
+from engine.parallel.distributed import launched_size
+from engine.parallel.launch import LaunchConfig, quoted
 from model import GPTConfig
-from optimizer import OptimizerConfig
-from settings import flatten
 from trainer_config import TrainerConfig
 
 log = logging.getLogger("gpt")

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-import distributed
 from char_dataset import IGNORE
-from distributed import World
+from engine.parallel import distributed
+from engine.parallel.distributed import World
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # scored at once by each process
 
@@ -25,9 +25,9 @@ def evaluate(
     there are nor on the batch size, but for rounding. `poll()` is called before each batch, equally
     often on every rank, and may raise.
     """
-    first = dataset.num_tiles * world.rank // world.size
-    last = dataset.num_tiles * (world.rank + 1) // world.size
-    most = -(-dataset.num_tiles // world.size)  # of any rank: all poll equally often
+    first = dataset.num_eval_windows * world.rank // world.size
+    last = dataset.num_eval_windows * (world.rank + 1) // world.size
+    most = -(-dataset.num_eval_windows // world.size)  # of any rank: all poll equally often
     size = max(1, EVAL_CHARACTERS[world.device.type] // dataset.block_size)
     total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
     was_training = model.training
@@ -40,7 +40,9 @@ def evaluate(
             end = min(start + size, last)
             x, y = (
                 z.to(world.device)
-                for z in (dataset.tiles(start, end) if start < end else dataset.tiles(0, 1))
+                for z in (
+                    dataset.eval_windows(start, end) if start < end else dataset.eval_windows(0, 1)
+                )
             )
             loss = model(x, y)[1].double()
             if start < end:

@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from arguments import parse, run_program
-from environment import CHANGED, model_has_changed
-from errors import UserError, one_line
-from huggingface import to_files, unknown_token
+from engine.config.arguments import parse, run_program
+from engine.errors import UserError, one_line
+from engine.interop.transformers import to_files, unknown_token
+from engine.run.directory import choose_snapshot
+from engine.run.provenance import CHANGED, model_has_changed
+from engine.snapshots.sharded import load_full
+from engine.snapshots.snapshot import Snapshot
 from model import GPT, CompleteConfig
-from run_directory import choose_snapshot
 from sample import load_model, opening
-from sharded_snapshot import read_whole
-from snapshot import Snapshot
 
 
 @dataclass
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> None:
     check_is_free(config.out)
     client = hub(config.push_to) if config.push_to else None
     path = choose_snapshot(config.snapshot, config.run_dir)
-    snapshot = read_whole(path)
+    snapshot = load_full(path)
     if model_has_changed(path):
         print(f"[{CHANGED}]", file=sys.stderr)
     compared = export(snapshot, path, config.out)

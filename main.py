@@ -11,7 +11,7 @@
 The same command again resumes the run where it was stopped.
 """
 
-import signals
+from engine.run import signals
 
 if __name__ == "__main__":
     signals.prepare()
@@ -38,41 +38,46 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import distributed
-import environment
-import init_from
-import kernels
-import launch
-import sharding
-import slurm
-import sweep
 from char_dataset import CharDataset
-from choices import choose_amp_dtype
 from config import Config, explain, plain, register, validate
-from distributed import (
+from engine.config import sweep
+from engine.config.overrides import check_overrides, compose_config, follow_overrides, with_recipe
+from engine.errors import UserError, one_line
+from engine.files import atomic_write
+from engine.interop import pretrained as init_from
+from engine.kernels import native as kernels
+from engine.machine.choices import choose_amp_dtype
+from engine.optim.optimizer import create_optimizer
+from engine.optim.schedule import learning_rate_factor
+from engine.parallel import distributed, launch, sharding, slurm
+from engine.parallel.distributed import (
     World,
     gather,
     launched_rank,
     launched_size,
-    naming_the_silent,
+    report_unresponsive_ranks,
     run_on_each_host,
     run_on_first,
 )
-from errors import UserError, one_line
-from files import replacing
+from engine.run import provenance as environment
+from engine.run.directory import (
+    CONFIG,
+    METRICS,
+    REPORT,
+    check_none_elsewhere,
+    is_run,
+    lock_run,
+    shown,
+)
+from engine.run.progress import show_every_character
+from engine.run.signals import Stopped
+from engine.snapshots.saver import Saver
+from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.storage import is_local
+from engine.text.encoding import fill
+from engine.text.sources import fetch
 from model import GPT, GPTConfig
-from optimizer import create_optimizer
-from overrides import check_words, compose_as_meant, follow_overrides, with_recipe
-from progress import show_every_character
-from run_directory import CONFIG, METRICS, REPORT, check_none_elsewhere, is_run, own_files, shown
 from sample import draw
-from saver import Saver
-from schedule import learning_rate_factor
-from signals import Stopped
-from snapshot import Snapshot
-from snapshot_files import is_local
-from text_cache import fill
-from text_files import fetch
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -86,8 +91,8 @@ def configure(*overrides: str) -> DictConfig:
     """
     log_to_console()
     words = with_recipe(list(overrides))
-    check_words(words)
-    return compose_as_meant(words)
+    check_overrides(words)
+    return compose_config(words)
 
 
 def train(composed: DictConfig) -> float | None:
@@ -103,11 +108,14 @@ def train(composed: DictConfig) -> float | None:
             "starts no other; start python main.py, or hand train to a launcher"
         )
     distributed.check_not_copied()
-    world = distributed.start(
+    world = distributed.join_processes(
         config.trainer.device, config.trainer.threads, config.trainer.timeout_s
     )
-    with contextlib.ExitStack() as stack, naming_the_silent(world, lambda: "before training"):
-        own = own_files(config.run_dir, config.trainer)
+    with (
+        contextlib.ExitStack() as stack,
+        report_unresponsive_ranks(world, lambda: "before training"),
+    ):
+        own = lock_run(config.run_dir, config.trainer)
         run_on_first(lambda: stack.enter_context(own), world)
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         saver = Saver(config.trainer, config.run_dir, world)
@@ -143,7 +151,7 @@ def train(composed: DictConfig) -> float | None:
             config.trainer.offload,
         )
         if learned is not None:
-            init_from.give(learned, model, dataset.vocabulary)
+            init_from.load_pretrained(learned, model, dataset.vocabulary)
             learned = None  # or every process would keep the whole of it
         optimizer = create_optimizer(model, config.optimizer)
         log.info(
@@ -188,7 +196,7 @@ def train(composed: DictConfig) -> float | None:
 
 def save_config(config: Config) -> None:
     """Writes the resolved configuration into the run's directory, whole or not at all."""
-    with replacing(os.path.join(config.run_dir, CONFIG)) as file:
+    with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
         OmegaConf.save(plain(config), file)
 
 
@@ -296,7 +304,7 @@ def begin_job() -> None:
     """Does in a process of submitit's what the end of this file does in others."""
     signals.prepare()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit has it ignored
-    slurm.adopt()
+    slurm.export_torchrun_env()
     log_to_console()
 
 
@@ -308,7 +316,7 @@ def print_config(arguments: list[str]) -> bool:
     others = [a for a in arguments if a not in (*asked, "job", "--resolve")]
     if not asked or any("=" not in a or a.startswith("-") for a in others):
         return False
-    print(OmegaConf.to_yaml(compose_as_meant(others), resolve="--resolve" in arguments), end="")
+    print(OmegaConf.to_yaml(compose_config(others), resolve="--resolve" in arguments), end="")
     return True
 
 
@@ -370,7 +378,7 @@ if __name__ == "__main__":
     show_every_character()
     register()
     try:
-        slurm.adopt()
+        slurm.export_torchrun_env()
     except UserError as error:
         fail(error)
     log_to_console()
@@ -390,7 +398,7 @@ if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, to be shown our way
     try:
         sys.argv[1:] = with_recipe(sys.argv[1:])
-        check_words(sys.argv[1:])
+        check_overrides(sys.argv[1:])
         if not print_config(sys.argv[1:]):
             main()
     except (HydraException, OmegaConfBaseException) as error:

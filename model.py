@@ -24,10 +24,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import kernels
-import sharding
-from errors import UserError
-from optimizer import OptimizerConfig, create_optimizer
+from engine.errors import UserError
+from engine.kernels import native as kernels
+from engine.optim.optimizer import OptimizerConfig, create_optimizer
+from engine.parallel import sharding
 
 __all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
 
@@ -480,7 +480,7 @@ class GPT(nn.Module):
             else:
                 scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1.0
                 nn.init.normal_(fresh, std=0.02 / scale)
-            parameter.copy_(sharding.share(fresh, parameter))
+            parameter.copy_(sharding.shard_like(fresh, parameter))
 
     def forward(
         self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache: KVCache | None = None
@@ -538,7 +538,7 @@ class GPT(nn.Module):
         """Compiles the model: as a whole on a GPU, where what matters is how many operations are
         launched; elsewhere, and where each block is sharded or computed again for itself, the
         blocks, which share one piece of generated code, in two thirds of the time
-        (docs/experiments.md).
+        (benchmarks/experiments.md).
         """
         by_blocks = sharding.is_sharded(self) or self.config.activation_checkpointing
         if self.tok_emb.weight.is_cuda and not by_blocks:

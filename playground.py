@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 import torch
 
-from arguments import parse, run_program
 from char_dataset import encode
-from environment import CHANGED, model_has_changed
-from errors import UserError, one_line
+from engine.config.arguments import parse, run_program
+from engine.errors import UserError, one_line
+from engine.run.directory import choose_snapshot, runs
+from engine.run.provenance import CHANGED, model_has_changed
+from engine.snapshots.sharded import load_full
 from model import GPT
-from run_directory import choose_snapshot, runs
 from sample import SampleConfig, is_small, load_model
-from sharded_snapshot import read_whole
 
 CSS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates", "playground.css")
 LONGEST = 2000  # characters of a prompt, and of what continues it
@@ -80,7 +80,7 @@ def find_snapshots(config: PlaygroundConfig) -> list[str]:
 @functools.lru_cache(maxsize=4)
 def read(path: str) -> tuple[GPT, str, str]:
     """The model of a snapshot, its vocabulary, and a line on it. Raises `UserError`."""
-    snapshot = read_whole(path)
+    snapshot = load_full(path)
     if model_has_changed(path):
         print(f"{path}: {CHANGED}", file=sys.stderr)
     model = load_model(snapshot, "cuda" if torch.cuda.is_available() else "cpu")

@@ -23,13 +23,13 @@ from typing import Any
 import jinja2
 import yaml
 
-from arguments import parse, run_program
-from errors import UserError, one_line
-from files import replacing
-from history import Run, median_rate
-from launch import quoted, without
-from progress import duration
-from reference import (
+from engine.config.arguments import parse, run_program
+from engine.config.settings import OWN, flatten
+from engine.errors import UserError, one_line
+from engine.files import atomic_write
+from engine.parallel.launch import quoted, without
+from engine.reports.history import Run, median_rate
+from engine.reports.reference import (
     CARD,
     check,
     curve,
@@ -39,8 +39,8 @@ from reference import (
     tolerance,
     verdict,
 )
-from run_directory import REPORT, is_run, newest_run
-from settings import OWN, flatten
+from engine.run.directory import REPORT, is_run, newest_run
+from engine.run.progress import duration
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 MOST_POINTS = 1000  # of one curve; more would not be seen
@@ -394,7 +394,7 @@ def write(run_dirs: list[str], out: str, reference: str = CARD, png: bool = Fals
     html, parts = page([Run.read(path) for path in run_dirs], load_card(reference))
     picture = f"{os.path.splitext(out)[0]}.png"
     try:
-        with replacing(out) as file:
+        with atomic_write(out) as file:
             file.write(html)
         drawn = png and parts and draw_png(parts, picture)
     except OSError as error:

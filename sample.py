@@ -12,7 +12,7 @@ Unless told otherwise, 500 characters at temperature 0.8, drawn among all, with 
 if there is one.
 """
 
-import signals
+from engine.run import signals
 
 if __name__ == "__main__":
     signals.prepare()
@@ -32,17 +32,17 @@ from typing import Any, TextIO
 import torch
 import torch.nn.functional as F
 
-from arguments import parse, run_program
 from char_dataset import encode
-from environment import CHANGED, model_has_changed
-from errors import UserError, one_line
-from files import replacing
+from engine.config.arguments import parse, run_program
+from engine.errors import UserError, one_line
+from engine.files import atomic_write
+from engine.run.directory import choose_snapshot
+from engine.run.progress import show_every_character
+from engine.run.provenance import CHANGED, model_has_changed
+from engine.snapshots.sharded import load_full
+from engine.snapshots.snapshot import Snapshot
+from engine.text.sources import PROGRESS_S, Source, reading
 from model import GPT, GPTConfig
-from progress import show_every_character
-from run_directory import choose_snapshot
-from sharded_snapshot import read_whole
-from snapshot import Snapshot
-from text_files import PROGRESS_S, Source, reading
 
 SMALL = 10_000_000  # texts x parameters; below, a second CPU thread won a third or lost a quarter
 AT_ONCE = 8192  # characters, with their context, in a batch; a CPU evaluates as many
@@ -299,7 +299,7 @@ def new_file(path: str) -> Iterator[TextIO]:
     if os.path.lexists(path):
         raise UserError(f"per_character={path}: already exists; give another name, or remove it")
     try:
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             yield file
     except OSError as error:
         raise UserError(f"per_character={path}: cannot be written: {one_line(error)}") from error
@@ -314,7 +314,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse(SampleConfig, arguments)
         path = choose_snapshot(config.snapshot, config.run_dir)
-        snapshot = read_whole(path)
+        snapshot = load_full(path)
         print(f"[{path}, {snapshot}]", file=sys.stderr)
         if model_has_changed(path):
             print(f"[{CHANGED}]", file=sys.stderr)

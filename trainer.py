@@ -3,7 +3,7 @@
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
 `model(x, y)` returns `(anything, loss)`. A data set is a `CharDataset` or has what is used of one
-here: `len`, `batch`, `tiles`, `num_tiles`, `to`, `data`, `block_size`, `vocabulary`, `vocab_size`
+here: `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`, `block_size`, `vocabulary`, `vocab_size`
 and `digest`; with `data_loader_workers`, several threads call `batch` at once. A bare model is
 wrapped in `DistributedDataParallel` where there are several processes.
 """
@@ -22,25 +22,24 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import choices
-import distributed
-import sharding
-from batches import MicroBatches, ahead
-from distributed import Agreement, World, naming_the_silent
-from errors import UserError
+from batches import MicroBatches, prefetch
+from engine.config.settings import differences, flatten
+from engine.errors import UserError
+from engine.machine import choices
+from engine.machine.hardware import peak_flops, peak_memory
+from engine.parallel import distributed, sharding
+from engine.parallel.distributed import Agreement, World, report_unresponsive_ranks
+from engine.run.metrics import Metrics
+from engine.run.progress import Progress, Stopwatch, duration, flops_per_token, format_loss
+from engine.run.signals import Request, Requests, Stopped
+from engine.snapshots.saver import Saver, optimizer_state
+from engine.snapshots.snapshot import Snapshot, check_can_resume
 from evaluation import evaluate
-from hardware import peak_flops, peak_memory
-from metrics import Metrics
-from progress import Progress, Stopwatch, duration, flops_per_token, format_loss
-from saver import Saver, optimizer_state
-from settings import differences, flatten
-from signals import Request, Requests, Stopped
-from snapshot import Snapshot, check_can_resume
 from trainer_config import TrainerConfig, planned_steps
 
 log = logging.getLogger("gpt")
 
-MOST_SKIPPED = 25  # steps in a row after which the run counts as diverged
+MAX_SKIPPED_STEPS = 25  # steps in a row after which the run counts as diverged
 SMALLEST_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
 
 
@@ -100,7 +99,9 @@ class Trainer:
                 f"train_dataset: a {type(train_dataset).__name__} has no batch(); split a text "
                 "with CharDataset.split(), not with random_split"
             )
-        self.world = world or distributed.start(config.device, config.threads, config.timeout_s)
+        self.world = world or distributed.join_processes(
+            config.device, config.threads, config.timeout_s
+        )
         config.check_world_size(self.world.size)
         bare = distributed.unwrap(model)
         # As plain types: a snapshot holds nothing else.
@@ -285,7 +286,7 @@ class Trainer:
 
         with self.requests:
             try:
-                with naming_the_silent(self.world, lambda: f"after step {self.step}"):
+                with report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"):
                     distributed.run_on_first(self._open_files, self.world)
                     self._announce()
                     try:
@@ -387,7 +388,7 @@ class Trainer:
     def _batches(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches from the next step to the end of the run."""
         config = self.config
-        return ahead(
+        return prefetch(
             MicroBatches(
                 self.train_dataset, config.seed, config.batch_size, self.accumulation, self.world
             ),
@@ -427,7 +428,7 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_norm_clip)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        norm = sharding.whole(norm).to(device)
+        norm = sharding.full_tensor(norm).to(device)
         if config.on_nonfinite == "skip" and not self.scaler.is_enabled() and not norm.isfinite():
             self._skip(norm)
         else:
@@ -445,8 +446,8 @@ class Trainer:
         """Notes that a step was left out; the norm, and so the decision, is that of all ranks."""
         self.skipped += 1
         log.warning("step %d: gradient norm %g: no update", self.step + 1, norm)
-        if self.skipped >= MOST_SKIPPED:
-            why = f"the gradient norm was not finite {MOST_SKIPPED} times in a row"
+        if self.skipped >= MAX_SKIPPED_STEPS:
+            why = f"the gradient norm was not finite {MAX_SKIPPED_STEPS} times in a row"
             raise self._diverged(self.step + 1, why)
 
     def _learning_rate(self, step: int) -> float:

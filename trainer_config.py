@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-import trackers
-from errors import UserError
-from snapshot_files import is_local
+from engine.errors import UserError
+from engine.run import trackers
+from engine.snapshots.storage import is_local
 
 
 @dataclass

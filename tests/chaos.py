@@ -23,10 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import RUN_FILES, TINY, equal, metrics  # noqa: E402
+from conftest import RUN_FILES, TINY, equal, metrics
 
-from snapshot import SnapshotError  # noqa: E402
-from snapshot_files import load  # noqa: E402
+from engine.snapshots.snapshot import SnapshotError
+from engine.snapshots.storage import load
 
 SETTINGS = [
     *TINY,

@@ -17,8 +17,8 @@ import pytest
 import torch
 import warm
 
+from engine.snapshots.snapshot import Snapshot
 from model import GPT, GPTConfig
-from snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]

@@ -8,10 +8,9 @@ import sys
 import torch
 import torch.nn as nn
 
-import distributed
-import sharding
+from engine.optim.optimizer import OptimizerConfig, create_optimizer
+from engine.parallel import distributed, sharding
 from model import GPT, GPTConfig
-from optimizer import OptimizerConfig, create_optimizer
 
 STEPS = 3
 seen: dict = {}
@@ -40,7 +39,7 @@ def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[li
             _, loss = model(idx[:, :-1], idx[:, 1:])
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        norm = sharding.whole(nn.utils.clip_grad_norm_(parameters, clip))
+        norm = sharding.full_tensor(nn.utils.clip_grad_norm_(parameters, clip))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -53,7 +52,7 @@ def difference(shared: GPT, plain: GPT) -> float:
     """The largest difference of a weight."""
     own = plain.state_dict()
     return max(
-        (sharding.whole(value) - own[name]).abs().max().item()
+        (sharding.full_tensor(value) - own[name]).abs().max().item()
         for name, value in shared.state_dict().items()
     )
 
@@ -88,7 +87,7 @@ def case(name: str, arch: str, optimizer: str, dtype=torch.float32, offload=Fals
     }
 
 
-world = distributed.start("cpu", threads=1, timeout_s=60)
+world = distributed.join_processes("cpu", threads=1, timeout_s=60)
 for arch in ("gpt2", "modern"):
     for optimizer in ("adamw", "muon"):
         case(f"{arch} {optimizer}", arch, optimizer)
@@ -103,7 +102,7 @@ torch.manual_seed(1)
 model = sharding.build(lambda: GPT(config("gpt2")), world, "fsdp", torch.float32, False)
 optimizer = create_optimizer(model, OptimizerConfig())
 scaler = torch.amp.GradScaler("cpu")
-before = {n: sharding.whole(p.detach()).clone() for n, p in model.named_parameters()}
+before = {n: sharding.full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
 idx = torch.randint(19, (2, 17))
 scaler.scale(model(idx[:, :-1], idx[:, 1:])[1]).backward()
 if world.rank == world.size - 1:
@@ -111,25 +110,25 @@ if world.rank == world.size - 1:
 scaler.unscale_(optimizer)
 scaler.step(optimizer)
 scaler.update()
-after = {n: sharding.whole(p) for n, p in model.named_parameters()}
+after = {n: sharding.full_tensor(p) for n, p in model.named_parameters()}
 seen["inf"] = {
     "kept": all(torch.equal(before[n], after[n]) for n in before),
     "scales": distributed.gather(scaler.get_scale(), world),
 }
 
 # The states travel: sharded, whole on rank 0, and back.
-state = sharding.whole_on_first(model.state_dict(), world)
+state = sharding.gather_on_first(model.state_dict(), world)
 full = [v.full_tensor() for v in model.state_dict().values()]
 if world.is_first:
     seen["whole"] = all(torch.equal(a, b) for a, b in zip(state.values(), full, strict=True))
-back = [sharding.share(f, v) for f, v in zip(full, model.state_dict().values(), strict=True)]
+back = [sharding.shard_like(f, v) for f, v in zip(full, model.state_dict().values(), strict=True)]
 copy = sharding.copy_to_host({"model": model.state_dict()})["model"]
 pairs = zip(back, model.state_dict().values(), strict=True)
 seen["shared"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
 for value in model.state_dict().values():
     value.to_local().zero_()
 pairs = zip(copy.values(), full, strict=True)
-seen["copied"] = all(torch.equal(sharding.whole(a), b) for a, b in pairs)
+seen["copied"] = all(torch.equal(sharding.full_tensor(a), b) for a, b in pairs)
 if world.is_first:
     print(json.dumps(seen))
 sys.stdout.flush()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 from conftest import start
 
-import arguments
-from errors import UserError
+from engine.config import arguments
+from engine.errors import UserError
 
 
 @dataclass
@@ -45,7 +45,7 @@ def test_bad_input_gets_one_line(given, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("program", ["sample", "export", "report", "sharded_snapshot"])
+@pytest.mark.parametrize("program", ["sample", "export", "report"])
 def test_a_program_explains_itself(program, tmp_path):
     result = start("--help", script=f"{program}.py", cwd=tmp_path)
     assert result.returncode == 0 and f"python {program}.py" in result.stdout

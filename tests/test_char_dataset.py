@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from char_dataset import IGNORE, CharDataset, DataConfig, window_order
-from errors import UserError
+from engine.errors import UserError
 
 
 def dataset(text: str, tmp_path, **config) -> CharDataset:
@@ -79,11 +79,11 @@ def test_the_text_is_truncated_then_cut_once_before_windowing(text_file):
 @pytest.mark.parametrize("block_size", [1, 7, 8, 199])
 def test_tiles_score_every_held_out_character_but_the_first_once(text_file, block_size):
     _, test = CharDataset(DataConfig(path=str(text_file), block_size=block_size)).split()
-    x, y = test.tiles(0, test.num_tiles)
-    assert x.shape == y.shape == (test.num_tiles, block_size)
+    x, y = test.eval_windows(0, test.num_eval_windows)
+    assert x.shape == y.shape == (test.num_eval_windows, block_size)
     assert torch.equal(y[y != IGNORE], test.data[1:].long())
     assert torch.equal(x[y != IGNORE], test.data[:-1].long())
-    past_x, past_y = test.tiles(test.num_tiles, test.num_tiles + 2)
+    past_x, past_y = test.eval_windows(test.num_eval_windows, test.num_eval_windows + 2)
     assert (past_y == IGNORE).all() and past_x.shape == (2, block_size)
 
 

@@ -17,7 +17,7 @@ import chaos
 import pytest
 from conftest import ROOT, TINY, command, equal, metrics, small_disk, start, wait_until
 
-from snapshot_files import load
+from engine.snapshots.storage import load
 
 LONG = [
     *TINY,

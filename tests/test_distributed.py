@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 
-import distributed
 import evaluation
-from distributed import World
-from snapshot_files import load
+from engine.parallel import distributed
+from engine.parallel.distributed import World
+from engine.snapshots.storage import load
 
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 
@@ -176,15 +176,15 @@ def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
     ],
 )
 def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_size, device, says):
-    import distributed
-    from errors import UserError
+    from engine.errors import UserError
+    from engine.parallel import distributed
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for name, value in {"RANK": 0, "WORLD_SIZE": local_size, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match=says):
-        distributed.start(device)
+        distributed.join_processes(device)
 
 
 def test_the_metrics_file_has_the_fields_of_the_contract(runs):
@@ -199,15 +199,15 @@ def test_the_metrics_file_has_the_fields_of_the_contract(runs):
 
 def test_the_threads_asked_for_are_those_used():
     for threads in (2, 1):
-        distributed.start("cpu", threads=threads)
+        distributed.join_processes("cpu", threads=threads)
         assert torch.get_num_threads() == threads
 
 
 def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):
     class Tiles:
-        num_tiles, block_size = 3, 8
+        num_eval_windows, block_size = 3, 8
 
-        def tiles(self, first, last):
+        def eval_windows(self, first, last):
             return (torch.zeros(last - first, 8, dtype=torch.int64),) * 2
 
     class Model(torch.nn.Module):

@@ -17,11 +17,11 @@ from conftest import TINY, model_snapshot, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import export
-import huggingface
-from errors import UserError
+from engine.errors import UserError
+from engine.interop import transformers as huggingface
+from engine.snapshots.snapshot import Snapshot
 from model import GPT, MLP, GPTConfig
 from sample import SampleConfig
-from snapshot import Snapshot
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -324,7 +324,7 @@ def test_a_package_that_is_missing_is_named(package, tmp_path, monkeypatch):
     (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
     monkeypatch.setitem(sys.modules, package, None)
     arguments = [f"snapshot={tmp_path / 'small.pt'}", f"out={tmp_path / 'model'}", "push_to=a/b"]
-    other = "export.hub" if package == "safetensors" else "export.read_whole"
+    other = "export.hub" if package == "safetensors" else "export.load_full"
     monkeypatch.setattr(other, lambda _: None)
     if package == "safetensors":
         arguments.pop()

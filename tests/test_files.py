@@ -3,17 +3,17 @@ import os
 
 import pytest
 
-from files import replacing
+from engine.files import atomic_write
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a"
     path.write_text("before")
-    with pytest.raises(KeyError), replacing(str(path)) as file:
+    with pytest.raises(KeyError), atomic_write(str(path)) as file:
         file.write("half")
         raise KeyError
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["a"]
-    with replacing(str(path)) as file:
+    with atomic_write(str(path)) as file:
         file.write("after")
     assert path.read_text() == "after" and os.listdir(tmp_path) == ["a"]
 
@@ -21,12 +21,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "nowhere" / "a", tmp_path / "folder"):
-        with pytest.raises(OSError) as raised, replacing(str(path)) as file:
+        with pytest.raises(OSError) as raised, atomic_write(str(path)) as file:
             file.write("text")
         assert raised.value.filename == str(path) and ".tmp" not in str(raised.value)
-    with pytest.raises(OSError) as raised, replacing(str(tmp_path / "a")):
+    with pytest.raises(OSError) as raised, atomic_write(str(tmp_path / "a")):
         raise OSError(errno.ENOSPC, "No space left on device")  # as a write has it
     assert raised.value.filename == str(tmp_path / "a")
-    with pytest.raises(FileNotFoundError) as raised, replacing(str(tmp_path / "a")):
+    with pytest.raises(FileNotFoundError) as raised, atomic_write(str(tmp_path / "a")):
         open(tmp_path / "other")
     assert raised.value.filename == str(tmp_path / "other")

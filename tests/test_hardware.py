@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from hardware import device_name, is_by_amd, peak_flops, peak_memory
+from engine.machine.hardware import device_name, is_by_amd, peak_flops, peak_memory
 
 
 def test_peak_memory_is_in_bytes_and_never_falls():

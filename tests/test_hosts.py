@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import ROOT, RUN_FILES, TINY, metrics, start
 
-from snapshot_files import load
+from engine.snapshots.storage import load
 
 EXACT = ["trainer.use_amp=false", *(f"model.{x}_pdrop=0" for x in ("embd", "resid", "attn"))]
 LONG = [

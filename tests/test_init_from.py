@@ -10,13 +10,13 @@ from conftest import ROOT, TINY, metrics, model_snapshot, start
 from hydra import compose, initialize_config_dir
 
 import export
-import init_from
 from config import Config, register, validate
-from distributed import World
-from errors import UserError
+from engine.config.overrides import follow_overrides
+from engine.errors import UserError
+from engine.interop import pretrained as init_from
+from engine.parallel.distributed import World
+from engine.snapshots.storage import load
 from model import GPT
-from overrides import follow_overrides
-from snapshot_files import load
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 EXPORTABLE = {
@@ -55,7 +55,7 @@ def begun(vocabulary: str, *overrides: str) -> GPT:
     config.model.vocab_size = len(vocabulary)
     torch.manual_seed(config.trainer.seed)
     model = GPT(config.model)
-    init_from.give(learned, model, vocabulary)
+    init_from.load_pretrained(learned, model, vocabulary)
     return model
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, start
 
-import kernels
+from engine.kernels import native as kernels
 from model import GPT, NORM_EPS, GPTConfig, LayerNorm, rotary, rotate
 
 ERROR = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # relative to the whole, from rounding
@@ -56,7 +56,7 @@ def test_all_of_this_is_true_with_avx2_alone():
 @both
 def test_a_broken_build_is_built_again_and_a_compiler_may_have_arguments(dtype, tmp_path):
     environment = {"CC": "cc -m64", "XDG_CACHE_HOME": str(tmp_path)}
-    program = f"import torch, kernels; print(kernels.describe({dtype}))"
+    program = f"import torch; from engine.kernels import native; print(native.describe({dtype}))"
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", program],

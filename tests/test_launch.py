@@ -17,8 +17,8 @@ from conftest import ROOT, TINY, equal, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 from test_main import refuse
 
-from launch import LaunchConfig, without
-from snapshot_files import load
+from engine.parallel.launch import LaunchConfig, without
+from engine.snapshots.storage import load
 
 TWO = "launch.nproc_per_node=2"
 
@@ -222,7 +222,7 @@ first = train(configure(*{TINY}, "run_dir=a"))
 assert train(configure(*{TINY}, "run_dir=a")) == first
 assert train(configure(*{TINY}, "run_dir=b", "trainer.seed=2")) != first
 assert configure().run_name.startswith("shakespeare_")
-from errors import UserError
+from engine.errors import UserError
 for override, says in (("model.n_layr=3", "did you mean model.n_layer?"), ("{TWO}", "one process")):
     try:
         train(configure(override))

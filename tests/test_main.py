@@ -12,12 +12,12 @@ from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
 from hydra import compose, initialize_config_dir
 
 from config import Config, plain, register, validate
-from distributed import World
-from errors import UserError
+from engine.config.overrides import with_recipe
+from engine.errors import UserError
+from engine.parallel.distributed import World
+from engine.snapshots.storage import load
+from engine.text.sources import DataConfig
 from main import configure, load_text
-from overrides import with_recipe
-from snapshot_files import load
-from text_files import DataConfig
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -222,7 +222,7 @@ def test_without_arguments_the_recipe_for_this_machine_is_chosen_and_said(tmp_pa
 
 @pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])
 def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monkeypatch):
-    monkeypatch.setattr("overrides.computes_in_bfloat16", lambda _: has_bfloat16)
+    monkeypatch.setattr("engine.config.overrides.computes_in_bfloat16", lambda _: has_bfloat16)
     chosen = with_recipe(["trainer.device=cpu", "data=pydoc"])
     assert chosen == [f"experiment=shakespeare_{recipe}", "trainer.device=cpu", "data=pydoc"]
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, command, start
 
-import trackers
-from errors import UserError
-from metrics import Metrics
+from engine.errors import UserError
+from engine.run import trackers
+from engine.run.metrics import Metrics
 from trainer import TrainerConfig
 
 CONFIG = {"optimizer": {"learning_rate": 3e-4, "decay": None}, "run_name": "a", "betas": [0.9, 0.5]}

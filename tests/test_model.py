@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from errors import UserError
+from engine.errors import UserError
 from model import GPT, Block, GPTConfig
 
 ARCHS = ("gpt2", "modern", "shifted")

@@ -12,8 +12,8 @@ import time
 import pytest
 from conftest import ROOT, TINY, equal, metrics, some_snapshot, start
 
-from snapshot import Snapshot, SnapshotError
-from snapshot_files import BackgroundWriter, SnapshotFiles, Unreachable, load
+from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.storage import BackgroundWriter, SnapshotFiles, Unreachable, load
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-import hardware
-from errors import UserError
+from engine.errors import UserError
+from engine.machine import hardware
+from engine.optim.optimizer import Muon, OptimizerConfig, create_optimizer, parameter_groups
 from model import GPT, GPTConfig
-from optimizer import Muon, OptimizerConfig, create_optimizer, parameter_groups
 
 
 def tiny(arch: str, seed: int = 0, **settings) -> GPT:

@@ -13,8 +13,8 @@ import torch
 from conftest import ROOT, TINY, command, model_snapshot, start, wait_until
 
 import playground
-from arguments import parse
-from errors import UserError
+from engine.config.arguments import parse
+from engine.errors import UserError
 from playground import PlaygroundConfig, find_snapshots
 from sample import SampleConfig
 

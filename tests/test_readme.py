@@ -10,7 +10,7 @@ from conftest import ROOT, TINY, model_snapshot, start
 
 import export
 import playground
-from arguments import parse
+from engine.config.arguments import parse
 
 BLOCKS = re.findall(
     r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL

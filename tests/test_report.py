@@ -17,17 +17,17 @@ from conftest import TINY, equal, metrics, start
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import report
-import sweep
 from config import KNOWN
-from errors import UserError
-from history import Run, compose_recipe
-from metrics import Metrics
+from engine.config import sweep
+from engine.config.settings import FIXED, FREE_OF_MODEL, HARMLESS, NOT_COMPARABLE, OWN
+from engine.errors import UserError
+from engine.reports.history import Run, compose_recipe
+from engine.reports.reference import CARD, check, curve, load_card, overfitting, tolerance
+from engine.run.directory import choose_snapshot
+from engine.run.metrics import Metrics
+from engine.snapshots.storage import load
 from model import GPT, GPTConfig
-from reference import CARD, check, curve, load_card, overfitting, tolerance
-from run_directory import choose_snapshot
 from sample import draw
-from settings import FIXED, FREE_OF_MODEL, HARMLESS, NOT_COMPARABLE, OWN
-from snapshot_files import load
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

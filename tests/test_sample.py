@@ -10,14 +10,14 @@ import pytest
 import torch
 from conftest import TINY, command, model_snapshot, start
 
-import run_directory
 import sample as sampling
-import text_files
-from errors import UserError
+from engine.errors import UserError
+from engine.run import directory as run_directory
+from engine.run.directory import choose_snapshot
+from engine.snapshots.storage import load
+from engine.text import sources as text_files
 from model import GPT, GPTConfig
-from run_directory import choose_snapshot
 from sample import SampleConfig, load_model, score
-from snapshot_files import load
 
 VOCABULARY = "\n abcdefgh"
 

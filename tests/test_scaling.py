@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from conftest import ROOT
 
-spec = importlib.util.spec_from_file_location("scaling", ROOT / "docs" / "scaling.py")
+spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks" / "scaling.py")
 scaling = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(scaling)
 

@@ -1,7 +1,7 @@
 import pytest
 
+from engine.optim.schedule import learning_rate_factor
 from model import OptimizerConfig
-from schedule import learning_rate_factor
 
 TABLE = [  # schedule, warm-up, floor, cool-down, {step of 100: factor}
     ("constant", 0, 0.0, 0.4, {0: 1.0, 50: 1.0, 99: 1.0, 500: 1.0}),

@@ -11,13 +11,13 @@ import pytest
 import torch
 from conftest import ROOT, TINY, metrics, some_snapshot, start
 
-import sharded_snapshot
-from choices import choose_amp_dtype
-from distributed import World
-from errors import UserError
-from sharded_snapshot import read_whole
-from snapshot import Snapshot
-from snapshot_files import BackgroundWriter, SnapshotFiles, beside, check_shards, load
+from engine.errors import UserError
+from engine.machine.choices import choose_amp_dtype
+from engine.parallel.distributed import World
+from engine.snapshots import sharded as sharded_snapshot
+from engine.snapshots.sharded import load_full
+from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.storage import BackgroundWriter, SnapshotFiles, beside, check_shards, load
 from trainer_config import TrainerConfig
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -127,11 +127,11 @@ def test_a_sharded_snapshot_is_put_together_into_the_single_one(alone, tmp_path)
     begin(run, *MUON, SHARDED, nproc=2)
     snapshot = run / "gpt_snapshot.pt"
     assert not load(str(snapshot)).model_state
-    made = start(f"snapshot={snapshot}", f"out={out}", script="sharded_snapshot.py")
+    made = start(f"snapshot={snapshot}", f"out={out}", script="engine/snapshots/sharded.py")
     assert made.returncode == 0 and made.stderr == "", made.stderr
     single, plain = load(str(out)), load(str(alone / "gpt_snapshot.pt"))
     for path in (snapshot, out):  # what sample, export and init_from read
-        whole = read_whole(str(path))
+        whole = load_full(str(path))
         assert not whole.shards and whole.model_state.keys() == single.model_state.keys()
         assert all(
             torch.equal(whole.model_state[n], single.model_state[n]) for n in whole.model_state

@@ -13,10 +13,9 @@ import pytest
 import torch
 from conftest import ROOT, TINY, metrics, start, wait_until
 
-import distributed
-import slurm
-from errors import UserError
-from snapshot_files import load
+from engine.errors import UserError
+from engine.parallel import distributed, slurm
+from engine.snapshots.storage import load
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LONG = [*TINY, "trainer.max_steps=100000", "trainer.max_epochs=null", "trainer.log_every_steps=10"]
@@ -52,7 +51,7 @@ ONE_TASK = {
 
 def adopted(environment: dict[str, str]) -> tuple[str | None, ...]:
     environment = dict(environment)
-    slurm.adopt(environment)
+    slurm.export_torchrun_env(environment)
     return tuple(environment.get(name) for name in NAMES)
 
 
@@ -138,7 +137,7 @@ def test_the_first_host_of_a_list(nodes, first):
 def test_what_cannot_work_names_the_variable(changes, says):
     environment = {name: value for name, value in (SRUN | changes).items() if value is not None}
     with pytest.raises(UserError, match=re.escape(says)):
-        slurm.adopt(environment)
+        slurm.export_torchrun_env(environment)
     assert not set(environment) & set(NAMES)
 
 
@@ -158,9 +157,9 @@ def test_a_task_that_is_shown_one_gpu_takes_that_one(monkeypatch, variable):
     for name, value in zip(NAMES[:4], ("1", "2", "1", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):
-        distributed.start()
+        distributed.join_processes()
     monkeypatch.setenv(variable, "1")
-    assert distributed.start().device == torch.device("cuda", 0)
+    assert distributed.join_processes().device == torch.device("cuda", 0)
 
 
 # --- srun, sbatch ---

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import equal, some_snapshot
 
-import snapshot as module
-from errors import UserError
-from snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
+from engine.errors import UserError
+from engine.snapshots import snapshot as module
+from engine.snapshots.snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
 
 
 def test_what_is_written_is_read():

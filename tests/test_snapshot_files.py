@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import ROOT, equal, small_disk, some_snapshot
 
-from errors import UserError
-from snapshot import Snapshot, SnapshotError
-from snapshot_files import BackgroundWriter, SnapshotFiles, Unreachable, beside, load
+from engine.errors import UserError
+from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.storage import BackgroundWriter, SnapshotFiles, Unreachable, beside, load
 
 
 def write(files: SnapshotFiles, step: int, latest: bool = True, best: bool = False) -> None:
@@ -58,7 +58,7 @@ def test_a_relative_path_and_a_name_with_patterns_are_names(tmp_path, monkeypatc
 INTERRUPTED = """
 import os, sys
 sys.path[:0] = [{root!r}, {tests!r}]
-import snapshot_files
+from engine.snapshots import storage as snapshot_files
 from conftest import some_snapshot
 
 left = int(sys.argv[1])
@@ -295,7 +295,7 @@ def test_a_process_that_gives_way_already_saves_all_the_same(tmp_path):
     script = (
         "import os, sys\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
-        "import snapshot_files\n"
+        "from engine.snapshots import storage as snapshot_files\n"
         "from conftest import some_snapshot\n"
         "os.nice(19); os.setuid(65534) if os.getuid() == 0 else None\n"
         "writer = snapshot_files.BackgroundWriter(snapshot_files.SnapshotFiles(sys.argv[1]))\n"

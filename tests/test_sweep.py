@@ -11,10 +11,10 @@ import yaml
 from conftest import TINY, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 
-from errors import UserError
-from overrides import job_name
-from snapshot_files import load
-from sweep import Job, columns, read_jobs, table, table_over_seeds
+from engine.config.overrides import job_name
+from engine.config.sweep import Job, columns, read_jobs, table, table_over_seeds
+from engine.errors import UserError
+from engine.snapshots.storage import load
 
 
 def job(*overrides: str, loss: float | None = 2.0, status: str = "finished") -> Job:

@@ -18,12 +18,12 @@ import pytest
 import torch
 from conftest import ROOT, TINY, command, metrics, small_disk, start
 
-import text_cache
-import text_files
 from char_dataset import CharDataset, encode_text
-from errors import UserError
-from text_cache import fill, load, open_text, write_record
-from text_files import DataConfig, TextFile
+from engine.errors import UserError
+from engine.text import encoding as text_cache
+from engine.text import sources as text_files
+from engine.text.encoding import fill, load, open_text, write_record
+from engine.text.sources import DataConfig, TextFile
 
 TEXTS = {
     "ascii": "the quick brown fox\n" * 400 + "jumps!",
@@ -93,7 +93,10 @@ def test_a_large_text_gives_what_it_gives_in_memory(name, truncate, large, monke
         assert ours.data.dtype == theirs.data.dtype and torch.equal(ours.data, theirs.data)
         assert len(ours) == len(theirs) and ours.stoi == theirs.stoi
         indices = np.array([0, len(ours) - 1, len(ours) // 2])
-        for method, arguments in (("batch", [indices]), ("tiles", [0, ours.num_tiles + 1])):
+        for method, arguments in (
+            ("batch", [indices]),
+            ("eval_windows", [0, ours.num_eval_windows + 1]),
+        ):
             results = zip(
                 getattr(ours, method)(*arguments), getattr(theirs, method)(*arguments), strict=True
             )
@@ -234,7 +237,8 @@ def test_who_wants_to_write_waits_for_who_does(large, tmp_path, passes):
     config = large(TEXTS["mixed"])
     os.makedirs(config.cache_dir)
     script = (
-        "import logging, sys, text_cache; from text_files import DataConfig\n"
+        "import logging, sys; from engine.text import encoding as text_cache\n"
+        "from engine.text.sources import DataConfig\n"
         "logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s')\n"
         "text_cache.LARGE = 1000\n"
         "print(text_cache.open_text(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"

@@ -15,10 +15,10 @@ import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-import text_files
 from char_dataset import CharDataset
-from errors import UserError
-from text_files import PYDOC, DataConfig, Source, fetch
+from engine.errors import UserError
+from engine.text import sources as text_files
+from engine.text.sources import PYDOC, DataConfig, Source, fetch
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from conftest import equal
 
-import choices
 import model as model_module
-import sharded_snapshot
-from batches import ORDER_STEPS, MicroBatches, ahead
+from batches import ORDER_STEPS, MicroBatches, prefetch
 from char_dataset import CharDataset, DataConfig
-from choices import missing_to_compile
-from distributed import World
-from errors import UserError
-from metrics import Metrics
+from engine.errors import UserError
+from engine.machine import choices
+from engine.machine.choices import missing_to_compile
+from engine.parallel.distributed import World
+from engine.run.metrics import Metrics
+from engine.run.signals import Stopped
+from engine.snapshots import sharded as sharded_snapshot
+from engine.snapshots.snapshot import SnapshotError
+from engine.snapshots.storage import SnapshotFiles, load
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from sample import load_model
-from signals import Stopped
-from snapshot import SnapshotError
-from snapshot_files import SnapshotFiles, load
 from trainer import Trainer, TrainerConfig, planned_steps
 
 CPU = torch.device("cpu")
@@ -167,12 +167,12 @@ def test_the_snapshot_of_another_model_is_not_sampled(parts, tmp_path):
 
 
 def test_a_type_that_was_asked_for_is_not_what_auto_means_later(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr("hardware.computes_in_bfloat16", lambda _: True)
+    monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda _: True)
     make(parts, tmp_path, use_amp=False, compile="false").train()
     resumed = make(parts, tmp_path, use_amp=True, max_steps=8)
     assert resumed.step == 6 and resumed.choices["amp_dtype"] == "bfloat16"
     resumed.train()
-    monkeypatch.setattr("hardware.computes_in_bfloat16", lambda _: False)
+    monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda _: False)
     assert make(parts, tmp_path, use_amp=True).choices["amp_dtype"] == "bfloat16"
 
 
@@ -330,7 +330,9 @@ def test_compiling_is_chosen_on_a_cpu_for_long_float32_runs_without_kernels_alon
     parts, tmp_path, use_amp, has_kernels, monkeypatch
 ):
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/g++")
-    monkeypatch.setattr("kernels.library", lambda _: object() if has_kernels else None)
+    monkeypatch.setattr(
+        "engine.kernels.native.library", lambda _: object() if has_kernels else None
+    )
     for steps, pays in ((10, False), (10**9, True)):
         settings = {"use_amp": use_amp, "amp_dtype": "bfloat16"}
         run = make(parts, tmp_path, max_steps=steps, **settings)
@@ -382,12 +384,12 @@ def test_threads_hand_on_errors_and_end_when_closed():
             return torch.tensor(k), torch.tensor(-k)
 
     before = threading.active_count()
-    batches = ahead(Source(), 0, 10, workers=3, pinned=False)
+    batches = prefetch(Source(), 0, 10, workers=3, pinned=False)
     assert [int(next(batches)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(OSError, match="gone"):
         next(batches)
     assert threading.active_count() == before
-    batches = ahead(Source(), 6, 100, workers=3, pinned=False)
+    batches = prefetch(Source(), 6, 100, workers=3, pinned=False)
     next(batches)
     assert threading.active_count() > before
     batches.close()
@@ -538,7 +540,7 @@ def test_evaluation_scores_the_held_out_part_whatever_the_batch(parts, tmp_path,
         monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": characters})
         results.append(trainer.evaluate())
     test = parts[1]
-    x, y = test.tiles(0, test.num_tiles)
+    x, y = test.eval_windows(0, test.num_eval_windows)
     with torch.no_grad():
         expected = trainer.bare.eval()(x, y)[1].item()
     for loss, scored, rank_losses in results:
@@ -784,7 +786,7 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
     """Has `action()` run in the middle of the given step, of its evaluation, or of its save."""
     owner, name = {
         "micro-batch": (trainer.bare, "forward"),
-        "evaluation": (trainer.test_dataset, "tiles"),
+        "evaluation": (trainer.test_dataset, "eval_windows"),
         "save": (trainer.files, "_put"),
     }[moment]
     call, write = getattr(owner, name), trainer.saver.writer.write
@@ -1021,7 +1023,7 @@ def test_a_best_snapshot_whose_shards_could_not_be_written_is_made_up_for(
     trainer.train()
     assert tries == [2, 3][:failures]
     assert load(str(tmp_path / "gpt_snapshot.pt")).step == 5
-    written = sharded_snapshot.read_whole(str(tmp_path / "gpt_snapshot.best.pt"))
+    written = sharded_snapshot.load_full(str(tmp_path / "gpt_snapshot.best.pt"))
     assert (written.step, written.best_step, written.best_loss) == (2, 2, 2.0)
     of = {id(p): name for name, p in trainer.bare.named_parameters()}
     names = [of[id(p)] for p in trainer.parameters]
@@ -1052,7 +1054,7 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
 
 
 def test_no_request_is_lost_to_another():
-    from signals import Request, Requests
+    from engine.run.signals import Request, Requests
 
     with Requests() as requests:
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
