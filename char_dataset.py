@@ -1,24 +1,102 @@
-"""Text for a character-level model: vocabulary, split, windows, and the order of training windows.
+"""Text for a character-level model: vocabulary, split, windows, their order, and batches of them.
 
-    CharDataset(DataConfig(path="data/input.txt", block_size=128))
+    dataset = CharDataset(DataConfig(path="data/input.txt", block_size=128))
+    train_dataset, test_dataset = dataset.split()
 
-A text is read once, encoded once into the smallest unsigned integer type that holds its vocabulary,
-and cut into batches by one vectorised gather, without a loop over characters or windows in Python.
-A text larger than memory stays on the disk, mapped into memory (`text_cache.py`).
+A text is encoded once, into the smallest unsigned integer type that holds its vocabulary, and cut
+into batches by one vectorised gather. A text larger than memory is mapped from a file.
 """
 
-import hashlib
+import copy
+import dataclasses
+import functools
+import logging
 import math
+import os
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import MISSING
 from torch.utils.data import Dataset
 
 from engine.errors import UserError
-from engine.text.encoding import EncodedText, open_text
-from engine.text.sources import DataConfig
+from engine.text.encoding import is_small, open_text
+from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
+
+log = logging.getLogger("gpt")
 
 IGNORE = -1  # a target with this value is not scored; minGPT's convention
+
+
+@dataclass
+class DataConfig:
+    """Text, split and context."""
+
+    path: Any = MISSING  # the text, UTF-8: a path, URL or pattern ('books/*.txt'), or a list of them; may be compressed
+    url: str | None = None  # downloaded from here if path does not exist; null: path must exist
+    sha256: str | None = None  # SHA-256 of the text, decompressed, hexadecimal; null: any text
+    block_size: int = 128  # characters of context: the length of a window
+    train_split: float = 0.9  # share of the text to train on, from its start; the rest is held out
+    truncate: float = 1.0  # share of the text to use at all, from its start
+    cache_dir: str = "data/cache"  # local directory where texts over 64 MiB, compressed or remote are kept encoded
+
+    def __post_init__(self):
+        several = isinstance(self.path, list)
+        paths = self.path if several else [self.path]
+        if not paths or any(path in (None, "") or isinstance(path, list | dict) for path in paths):
+            raise UserError(
+                f"data.path={self.path}: must be the path or URL of a text, or a list of these"
+            )
+        self.path = [str(path) for path in paths] if several else str(self.path)
+        if self.url is not None and several:
+            raise UserError(f"data.url={self.url}: needs a single data.path; set data.url=null")
+        if self.url == SHAKESPEARE_URL and self.path != "data/input.txt":
+            raise UserError(
+                f"data.path={self.path}: data.url and data.sha256 are those of data=shakespeare; for "
+                f"another text: data=text data.path={self.path}"
+            )
+        if self.block_size < 1:
+            raise UserError(f"data.block_size={self.block_size}: must be at least 1 character")
+        if not 0 < self.train_split < 1:
+            raise UserError(f"data.train_split={self.train_split}: must lie between 0 and 1")
+        if not 0 < self.truncate <= 1:
+            raise UserError(f"data.truncate={self.truncate}: must be above 0 and at most 1")
+        if not self.cache_dir or "://" in self.cache_dir:
+            raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
+
+
+def prepare_text(config: DataConfig) -> DataConfig:
+    """Downloads and caches the text; call it in one process per host.
+
+    Downloads it if `path` does not exist, and encodes it into the cache unless it is small. Returns
+    the configuration of the text that is there: the default text, without a network, is replaced by
+    `pydoc:topics`. Raises `UserError` for any other text that is not there.
+    """
+    if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
+        try:
+            download(config.url, config.path, config.sha256)
+        except Unreadable as error:
+            if config.url != SHAKESPEARE_URL:
+                raise
+            log.warning(
+                "%s; training on %s, which comes with Python, instead. To train on Shakespeare, put "
+                "it at %s",
+                error, PYDOC, os.path.abspath(config.path),
+            )  # fmt: skip
+            config = with_pydoc(config)
+    if not is_small(config.path):
+        open_text(config.path, config.sha256, config.truncate, config.cache_dir)
+    return config
+
+
+def with_pydoc(config: DataConfig) -> DataConfig:
+    """The same configuration with the text that comes with Python."""
+    return dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
 
 
 class CharDataset(Dataset):
@@ -32,43 +110,31 @@ class CharDataset(Dataset):
         vocabulary: the distinct characters of the whole (truncated) text, sorted; their positions
             are the ids.
         stoi, itos: character to id and back, as in minGPT.
-        data: the encoded characters, a 1-D tensor of uint8, uint16 or uint32. Of a large text it is
-            mapped from a file and read only; never to be copied whole.
-        digest: SHA-256 of the truncated text, hexadecimal: which text this is.
-
-    `text` is used in place of what is at `config.path`, where it has been read already.
+        data: the ids of the characters, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
+            is mapped from a file, read only; never copy it as a whole.
+        digest: SHA-256 of the (truncated) text, hexadecimal.
 
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
     """
 
-    def __init__(self, config: DataConfig, text: str | None = None):
-        found = open_text(config) if text is None else text
-        if isinstance(found, str):
-            found = encode_text(found[: int(len(found) * config.truncate)])
-        if not len(found.data):
-            raise UserError(
-                f"data.path={config.path}: the text is empty (data.truncate={config.truncate})"
-            )
-        self._init(config, *found, name="text")
-
-    def _init(
-        self, config: DataConfig, vocabulary: str, data: torch.Tensor, digest: str, name: str
-    ):
-        if len(data) <= config.block_size:
-            raise UserError(
-                f"data.block_size={config.block_size}: the {name} has {len(data):,} characters, "
-                "but a window needs "
-                f"{config.block_size + 1:,}; use a longer text, a smaller data.block_size or "
-                "another data.train_split"
-            )
+    def __init__(self, config: DataConfig):
         self.config = config
         self.block_size = config.block_size
-        self.vocabulary = vocabulary
-        self.vocab_size = len(vocabulary)
-        self.stoi = {character: i for i, character in enumerate(vocabulary)}
-        self.itos = dict(enumerate(vocabulary))
-        self.data = data
-        self.digest = digest
+        self.vocabulary, self.data, self.digest = open_text(
+            config.path, config.sha256, config.truncate, config.cache_dir
+        )
+        self.vocab_size = len(self.vocabulary)
+        self.stoi = {character: i for i, character in enumerate(self.vocabulary)}
+        self.itos = dict(enumerate(self.vocabulary))
+        self._check_length("text")
+
+    def _check_length(self, name: str) -> None:
+        if len(self.data) <= self.block_size:
+            raise UserError(
+                f"data.block_size={self.block_size}: the {name} has {len(self.data):,} characters, "
+                f"but a window needs {self.block_size + 1:,}; use a longer text, a smaller "
+                "data.block_size or another data.train_split"
+            )
 
     def split(self) -> tuple["CharDataset", "CharDataset"]:
         """(training part, held-out part): the text cut once at `int(characters * train_split)`,
@@ -78,12 +144,11 @@ class CharDataset(Dataset):
         if either part is shorter than one window.
         """
         cut = int(len(self.data) * self.config.train_split)
-        parts = []
-        for name, data in (("training part", self.data[:cut]), ("held-out part", self.data[cut:])):
-            part = CharDataset.__new__(CharDataset)
-            part._init(self.config, self.vocabulary, data, self.digest, name)
-            parts.append(part)
-        return parts[0], parts[1]
+        train, held_out = copy.copy(self), copy.copy(self)
+        train.data, held_out.data = self.data[:cut], self.data[cut:]
+        train._check_length("training part")
+        held_out._check_length("held-out part")
+        return train, held_out
 
     def to(self, device: torch.device | str) -> "CharDataset":
         """Moves the encoded text to `device`, so that batches are cut there; returns self."""
@@ -127,7 +192,7 @@ class CharDataset(Dataset):
 
     @property
     def num_eval_windows(self) -> int:
-        """How many windows `eval_windows` has before they run off the end of the text."""
+        """Number of windows that `eval_windows` needs to score the whole text."""
         return -(-(len(self.data) - 1) // self.block_size)
 
     def _ids(self, positions: torch.Tensor) -> torch.Tensor:
@@ -138,8 +203,8 @@ class CharDataset(Dataset):
         return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
 
     def encode(self, text: str) -> torch.Tensor:
-        """The ids of `text`, int64 of shape (len(text),). Raises `UserError` naming a character it
-        does not know.
+        """The ids of `text`, int64 of shape (len(text),). Raises `UserError` for an unknown
+        character.
         """
         return encode(text, self.vocabulary)
 
@@ -148,43 +213,20 @@ class CharDataset(Dataset):
         return "".join(self.itos[int(i)] for i in ids)
 
 
-def encode_text(text: str) -> EncodedText:
-    """A text that is in memory, encoded."""
-    codes = code_points(text)
-    present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
-    present[codes] = True
-    distinct = np.flatnonzero(present)
-    smallest = np.min_scalar_type(max(0, len(distinct) - 1))
-    id_of_code = np.zeros(len(present), dtype=smallest)
-    id_of_code[distinct] = np.arange(len(distinct), dtype=smallest)
-    return EncodedText(
-        "".join(map(chr, distinct)),
-        torch.from_numpy(id_of_code[codes]),
-        hashlib.sha256(text.encode("utf-8")).hexdigest(),
-    )
-
-
 def encode(text: str, vocabulary: str, start: int = 0) -> torch.Tensor:
-    """The ids of `text`, int64, the positions of its characters in `vocabulary`; `UserError` names
-    the first character that is not in it, and its position, `start` being that of the first.
+    """The ids of `text`, int64 of shape (len(text),): positions in `vocabulary`.
+
+    Raises `UserError` naming the first unknown character and its position; `text` begins at `start`.
     """
-    codes, known = (code_points(characters) for characters in (text, vocabulary))
-    order = np.argsort(known)
-    places = np.searchsorted(known, codes, sorter=order)
-    ids = order[np.minimum(places, len(known) - 1)]
-    if len(unknown := np.flatnonzero(known[ids] != codes)):
-        at = int(unknown[0])
-        raise UserError(
-            f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {start + at} is not in "
-            f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"
-            f"{'...' * (len(vocabulary) > 200)}"
-        )
-    return torch.from_numpy(ids)
-
-
-def code_points(text: str) -> np.ndarray:
-    """The Unicode code points of `text`, uint32 of shape (len(text),)."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    ids = {character: i for i, character in enumerate(vocabulary)}
+    for position, character in enumerate(text, start):
+        if character not in ids:
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) at position {position} is not in "
+                f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"
+                f"{'...' * (len(vocabulary) > 200)}"
+            )
+    return torch.tensor([ids[character] for character in text], dtype=torch.int64)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,7 +234,7 @@ def code_points(text: str) -> np.ndarray:
 
 
 def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int = 1) -> np.ndarray:
-    """Which window stands at each of `positions` (int64) of the endless training stream.
+    """Window indices at `positions` (int64) of the shuffled, endless stream of training windows.
 
     Position p lies in epoch `p // num_windows`, and every epoch takes all windows once. It is made
     of `stride` passes over the text, in random order, of windows that start `stride` characters
@@ -224,7 +266,7 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
 
 
 def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray, largest: int) -> np.ndarray:
-    """Where each value goes in the permutation of the numbers below its size that its key names.
+    """Keyed pseudorandom permutation of the numbers below each size (Feistel, cycle walking).
 
     A Feistel network over a domain a x b barely larger than the `largest` size there is, which must
     not depend on what is asked for, walked until it falls inside (Black and Rogaway, "Ciphers with
@@ -255,3 +297,80 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+
+ORDER_STEPS = 64  # steps whose windows are looked up at once, which costs little more than one
+
+
+class MicroBatches:
+    """Item k is this rank's k-th micro-batch of the whole run, also after resuming.
+
+    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows. Each
+    rank has an equal share of them, in order, cut into `accumulation` micro-batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        batch_size: int,
+        accumulation: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        self.dataset, self.seed = dataset, seed
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.size = batch_size // world_size // accumulation
+        self.offset = rank * (batch_size // world_size)
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        step, i = divmod(k, self.accumulation)
+        block, step = divmod(step, ORDER_STEPS)
+        order = _block_order(
+            block,
+            ORDER_STEPS * self.batch_size,
+            len(self.dataset),
+            self.seed,
+            self.dataset.block_size,
+        )
+        first = step * self.batch_size + self.offset + i * self.size
+        return self.dataset.batch(order[first : first + self.size])
+
+
+@functools.lru_cache(maxsize=2)  # threads may be at work on both sides of a border
+def _block_order(block: int, size: int, num_windows: int, seed: int, stride: int) -> np.ndarray:
+    """The order of a block of `size` positions of the stream."""
+    return window_order(np.arange(block * size, (block + 1) * size), num_windows, seed, stride)
+
+
+def prefetch(
+    batches: MicroBatches, first: int, last: int, workers: int, pinned: bool
+) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    """Prefetch: micro-batches `first` to `last` (excluded) as `(x, y)`, up to two per thread cut in
+    advance.
+
+    Without `workers`, each is cut when it is asked for. `pinned` puts them into page-locked memory,
+    from which a GPU copies without waiting. Closing the generator ends its threads.
+    """
+
+    def cut(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = batches[k]
+        return (x.pin_memory(), y.pin_memory()) if pinned else (x, y)
+
+    if not workers:
+        yield from map(cut, range(first, last))
+        return
+    pool = ThreadPoolExecutor(workers, "batches")
+    try:
+        pending: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
+        for k in range(first, last):
+            pending.append(pool.submit(cut, k))
+            if len(pending) == 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -15,7 +15,6 @@ import functools
 import html
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,12 +25,13 @@ from char_dataset import encode
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, one_line
 from engine.run.directory import choose_snapshot, runs
-from engine.run.provenance import CHANGED, model_has_changed
 from engine.snapshots.sharded import load_full
 from model import GPT
 from sample import SampleConfig, is_small, load_model
 
-CSS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates", "playground.css")
+CSS = os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), "engine", "reports", "playground.css"
+)
 LONGEST = 2000  # characters of a prompt, and of what continues it
 ALTERNATIVES = 10
 FRAME = 0.04  # seconds between what is shown of a text that grows; a browser is slower than a model
@@ -81,9 +81,7 @@ def find_snapshots(config: PlaygroundConfig) -> list[str]:
 def read(path: str) -> tuple[GPT, str, str]:
     """The model of a snapshot, its vocabulary, and a line on it. Raises `UserError`."""
     snapshot = load_full(path)
-    if model_has_changed(path):
-        print(f"{path}: {CHANGED}", file=sys.stderr)
-    model = load_model(snapshot, "cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(snapshot)
     size = sum(p.numel() for p in model.parameters())
     return model, snapshot.vocabulary, f"{path}: {size / 1e6:.3g} M parameters, {snapshot}"
 
@@ -122,7 +120,7 @@ def start(path: str, config: SampleConfig) -> tuple[Text, Iterator[int]]:
     made = model.stream(
         torch.tensor([ids], device=model.tok_emb.weight.device),
         config.max_new_tokens,
-        **config.draws(),
+        **config.options(),
     )
     return text, map(int, made)
 

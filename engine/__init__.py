@@ -1,0 +1,18 @@
+"""The engine behind the programs at the root: what a user relies on and need not open.
+
+A room is a folder with one purpose, stated in its `__init__.py`. Each may use the rooms before it in this
+order, and none imports a program of the root (tests/test_architecture.py):
+
+    errors, files, signals   one-line user errors; atomic writes; signals as requests
+    machine                  what the hardware is called and can do
+    kernels                  the operations of a model: plain PyTorch, C kernels on a CPU
+    config                   settings: clear errors, `auto`, what a resumed run may change
+    text                     where a text is read from, and its encoding as ids
+    parallel                 processes: ranks, agreement, sharding, launchers, clusters
+    optim                    AdamW, Muon, the learning-rate schedule
+    generation               sampling from a model, with a cache of keys and values
+    snapshots                the state of a run: saved atomically, verified, restored
+    run                      the run directory: its lock, log, metrics, trackers, evaluation
+    interop                  Transformers and back; pretrained weights
+    reports                  the page of a run, its verdict, the table of a sweep
+"""

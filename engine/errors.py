@@ -1,14 +1,14 @@
-"""The exception that a user can cause and put right, and how errors are said."""
+"""User errors: what a user can correct, reported in one line."""
 
 
 class UserError(ValueError):
-    """Something the user can mend: a setting, a text, a snapshot, a device.
+    """An error that the user can correct: a setting, a text, a snapshot, a device.
 
-    Every program shows it as one line, without a traceback, and exits with status 1. The message
-    names the thing that is wrong and what would be right.
+    Programs print it as one line without a traceback and exit with status 1. The message names
+    what is wrong and what would be right.
     """
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """The message of an error on one line; the name of its type where there is no message."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic writes to local files."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
-    """A file to write that takes the place of `path` at the end of the block, at once and for good.
+    """Atomic write: the block writes `path.tmp`, which is flushed to disk and then replaces `path`.
 
-    It is `path` with `.tmp` after it until then. After an error it is gone, and what was at `path`
-    is as it was. Text is UTF-8.
+    After an error `path` is unchanged and the temporary file removed. Text is UTF-8. Raises OSError
+    naming `path`.
     """
     temporary = f"{path}.tmp"
     try:
@@ -21,9 +21,9 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno is None or error.filename not in (None, temporary):  # another file's
+        if error.errno is None or error.filename not in (None, temporary):  # not about this file
             raise
         raise type(error)(error.errno, error.strerror, path) from error
     finally:
-        with contextlib.suppress(OSError):  # it is in place, or never was there
+        with contextlib.suppress(OSError):  # renamed, or never created
             os.remove(temporary)

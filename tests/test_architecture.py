@@ -1,12 +1,18 @@
-"""What docs/architecture.md says of imports, wherever in a module they are."""
+"""The order of the rooms: imports run one way, from the programs at the root down through engine/."""
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 from conftest import ROOT
 
 DOOR = {path.stem for path in ROOT.glob("*.py")}
+# As engine/__init__.py has it: a room may use those before it.
+ROOMS = (
+    *("errors", "files", "signals", "machine", "kernels", "config", "text", "parallel", "optim"),
+    *("generation", "snapshots", "run", "interop", "reports"),
+)
 
 
 def name_of(path: Path) -> str:
@@ -14,14 +20,13 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The dotted names of the modules that a module imports."""
+    """The dotted names of what a module imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -29,6 +34,39 @@ PATHS = [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")]
 IMPORTS = {name_of(path): imports(path) for path in PATHS if path.name != "__init__.py"}
 
 
-def test_imports_go_round_in_no_circle_and_none_is_of_main():
+def test_no_import_goes_round_in_a_circle():
     tuple(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError
-    assert [name for name, imported in IMPORTS.items() if "main" in imported] == []
+
+
+def test_the_engine_does_not_know_the_programs_and_rooms_use_those_before_them():
+    wrong = []
+    for name, imported in IMPORTS.items():
+        if not name.startswith("engine."):
+            continue
+        room = name.split(".")[1]
+        for other in imported:
+            if other.split(".")[0] in DOOR:
+                wrong.append(f"{name} imports {other}")
+            if other.startswith("engine.") and ROOMS.index(other.split(".")[1]) > ROOMS.index(room):
+                wrong.append(f"{name} imports {other}, of a later room")
+    assert wrong == []
+
+
+def test_every_room_is_in_the_order_and_says_what_it_is_for():
+    rooms = {path.stem for path in (ROOT / "engine").iterdir() if not path.name.startswith("__")}
+    assert rooms == set(ROOMS)
+    listed = ast.get_docstring(ast.parse((ROOT / "engine" / "__init__.py").read_text()))
+    assert re.findall(r"^    ((?:\w+, )*\w+)  ", listed, re.MULTILINE)[0].split(", ") + re.findall(
+        r"^    (\w+)  ", listed, re.MULTILINE
+    ) == list(ROOMS)
+    for path in (ROOT / "engine").glob("*/__init__.py"):
+        assert len(ast.get_docstring(ast.parse(path.read_text()))) > 100, path
+
+
+def test_the_trainer_knows_neither_gpt_nor_hydra():
+    reached, ahead = set(), {"trainer"}
+    while ahead:
+        reached |= ahead
+        ahead = set().union(*(IMPORTS.get(name, set()) for name in ahead)) - reached
+    assert "engine.snapshots.manager" in reached
+    assert not {name for name in reached if name.split(".")[0] in ("model", "hydra", "main")}

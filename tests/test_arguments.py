@@ -1,11 +1,13 @@
 """The command lines of the small programs."""
 
-from dataclasses import dataclass
+import subprocess
+from dataclasses import dataclass, field
 
 import pytest
-from conftest import start
+from conftest import command, start
 
 from engine.config import arguments
+from engine.config.fields import field_lines
 from engine.errors import UserError
 
 
@@ -16,6 +18,7 @@ class Config:
     number: int | None = 3
     rate: float = 0.5
     flag: bool = False
+    names: list[str] | None = None
 
     def __post_init__(self):
         if self.text == "bad":
@@ -26,6 +29,8 @@ def test_values_have_the_types_of_their_fields_and_texts_are_taken_as_they_are()
     given = ["out=null", "text=a=${b} [c] 'd", "number=null", "rate=1e-3", "flag=true"]
     assert arguments.parse(Config, given) == Config("null", "a=${b} [c] 'd", None, 1e-3, True)
     assert arguments.parse(Config, ["out=1", "out=2"]) == Config("2")
+    for value, names in (("[010,null]", ["010", "null"]), ("runs/*", ["runs/*"]), ("[]", [])):
+        assert arguments.parse(Config, ["out=1", f"names={value}"]).names == names
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,34 @@ def test_bad_input_gets_one_line(given, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+@dataclass
+class Base:
+    """Not a field: nor = this."""
+
+    first: str  # must be given
+    rate: float = 3e-4
+
+
+@dataclass
+class Derived(Base):
+    # Names, where
+    # nothing else fits
+    names: list[str] = field(default_factory=list)  # in order
+    mode: str = "a=b"  # = or # in it
+
+    limit: int | None = 1
+
+
+def test_help_has_type_default_and_meaning_of_every_field():
+    assert field_lines(Derived) == [
+        ("first", "str", "", "must be given"),
+        ("rate", "float", "0.0003", ""),
+        ("names", "list[str]", "[]", "Names, where nothing else fits in order"),
+        ("mode", "str", "a=b", "= or # in it"),
+        ("limit", "int | None", "1", ""),
+    ]
+
+
 @pytest.mark.parametrize("program", ["sample", "export", "report"])
 def test_a_program_explains_itself(program, tmp_path):
     result = start("--help", script=f"{program}.py", cwd=tmp_path)
@@ -52,3 +85,10 @@ def test_a_program_explains_itself(program, tmp_path):
     wrong = start("no=argument", script=f"{program}.py", cwd=tmp_path)
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: no=argument: not an argument")
     assert wrong.stderr.count("\n") == 1
+
+
+def test_help_into_a_closed_pipe_prints_no_traceback():
+    line = [*command("--help", script="export.py")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) != 1

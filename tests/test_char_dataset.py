@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from char_dataset import IGNORE, CharDataset, DataConfig, window_order
 from engine.errors import UserError
@@ -77,7 +78,9 @@ def test_the_text_is_truncated_then_cut_once_before_windowing(text_file):
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 8, 199])
-def test_tiles_score_every_held_out_character_but_the_first_once(text_file, block_size):
+def test_evaluation_windows_score_every_held_out_character_but_the_first_once(
+    text_file, block_size
+):
     _, test = CharDataset(DataConfig(path=str(text_file), block_size=block_size)).split()
     x, y = test.eval_windows(0, test.num_eval_windows)
     assert x.shape == y.shape == (test.num_eval_windows, block_size)
@@ -223,12 +226,26 @@ def test_a_part_shorter_than_a_window_is_refused_by_name(length, train_split, pa
         {"truncate": 0.0},
         {"truncate": 1.5},
         {"block_size": 0},
+        {"path": None},
+        {"path": ""},
+        {"path": []},
+        {"path": ["a.txt", None]},
+        {"path": ["a.txt", ["b.txt"]]},
+        {"url": "c.txt", "path": ["a.txt", "b.txt"]},
+        {"cache_dir": ""},
+        {"cache_dir": "s3://bucket/cache"},
     ],
 )
 def test_an_impossible_setting_is_named(setting):
     (name, value), *_ = setting.items()
-    with pytest.raises(UserError, match=f"data.{name}={value}"):
+    with pytest.raises(UserError) as refused:
         DataConfig(**setting)
+    assert str(refused.value).startswith(f"data.{name}={value}: ")
+
+
+def test_paths_are_kept_as_plain_text():
+    kept = OmegaConf.to_container(OmegaConf.structured(DataConfig(path=["a.txt", 1984])))
+    assert kept["path"] == ["a.txt", "1984"] and DataConfig(path=1984).path == "1984"
 
 
 def test_an_unknown_character_is_named(text_file):

@@ -6,7 +6,7 @@ import pytest
 from engine.files import atomic_write
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
     path = tmp_path / "a"
     path.write_text("before")
     with pytest.raises(KeyError), atomic_write(str(path)) as file:
@@ -25,7 +25,7 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
             file.write("text")
         assert raised.value.filename == str(path) and ".tmp" not in str(raised.value)
     with pytest.raises(OSError) as raised, atomic_write(str(tmp_path / "a")):
-        raise OSError(errno.ENOSPC, "No space left on device")  # as a write has it
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write raises it
     assert raised.value.filename == str(tmp_path / "a")
     with pytest.raises(FileNotFoundError) as raised, atomic_write(str(tmp_path / "a")):
         open(tmp_path / "other")

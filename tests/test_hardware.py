@@ -1,4 +1,4 @@
-"""What is said of the machine is true of it."""
+"""Device names, peak rates and memory are those of the machine."""
 
 import os
 import shutil
@@ -33,6 +33,9 @@ def test_peak_memory_is_in_bytes_and_never_falls():
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A10G", None),
         ("Tesla V9", None),
     ],
 )
@@ -44,6 +47,6 @@ def test_the_peak_rate_is_that_of_the_gpu_of_that_name(name, flops, monkeypatch)
 
 
 @pytest.mark.skipif(shutil.which("lscpu") is None, reason="needs lscpu")
-def test_the_maker_of_the_cpu_is_what_the_system_says():
+def test_amd_cpus_are_recognized():
     run = subprocess.run(["lscpu"], capture_output=True, text=True, check=True, timeout=60)
     assert is_by_amd() == ("AuthenticAMD" in run.stdout)

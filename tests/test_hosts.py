@@ -182,7 +182,7 @@ def test_two_hosts_train_one_run_which_the_first_alone_writes(hosts, tmp_path):
     for host in hosts:
         host.torchrun(*TINY, *EXACT, f"run_dir={run}")
     finish(hosts)
-    assert "device      CPU, 1 thread a process; 2 processes" in hosts[0].output()
+    assert "device      CPU, 1 thread per process; 2 processes" in hosts[0].output()
     assert "plan " in hosts[0].output() and "plan " not in hosts[1].output()
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == RUN_FILES
     alone = tmp_path / "alone"
@@ -277,7 +277,7 @@ def test_a_host_that_is_cut_off_is_left_behind_and_joins_again(hosts, tmp_path):
     print(f"the first went on alone after {time.monotonic() - began:.1f} s")
     says = "error (rank 1): after step"  # and not when the network is back
     wait_until(lambda: says in hosts[1].output(), hosts)
-    assert "the process that holds the store does not answer" in hosts[1].output()
+    assert "the process that holds the store has not reported" in hosts[1].output()
     hosts[1].link("eth0", "up")
     joined = "changed since the snapshot: processes was 1, is 2"
     wait_until(lambda: joined in hosts[0].output(), hosts, patience=120)

@@ -1,21 +1,22 @@
-"""Fine-tuning: what a run that begins with pretrained weights takes over, and what it does not."""
+"""Fine-tuning: what a run that starts from pretrained weights takes over, and what it does not."""
 
+import dataclasses
+import json
 import logging
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, model_snapshot, start
-from hydra import compose, initialize_config_dir
+from conftest import TINY, metrics, model_snapshot, start
 
 import export
-from config import Config, register, validate
-from engine.config.overrides import follow_overrides
+from config import Config
 from engine.errors import UserError
-from engine.interop import pretrained as init_from
+from engine.interop.pretrained import load_pretrained
 from engine.parallel.distributed import World
 from engine.snapshots.storage import load
+from main import start_from
 from model import GPT
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -25,16 +26,6 @@ EXPORTABLE = {
     "modern": {"arch": "modern"},
 }
 MODELS = {**EXPORTABLE, "with a token shift": {"arch": "modern", "token_shift": True}}
-
-
-def composed(*overrides: str) -> Config:
-    """The configuration of `python main.py OVERRIDES`."""
-    register()
-    given = ["data=text", "data.path=x", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", overrides=given)
-    follow_overrides(config, given)
-    return validate(config)
 
 
 @pytest.fixture
@@ -48,25 +39,41 @@ def source(tmp_path):
     return write
 
 
-def begun(vocabulary: str, *overrides: str) -> GPT:
-    """The model that a run with these overrides and a text of this vocabulary begins with."""
-    config = composed(*overrides)
-    learned = init_from.prepare(config, None, ALONE)
+def configured(source, block_size: int = 128) -> Config:
+    """The configuration of a run from `source`, whose recipe has another model."""
+    config = Config(init_from=str(source))
+    config.model = dataclasses.replace(config.model, arch="modern", bias=None, tie_weights=None)
+    config.data = dataclasses.replace(config.data, block_size=block_size)
+    return config
+
+
+def tuned(vocabulary: str, source, block_size: int = 128) -> GPT:
+    """The model that a run from `source` on a text of this vocabulary starts with."""
+    config = configured(source, block_size)
+    pretrained = start_from(config, None, ALONE)
     config.model.vocab_size = len(vocabulary)
     torch.manual_seed(config.trainer.seed)
     model = GPT(config.model)
-    init_from.load_pretrained(learned, model, vocabulary)
+    load_pretrained(pretrained, model, vocabulary)
     return model
 
 
-# --- what is taken over ---
+@pytest.fixture
+def messages(caplog, monkeypatch):
+    """What the program logs."""
+    monkeypatch.setattr(logging.getLogger("gpt"), "propagate", True)
+    caplog.set_level(logging.INFO, "gpt")
+    return caplog
+
+
+# --- weights and architecture ---
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_characters_in_common_keep_their_rows_and_new_ones_lie_around_the_mean(settings, source):
+def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mean(settings, source):
     path = source(n_embd=256, **settings)
     learned = load(path).model_state
-    own = begun("bdxy", f"init_from={path}").state_dict()
+    own = tuned("bdxy", path).state_dict()
     assert own.keys() == learned.keys()
     for name, weights in own.items():
         if name not in ("tok_emb.weight", "head.weight"):
@@ -81,98 +88,73 @@ def test_characters_in_common_keep_their_rows_and_new_ones_lie_around_the_mean(s
 
 
 @pytest.mark.parametrize("settings", EXPORTABLE.values(), ids=EXPORTABLE)
-def test_an_exported_model_is_as_good_as_its_snapshot(settings, source, tmp_path):
+def test_an_exported_model_gives_the_same_weights_as_its_snapshot(settings, source, tmp_path):
     path = source(**settings)
     export.export(load(path), path, str(tmp_path / "exported"))
-    one, other = (
-        begun("abcdx", f"init_from={begin}").state_dict() for begin in (path, tmp_path / "exported")
-    )
+    one, other = (tuned("abcdx", begin).state_dict() for begin in (path, tmp_path / "exported"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_of_a_run_its_best_snapshot_is_taken(source, tmp_path):
+def test_a_run_directory_stands_for_its_best_snapshot(source, tmp_path):
     best = model_snapshot("abcd")
     source("gpt_snapshot.pt", bias=False)
     (tmp_path / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
-    own = begun("abcd", f"init_from={tmp_path}").state_dict()
+    own = tuned("abcd", tmp_path).state_dict()
     assert all(torch.equal(own[name], best.model_state[name]) for name in best.model_state)
 
 
-def test_architecture_and_sizes_are_those_of_the_source_whatever_the_recipe_says(source):
-    path = source(arch="gpt2", bias=False, tie_weights=False)
-    config = composed("experiment=shakespeare_cpu", f"init_from={path}")
-    assert (config.model.arch, config.model.n_embd) == ("modern", 128)
-    init_from.prepare(config, None, ALONE)
+def test_architecture_and_sizes_are_those_of_the_source_whatever_the_recipe_says(source, messages):
+    config = configured(source(arch="gpt2", bias=False, tie_weights=False))
+    start_from(config, None, ALONE)
     m = config.model
     assert (m.arch, m.n_layer, m.n_head, m.n_embd) == ("gpt2", 2, 4, 32)
     assert (m.bias, m.tie_weights, m.block_size, config.data.block_size) == (False, False, 24, 24)
-    assert config.optimizer.name == "muon"  # of the recipe, as all the rest
+    said = "architecture gpt2, 2 layers, 4 heads, 32 wide; context 24 of 24"
+    assert said in messages.messages
 
 
-def test_the_log_says_what_was_kept(source, caplog):
-    log = logging.getLogger("gpt")
-    before, log.propagate = (log.level, log.propagate), True
-    try:
-        with caplog.at_level(logging.INFO, "gpt"):
-            begun("bdxyz", f"init_from={source()}")
-    finally:
-        log.propagate = before[1]
-    assert "source.pt, step 7, held-out loss 1.2500" in caplog.text
-    assert "2 of the 4 learned ones kept, 2 left out; 3 new: 'xyz'" in caplog.text
-
-
-# --- another context ---
-
-
-@pytest.mark.parametrize("arch, length", [("gpt2", 10), ("modern", 10), ("modern", 40)])
-def test_the_context_may_be_shorter_and_with_rotary_positions_longer(arch, length, source):
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_the_context_is_the_shorter_of_the_two(arch, source):
     path = source(arch=arch)
-    model = begun("abcd", f"init_from={path}", f"data.block_size={length}")
-    assert model.config.block_size == length
-    if arch == "gpt2":
-        assert torch.equal(model.pos_emb.weight, load(path).model_state["pos_emb.weight"][:length])
-    assert model(torch.zeros(1, length, dtype=torch.int64))[0].isfinite().all()
+    for asked, length in (10, 10), (40, 24):
+        model = tuned("abcd", path, asked)
+        assert model.config.block_size == length
+        if arch == "gpt2":
+            learned = load(path).model_state["pos_emb.weight"]
+            assert torch.equal(model.pos_emb.weight, learned[:length])
+        assert model(torch.zeros(1, length, dtype=torch.int64))[0].isfinite().all()
+
+
+def test_the_log_says_which_characters_were_reused(source, messages):
+    tuned("bdxyz", source())
+    assert "source.pt, step 7, held-out loss 1.2500" in messages.text
+    said = "vocabulary  reused 2 of 4 characters, dropped 2, added 3: 'xyz'"
+    assert said in messages.messages
 
 
 # --- refusals ---
 
 
-@pytest.mark.parametrize(
-    "overrides, says",
-    [
-        (["model.n_layer=3"], "model.n_layer=3: init_from={} has 2; leave it out"),
-        (["model=modern"], "model.arch=modern: init_from={} has gpt2; leave it out"),
-        (["model.bias=false"], "model.bias=false: init_from={} has true; leave it out"),
-        (["model.model_type=gpt-nano"], "model.n_embd=48: init_from={} has 32; leave it out"),
-        (["data.block_size=25"], "data.block_size=25: init_from={} has learned 24 positions"),
-    ],
-)
-def test_another_architecture_than_the_sources_is_refused_with_both(overrides, says, source):
+def test_a_model_that_cannot_be_is_refused(source, tmp_path):
     path = source()
-    with pytest.raises(UserError, match=re.escape(says.format(path))):
-        begun("abcd", f"init_from={path}", *overrides)
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["model=gpt2", "model.n_layer=2", "model.model_type=null", "model.bias=null", "data=pydoc"],
-)
-def test_what_is_the_same_or_left_open_may_be_named(override, source):
-    settings = [f"init_from={source()}", "experiment=overfit", "model.n_embd=32", override]
-    assert begun("abcd", *settings).config.n_layer == 2
+    export.export(load(path), path, str(tmp_path / "exported"))
+    file = tmp_path / "exported" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_head": 5}))
+    with pytest.raises(UserError, match=r"model\.n_embd=32: must be divisible by model\.n_head=5"):
+        tuned("abcd", tmp_path / "exported")
 
 
 @pytest.mark.parametrize(
     "content, says",
     [
         (None, "thing: no such snapshot"),
-        (b"some text", "thing: not a whole snapshot"),
+        (b"some text", "thing: not a complete snapshot"),
         ({}, "there is no snapshot at "),
         ({"config.json": b"{"}, "thing: not an exported model"),
     ],
 )
-def test_what_weights_cannot_be_read_from_gets_one_line(content, says, tmp_path):
+def test_an_unreadable_source_gets_one_line(content, says, tmp_path):
     path = tmp_path / "thing"
     if isinstance(content, dict):
         path.mkdir()
@@ -181,7 +163,7 @@ def test_what_weights_cannot_be_read_from_gets_one_line(content, says, tmp_path)
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        begun("abcd", f"init_from={path}")
+        tuned("abcd", path)
     assert str(error.value).startswith(f"init_from={path}: ") and "\n" not in str(error.value)
 
 
@@ -194,7 +176,7 @@ def test_weights_that_do_not_fit_are_refused(source, tmp_path):
         change(snapshot.model_state, name)
         (tmp_path / "odd.pt").write_bytes(snapshot.to_bytes())
         with pytest.raises(UserError, match=re.escape(name)):
-            begun("abcd", f"init_from={tmp_path / 'odd.pt'}")
+            tuned("abcd", tmp_path / "odd.pt")
 
 
 # --- whole runs ---
@@ -236,7 +218,7 @@ def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(train
     text, warmup = trained / "other.txt", "optimizer.warmup_steps=10"
     begin = f"init_from={trained / 'one'}"
     said = learn(text, tmp_path / "tuned", begin, warmup, "trainer.max_steps=10")
-    assert "gpt_snapshot.best.pt, step 300" in said and re.search(r"; \d new: '.*ßé'", said)
+    assert "gpt_snapshot.best.pt, step 300" in said and re.search(r"added \d: '.*ßé'", said)
     learn(text, tmp_path / "fresh", warmup, "trainer.max_steps=100")
     tuned, fresh = (metrics(tmp_path / name, "val") for name in ("tuned", "fresh"))
     assert tuned[0]["step"] == 10 and fresh[-1]["step"] == 100
@@ -248,26 +230,28 @@ def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(train
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
 
 
-def test_a_run_that_began_without_weights_is_not_given_any_and_others_know_theirs(tmp_path):
-    run, tuned = ([*TINY, f"run_dir={tmp_path / name}"] for name in ("run", "tuned"))
+def test_a_run_that_started_without_init_from_refuses_it_and_others_remember_theirs(tmp_path):
+    unsized = [s for s in TINY if not s.startswith("model.")]  # the sizes are the source's
+    tuned = f"run_dir={tmp_path / 'tuned'}"
     weights = f"init_from={tmp_path / 'run'}"
-    assert start(*run, "trainer.max_steps=2").returncode == 0
-    refused = start(*run, "trainer.max_steps=4", weights)
-    assert refused.returncode == 1 and "this run has begun without it" in refused.stderr
-    for steps, *settings in (2, weights), (3,), (4, weights):
-        result = start(*tuned, f"trainer.max_steps={steps}", *settings)
+    run = f"run_dir={tmp_path / 'run'}"
+    assert start(*TINY, run, "trainer.max_steps=2").returncode == 0
+    refused = start(*unsized, run, "trainer.max_steps=4", weights)
+    assert refused.returncode == 1 and "this run started without it" in refused.stderr
+    for steps, settings in (2, [*unsized, weights]), (3, TINY), (4, [*unsized, weights]):
+        result = start(*settings, tuned, f"trainer.max_steps={steps}")
         assert result.returncode == 0 and "init_from was" not in result.stdout, result.stderr
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_the_weights_it_began_with(trained, tmp_path):
+def test_a_run_resumes_when_its_source_is_gone(trained, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(trained / "one", source)
     tune = [trained / "other.txt", tmp_path / "run", f"init_from={source}"]
     learn(*tune, "trainer.max_steps=4")
     shutil.rmtree(source)
     said = learn(*tune, "trainer.max_steps=8", "trainer.log_every_steps=1")
-    assert "this run resumes from its own snapshot" in said and "resuming from" in said
+    assert "resuming from the run's own snapshot" in said
     learn(tune[0], tmp_path / "straight", f"init_from={trained / 'one'}", "trainer.max_steps=8")
     one, other = (load(str(tmp_path / x / "gpt_snapshot.pt")) for x in ("run", "straight"))
     weights = other.model_state
@@ -275,7 +259,7 @@ def test_a_run_goes_on_without_the_weights_it_began_with(trained, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_several_processes_begin_with_the_same_weights(strategy, source, tmp_path):
+def test_several_processes_start_from_the_same_weights(strategy, source, tmp_path):
     learned = load(source()).model_state
     still = ["optimizer.learning_rate=1e-30", "trainer.max_steps=1", "trainer.use_amp=false"]
     tiny = [s for s in TINY if not s.startswith(("model.", "data.block_size"))]
@@ -288,7 +272,7 @@ def test_several_processes_begin_with_the_same_weights(strategy, source, tmp_pat
         nproc=2,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("4 of the 4 learned ones kept") == 1
+    assert result.stdout.count("reused 4 of 4 characters") == 1
     snapshot = load(str(tmp_path / "run" / "gpt_snapshot.pt"))
     rows = [snapshot.vocabulary.index(character) for character in "abcd"]
     for name, weights in snapshot.model_state.items():
@@ -297,7 +281,8 @@ def test_several_processes_begin_with_the_same_weights(strategy, source, tmp_pat
 
 
 def test_two_processes_refuse_together(tmp_path):
-    result = start(*TINY, "init_from=nowhere", f"run_dir={tmp_path}", nproc=2, timeout=60)
+    unsized = [s for s in TINY if not s.startswith("model.")]
+    result = start(*unsized, "init_from=nowhere", f"run_dir={tmp_path}", nproc=2, timeout=60)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error (rank")]
     assert result.returncode != 0 and len(errors) == 2, result.stderr
     assert all("init_from=nowhere: no such snapshot" in line for line in errors)

@@ -1,4 +1,6 @@
-"""The C kernels compute what plain PyTorch does, to the type's rounding, and are never needed."""
+"""C kernels and fused attention compute what plain PyTorch does, to the type's rounding; where they
+would not, plain PyTorch is used.
+"""
 
 import math
 import os
@@ -6,13 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, start
 
+import model as model_module
+from engine.generation import KVCache
+from engine.kernels import build as building
 from engine.kernels import native as kernels
+from engine.kernels import ops
 from model import GPT, NORM_EPS, GPTConfig, LayerNorm, rotary, rotate
 
 ERROR = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # relative to the whole, from rounding
@@ -20,7 +27,7 @@ ERROR = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # relative to the whole, fr
 
 def on(dtype: torch.dtype, *values):
     """A test's parameter; the test is skipped where there can be no kernels for `dtype`."""
-    missing = shutil.which("cc") is None or kernels.instructions(dtype) is None
+    missing = shutil.which("cc") is None or building.instructions(dtype) is None
     reason = f"needs a C compiler (cc) and a CPU with kernels for {dtype}"
     return pytest.param(
         dtype, *values, marks=pytest.mark.skipif(missing, reason=reason), id=str(dtype)[6:]
@@ -32,7 +39,7 @@ both = pytest.mark.parametrize("dtype", [on(torch.float32), on(torch.bfloat16)])
 
 @both
 def test_the_kernels_can_be_built(dtype):
-    assert kernels.library(dtype) is not None, kernels.describe(dtype)
+    assert building.library(dtype) is not None, building.describe(dtype)
 
 
 @pytest.mark.skipif(
@@ -56,7 +63,7 @@ def test_all_of_this_is_true_with_avx2_alone():
 @both
 def test_a_broken_build_is_built_again_and_a_compiler_may_have_arguments(dtype, tmp_path):
     environment = {"CC": "cc -m64", "XDG_CACHE_HOME": str(tmp_path)}
-    program = f"import torch; from engine.kernels import native; print(native.describe({dtype}))"
+    program = f"import torch; from engine.kernels import build; print(build.describe({dtype}))"
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", program],
@@ -75,27 +82,27 @@ def test_a_broken_build_is_built_again_and_a_compiler_may_have_arguments(dtype, 
 def test_another_source_is_another_build(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     changed = tmp_path / "kernels.c"
-    changed.write_text(kernels.SOURCE.read_text() + "// changed\n")
+    changed.write_text(building.SOURCE.read_text() + "// changed\n")
     built = []
-    for source in (kernels.SOURCE, changed):
-        monkeypatch.setattr(kernels, "SOURCE", source)
-        built.append(kernels._build.__wrapped__(dtype)[1])
+    for source in (building.SOURCE, changed):
+        monkeypatch.setattr(building, "SOURCE", source)
+        built.append(building._build.__wrapped__(dtype)[1])
     assert built[0] != built[1] and all(os.path.exists(path) for path in built)
 
 
 @both
 def test_what_only_stands_for_a_tensor_is_left_to_torch(dtype):
     x = torch.ones(2, 32, dtype=dtype)
-    assert kernels.fit(x) and not kernels.fit(x.double()) and not kernels.fit(x.to("meta"))
+    assert kernels.supports(x)
+    assert not kernels.supports(x.double()) and not kernels.supports(x.to("meta"))
     with torch._subclasses.FakeTensorMode() as mode:
-        assert not kernels.fit(mode.from_tensor(x))
+        assert not kernels.supports(mode.from_tensor(x))
 
 
 @both
-def test_heads_of_a_width_that_attention_is_not_written_for_are_left_to_torch(dtype):
+def test_heads_of_a_width_that_attention_is_not_written_for_are_left_to_torch(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "attention", lambda *_: pytest.fail("reads other heads"))
     for n_head, n_embd in ((16, 528), (3, 144), (4, 64)):  # 33, 48 and 16 wide
-        qkv = torch.ones(2, 3 * n_embd, dtype=dtype)
-        assert kernels.fit(qkv) and not kernels.fit(qkv, n_embd // n_head)
         model = build("gpt2", n_head=n_head, n_embd=n_embd)
         loss_and_gradient(model, torch.zeros(1, 40, dtype=torch.int64), dtype)
 
@@ -403,7 +410,7 @@ def test_linear_layers_are_the_kernels_where_they_are_faster(dtype, monkeypatch)
     monkeypatch.setattr(kernels, "linear", lambda *a: calls.append(1) or linear(*a))
 
     def logits(fast: bool):
-        monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: fast)
+        monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: fast)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
             return model(idx)[0].detach()
 
@@ -418,10 +425,10 @@ def test_linear_layers_are_the_kernels_where_they_are_faster(dtype, monkeypatch)
 
 @only_float32
 def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
+    monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     x, weight, bias = torch.randn(64, 64), torch.randn(64, 64), torch.randn(64)
     with torch.no_grad():
-        assert kernels.fit_linear(x, weight, bias) and kernels.fit_linear(x, weight, None)
+        assert ops._linear_is_faster(x, weight, bias) and ops._linear_is_faster(x, weight, None)
         unfit = [
             (x[:1], weight, bias),  # too small to be worth it
             (x[:, :48], weight, bias),
@@ -435,18 +442,18 @@ def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monke
             (x, weight, torch.ones(1)),
             (x.double(), weight.double(), None),
         ]
-        assert not any(kernels.fit_linear(*arguments) for arguments in unfit)
+        assert not any(ops._linear_is_faster(*arguments) for arguments in unfit)
         with torch.autocast("cpu", torch.bfloat16):
-            assert not kernels.fit_linear(x, weight, bias)
-    assert not kernels.fit_linear(x, weight, bias)
+            assert not ops._linear_is_faster(x, weight, bias)
+    assert not ops._linear_is_faster(x, weight, bias)
 
 
 @only_bfloat16
 def test_a_linear_layer_that_the_kernel_in_bfloat16_is_not_for_is_left_to_torch(dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
+    monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     x, weight, bias = torch.randn(264, 64).to(dtype), torch.randn(64, 64), torch.randn(64)
     with torch.autocast("cpu", dtype):
-        assert kernels.fit_linear(x, weight, bias) and kernels.fit_linear(x, weight, None)
+        assert ops._linear_is_faster(x, weight, bias) and ops._linear_is_faster(x, weight, None)
         unfit = [
             (x[:248], weight, bias),  # too few to be worth it
             (x[:260], weight, bias),
@@ -456,10 +463,10 @@ def test_a_linear_layer_that_the_kernel_in_bfloat16_is_not_for_is_left_to_torch(
             (x, weight.to(dtype), bias),
             (x, weight, bias.to(dtype)),
         ]
-        assert not any(kernels.fit_linear(*arguments) for arguments in unfit)
-    assert not kernels.fit_linear(x, weight, bias)
+        assert not any(ops._linear_is_faster(*arguments) for arguments in unfit)
+    assert not ops._linear_is_faster(x, weight, bias)
     with torch.autocast("cpu", torch.float16):
-        assert not kernels.fit_linear(x, weight, bias)
+        assert not ops._linear_is_faster(x, weight, bias)
 
 
 def build(arch: str, **settings) -> GPT:
@@ -488,7 +495,7 @@ def loss_and_gradient(
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_a_model_is_the_same_with_and_without_kernels(dtype, arch, monkeypatch):
     model, idx = build(arch), torch.randint(0, 19, (8, 34))
-    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
+    monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     calls = []
     for name in ("attention", "linear", "cross_entropy"):
         kernel = getattr(kernels, name)
@@ -505,25 +512,10 @@ def test_a_model_is_the_same_with_and_without_kernels(dtype, arch, monkeypatch):
 
 
 @both
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_no_logit_depends_on_a_later_character(dtype, arch):
-    model, idx = build(arch), torch.randint(0, 19, (1, 37))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-        before, _ = model(idx)
-        for t in range(1, 37):
-            changed = idx.clone()
-            changed[:, t] = (changed[:, t] + 1) % 19
-            after, _ = model(changed)
-            assert torch.equal(after[:, :t], before[:, :t])
-            assert not torch.equal(after[:, t], before[:, t])
-            assert not torch.equal(after[:, -1], before[:, -1])
-
-
-@both
 @pytest.mark.parametrize("arch, shift", [("gpt2", False), ("modern", False), ("modern", True)])
 def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch, shift, monkeypatch):
     model, idx = build(arch, token_shift=shift), torch.randint(0, 19, (8, 34))
-    monkeypatch.setattr(kernels, "_products_are_slow", lambda dtype: True)
+    monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     results = []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
@@ -533,10 +525,20 @@ def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch, shift, 
 
 
 @both
-def test_dropout_on_the_attention_weights_is_left_to_torch(dtype, monkeypatch):
-    model, idx = build("modern", attn_pdrop=0.5), torch.randint(0, 19, (1, 34))
-    monkeypatch.setattr(kernels, "attention", lambda *_: pytest.fail("dropped nothing"))
-    loss_and_gradient(model, idx, dtype)
+def test_what_the_attention_kernel_cannot_do_is_left_to_torch(dtype, monkeypatch):
+    monkeypatch.setattr(
+        kernels, "attention", lambda *_: pytest.fail("drops nothing, learns nothing")
+    )
+    idx = torch.randint(0, 19, (1, 34))
+    loss_and_gradient(build("modern", attn_pdrop=0.5), idx, dtype)
+
+    cos, sin = rotary(34, 32, idx.device)
+    qkv = torch.randn(1, 34, 192, dtype=dtype)
+    for other in (cos.double(), cos[:, ::2].repeat(1, 2), cos.clone().requires_grad_()):
+        if other.is_contiguous() and other.dtype is torch.float32 and not other.requires_grad:
+            other = other.t().contiguous().t()
+        y = model_module.causal_attention(qkv, 2, (other, sin), None, 0.0)
+        assert y.requires_grad == other.requires_grad
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
@@ -559,3 +561,106 @@ def test_a_gradient_may_lie_in_memory_in_any_order(dtype, name):
     assert not g.is_contiguous()
     (ours,) = torch.autograd.grad(y, x, g, retain_graph=True)
     assert torch.equal(ours, torch.autograd.grad(y, x, g.contiguous())[0])
+
+
+# --- an edited model.py ---
+
+EDITS = {
+    "a window of 4": (
+        ".triu(1 + T - S)",
+        ".triu(1 + T - S) - (1 / torch.zeros(S, T)).tril(T - S - 4)",
+    ),
+    "another scale": ("D**-0.5", "D**-0.1"),
+    "no queries normalized": ("v = qkv[2]", "q, k = rotate(qkv[:2], *rotation); v = qkv[2]"),
+    "another epsilon": ("NORM_EPS = 1e-6", "NORM_EPS = 1.0"),
+    "another rotation": ("ROPE_BASE ** -(half / width)", "ROPE_BASE ** -(half / width / 2)"),
+    "another activation": ("self.activation(self.c_fc(x))", "torch.sin(self.c_fc(x))"),
+    "another norm": ("return ops.rms_norm(x, NORM_EPS)", "return x.tanh()"),
+}
+SOURCE = (ROOT / "model.py").read_text()
+
+
+def logits_and_text(module, dtype: torch.dtype, n_layer: int = 2) -> list[torch.Tensor]:
+    """Logits of a training step, without and with a cache, with attention inspected, and a text."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": n_layer, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
+    model = module.GPT(
+        module.GPTConfig("modern", embd_pdrop=0, resid_pdrop=0, attn_pdrop=0, **sizes)
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    idx = torch.randint(0, 19, (2, 40))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        trained = model(idx, idx)[0].detach()
+        cache = KVCache(model.config, 2, idx.device, dtype)
+        with torch.no_grad():
+            pieces = [model(piece, cache=cache)[0] for piece in idx.split([9] + [1] * 31, dim=1)]
+        inspected = torch.stack([model.inspect(row)[0] for row in idx])
+    text = model.generate(idx[:, :1], 60, do_sample=True, seed=3)  # also past the block
+    return [trained, torch.cat(pieces, dim=1), inspected, text]
+
+
+@both
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_model_computes_what_was_written(dtype, edit, monkeypatch, caplog):
+    def edited(old: str, new: str):
+        assert SOURCE.count(old) == 1
+        module = types.ModuleType("edited")
+        monkeypatch.setitem(sys.modules, "edited", module)
+        exec(compile(SOURCE.replace(old, new), "edited.py", "exec"), module.__dict__)
+        return module
+
+    module = edited(*EDITS[edit])
+    runs = {"kernels": logits_and_text(module, dtype)}
+    differs = edit not in ("another rotation", "another activation", "another norm")
+    assert ("edited.causal_attention differs from the fused kernels" in caplog.text) == differs
+    monkeypatch.setattr(kernels, "library", lambda _: None)
+    monkeypatch.setattr(ops, "MAX_PLAIN_ATTENTION", 0)
+    runs["torch's fused attention"] = logits_and_text(module, dtype)
+    monkeypatch.setattr(ops, "MAX_PLAIN_ATTENTION", 40)
+    right = logits_and_text(module, dtype)
+    unedited = logits_and_text(model_module, dtype)
+    for ours in runs.values():
+        for a, b, c in zip(ours[:3], right, unedited, strict=False):
+            assert relative_error(a, b) < 4 * ERROR[dtype] < 0.3 * relative_error(c, b)
+        assert torch.equal(ours[3], right[3]) and not torch.equal(ours[3], unedited[3])
+
+
+@pytest.mark.parametrize("dtype", [on(torch.float32)])
+def test_fused_attention_is_compared_without_drawing_from_the_global_generator(dtype):
+    @ops.fused
+    def noisy(qkv, n_head, rotation, cache, pdrop):
+        return model_module.causal_attention(qkv, n_head, rotation, cache, pdrop + torch.rand(()))
+
+    state = torch.get_rng_state()
+    assert not ops._agrees(noisy.__wrapped__, 2, 32, True, 256)
+    torch.set_deterministic_debug_mode("error")
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        plain = model_module.causal_attention.__wrapped__
+        assert ops._agrees(plain, 2, 32, True, 256) and ops._agrees(plain, 3, 8, False, 1024)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_somewhere_else_is_seen():
+    def drops_values(qkv, n_head, rotation, cache, pdrop):
+        y = model_module.causal_attention.__wrapped__(qkv, n_head, rotation, cache, 0.0)
+        return y + ops.dropout(torch.ones_like(y), pdrop) - 1
+
+    assert not ops._agrees(drops_values, 2, 32, True, 256)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "ops.dropout(weights.detach(), pdrop) @ v",  # another gradient
+        "weights @ ops.dropout(v, pdrop)",
+        "(1 - pdrop) * ops.dropout(weights, pdrop) @ v",
+    ],
+)
+def test_an_edit_of_the_gradient_or_of_dropout_alone_is_seen(edit, monkeypatch):
+    old = "ops.dropout(weights, pdrop) @ v"
+    assert SOURCE.count(old) == 1
+    module = types.ModuleType("edited")
+    monkeypatch.setitem(sys.modules, "edited", module)
+    exec(compile(SOURCE.replace(old, edit), "edited.py", "exec"), module.__dict__)
+    assert not ops._agrees(module.causal_attention.__wrapped__, 2, 32, True, 256)

@@ -1,6 +1,5 @@
 """Several processes by every way to start them: plain Python, Accelerate, a notebook."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,8 +16,9 @@ from conftest import ROOT, TINY, equal, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 from test_main import refuse
 
-from engine.parallel.launch import LaunchConfig, without
+from engine.config.overrides import without
 from engine.snapshots.storage import load
+from engine.text.sources import SHAKESPEARE_URL
 
 TWO = "launch.nproc_per_node=2"
 
@@ -177,21 +177,9 @@ def test_a_bad_number_of_processes_gets_one_line(override, says, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_field_is_explained_where_it_is_set():
-    lines = (ROOT / "conf" / "config.yaml").read_text().splitlines()
-    for field in dataclasses.fields(LaunchConfig):
-        (line,) = [line for line in lines if line.startswith(f"  {field.name}: {field.default}")]
-        assert "  # " in line
-
-
-@pytest.mark.parametrize(
-    "nproc, setting, says",
-    [
-        (2, TWO, f"{TWO}: must be 1 under a launcher"),
-        (1, "launch.max_restarts=1", "launch.max_restarts=1: must be 0 under a launcher"),
-    ],
-)
-def test_processes_of_a_launcher_start_no_others(nproc, setting, says, tmp_path):
+@pytest.mark.parametrize("nproc, setting", [(2, TWO), (1, "launch.max_restarts=1")])
+def test_processes_of_a_launcher_start_no_others(nproc, setting, tmp_path):
+    says = "must be 1 and 0 under a launcher"
     refuse(*TINY, setting, f"run_dir={tmp_path}", says=says, nproc=nproc)
 
 
@@ -242,8 +230,7 @@ for override, says in (("model.n_layr=3", "did you mean model.n_layer?"), ("{TWO
 
 
 def test_a_session_configures_what_the_command_line_does(tmp_path):
-    cases = [["data.path=book.txt"], ["experiment=overfit", "model.model_type=gpt-nano"], []]
-    cases.append(["data.url=https://a.b/c.txt", "data.fallback=pydoc:topics"])
+    cases = [["data=text", "data.path=book.txt"], ["experiment=overfit"], []]
     code = f"""
 import json
 from omegaconf import OmegaConf
@@ -254,10 +241,9 @@ for case in {cases}:
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     found = [json.loads(x[5:]) for x in result.stdout.splitlines() if x.startswith("json")]
-    book, nano, untouched, mirror = found
-    assert (book["data"]["url"], book["data"]["fallback"]) == (None, None)
-    assert (nano["run_name"], nano["model"]["n_layer"]) == ("overfit", None)
-    assert untouched["data"]["fallback"] == mirror["data"]["fallback"] == "pydoc:topics"
+    book, small, untouched = found
+    assert book["data"]["url"] is None and untouched["data"]["url"] == SHAKESPEARE_URL
+    assert (small["run_name"], small["model"]["n_layer"]) == ("overfit", 2)
 
 
 def test_the_notebook_launcher_of_accelerate_starts_two_processes(tmp_path):
@@ -274,7 +260,7 @@ notebook_launcher(train, (config,), num_processes=2, use_port="{free_port()}")
 
 
 @pytest.mark.slow
-def test_a_copy_of_a_session_that_has_trained_says_so_and_does_not_hang(tmp_path):
+def test_a_fork_of_a_session_that_has_trained_is_refused_and_does_not_hang(tmp_path):
     code = f"""
 from multiprocessing import get_context
 from main import configure, train
@@ -287,7 +273,7 @@ assert copy.exitcode == 1, copy
 """
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "this process is a fork of one that has trained" in result.stderr
+    assert "forked after torch started its threads" in result.stderr
 
 
 def test_what_begins_with_a_key_is_left_out_however_it_was_set():

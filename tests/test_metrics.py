@@ -1,6 +1,4 @@
-"""Watching a run: the live line, TensorBoard, Trackio and W&B, and what the metrics say of
-memory.
-"""
+"""Watching a run: `metrics.jsonl`, TensorBoard, W&B, and the live line on a terminal."""
 
 import errno
 import fcntl
@@ -10,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -23,10 +20,8 @@ from conftest import ROOT, TINY, command, start
 
 from engine.errors import UserError
 from engine.run import trackers
-from engine.run.metrics import Metrics
+from engine.run.metrics import Metrics, read_lines
 from trainer import TrainerConfig
-
-CONFIG = {"optimizer": {"learning_rate": 3e-4, "decay": None}, "run_name": "a", "betas": [0.9, 0.5]}
 
 
 def events(run_dir: Path):
@@ -35,16 +30,88 @@ def events(run_dir: Path):
     return module.EventAccumulator(str(run_dir / "tensorboard")).Reload()
 
 
-def log_run(run_dir: Path, names: list[str], resumed_from: int, steps: range) -> None:
+def log_run(run_dir: Path, names: list[str], resumed_from: int, steps: range, **settings) -> None:
     """Logs the loss of `steps`, and at each even one the held-out loss."""
-    metrics = Metrics(
-        str(run_dir), resumed_from, evaluated=True, trackers=names, config={**CONFIG, "step": 0}
-    )
+    metrics = Metrics(str(run_dir), resumed_from, trackers=names, hyperparameters=settings)
     for step in steps:
         metrics.log(step, 0.1, "train", step + resumed_from / 10, memory=7, samples=["a\nb", "c"])
         if step % 2 == 0:
             metrics.log(step, 0.1, "val", 10.0 + step)
     metrics.close()
+
+
+# --- metrics.jsonl ---
+
+
+def test_lines_past_the_restored_step_are_dropped_and_seconds_continue(tmp_path):
+    for resumed_from, evaluated, expected in (
+        (0, True, [(1, "train"), (2, "train"), (2, "val"), (3, "train")]),
+        (2, True, [(1, "train"), (2, "train"), (2, "val"), (3, "train"), (4, "train"), (4, "val")]),
+        (4, False, [(1, "train"), (2, "train"), (2, "val"), (3, "train"), (4, "train")]),
+    ):
+        metrics = Metrics(str(tmp_path), resumed_from, evaluated, trackers=())
+        metrics.started -= 100
+        for step, split in expected[metrics.lines :]:
+            metrics.log(step, 0.1, split, 2.0)
+        assert metrics.lines == len(expected)
+        metrics.close()
+        lines = read_lines(str(tmp_path / "metrics.jsonl"))
+        assert [(line["step"], line["split"]) for line in lines] == expected
+    assert [round(line["seconds"], -2) for line in lines] == [100, 100, 100, 200, 200]
+
+
+def test_damaged_lines_matter_only_before_good_ones(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log_run(tmp_path, [], 0, range(1, 4))
+    good = path.read_bytes()
+    path.write_bytes(good + b'\xff\xfe\n{"step": 4, "spl')
+    log_run(tmp_path, [], 3, range(4, 4))
+    assert path.read_bytes() == good
+    for line in (b"\xff\xfe", b"3", b'{"step": 1}'):
+        path.write_bytes(line + b"\n" + good)
+        with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged; correct it"):
+            Metrics(str(tmp_path), 3)
+
+
+def test_lines_missing_on_this_disk_are_reported(tmp_path, caplog):
+    log_run(tmp_path, [], 0, range(1, 4))
+    Metrics(str(tmp_path), 3, lines=9, trackers=()).close()
+    assert "metrics.jsonl: missing 5 of 9 lines up to step 3" in caplog.text
+
+
+def test_metrics_are_json_whatever_the_numbers(tmp_path):
+    metrics = Metrics(str(tmp_path), trackers=())
+    metrics.log(1, 0.1, "train", float("nan"), grad_norm=float("inf"))
+    metrics.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["loss"] is None and line["grad_norm"] is None
+
+
+def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog):
+    metrics, write, room = Metrics(str(tmp_path), 0, trackers=()), os.write, [5]
+
+    def full(file, data):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: room.pop()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        metrics.log(1, 0.1, "train", 3.0)
+    assert "metrics.jsonl (No space left on device); will retry" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    metrics.log(2, 0.2, "train", 2.0)
+
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        metrics.flush(sync=True)
+    assert "metrics.jsonl (Input/output error); will retry" in caplog.text
+    metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 # --- TensorBoard ---
@@ -72,75 +139,43 @@ def test_tensorboard_has_all_that_a_run_measures(tmp_path):
             assert text.replace("\n", "\n    ") in proto.string_val[0].decode()
 
 
-def test_the_configuration_is_shown_as_hyperparameters_once_also_after_a_resume(tmp_path):
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    log_run(tmp_path, ["tensorboard"], 0, range(1, 7))  # killed past its snapshot
+    log_run(tmp_path, ["tensorboard"], 4, range(5, 9))
+    seen = [(event.step, round(event.value, 3)) for event in events(tmp_path).Scalars("train/loss")]
+    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5.4), (6, 6.4), (7, 7.4), (8, 8.4)]
+
+
+def test_hyperparameters_are_those_of_the_run_and_other_files_stay(tmp_path):
     metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
-    for resumed_from, steps in ((0, range(1, 5)), (2, range(3, 7))):
-        log_run(tmp_path, ["tensorboard"], resumed_from, steps)
+    settings = {"optimizer.decay": None, "run_name": "a", "betas": [0.9, 0.5], "step": 0}
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    (folder / "mine.txt").touch()
+    log_run(tmp_path, ["tensorboard"], 0, range(1, 5), rate=1e-3)  # killed before a snapshot
+    log_run(tmp_path, ["tensorboard"], 0, range(1, 5), rate=3e-4, **settings)
+    log_run(tmp_path, ["tensorboard"], 2, range(3, 7), rate=3e-4, **settings)
     content = events(tmp_path).PluginTagToContent("hparams")
     assert set(content) == {metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG}
-    started = metadata.parse_session_start_info_plugin_data(
+    session = metadata.parse_session_start_info_plugin_data(
         content[metadata.SESSION_START_INFO_TAG]
     )
-    shown = {k: getattr(v, v.WhichOneof("kind")) for k, v in started.hparams.items()}
-    assert shown == {
-        "optimizer.learning_rate": 3e-4,
-        "optimizer.decay": "None",
-        "run_name": "a",
-        "betas": "[0.9, 0.5]",
-        "step": 0,
-    }
+    shown = {k: getattr(v, v.WhichOneof("kind")) for k, v in session.hparams.items()}
+    as_text = {"optimizer.decay": "None", "betas": "[0.9, 0.5]"}
+    assert shown == {"rate": 3e-4, **settings, **as_text}
     experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
     measured = {metric.name.tag for metric in experiment.metric_infos}
     assert measured == {"train/loss", "val/loss"} <= set(events(tmp_path).Tags()["scalars"])
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    written = [
-        value.tag
-        for file in (tmp_path / "tensorboard").iterdir()
-        for event in loader.EventFileLoader(str(file)).Load()
-        for value in event.summary.value
-    ]
-    assert written.count(metadata.SESSION_START_INFO_TAG) == 1
+    assert (folder / "mine.txt").exists()
 
 
-def test_a_run_that_begins_anew_shows_its_own_hyperparameters(tmp_path):
-    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
-    for rate in ("1e-3", "3e-3"):
-        result = start(
-            *TINY, f"run_dir={tmp_path}", f"optimizer.learning_rate={rate}", "trainer.resume=never"
-        )
-        assert result.returncode == 0, result.stderr
-        content = events(tmp_path).PluginTagToContent("hparams")[metadata.SESSION_START_INFO_TAG]
-        shown = metadata.parse_session_start_info_plugin_data(content).hparams
-        assert shown["optimizer.learning_rate"].number_value == float(rate)
-    assert any((tmp_path / "tensorboard.old1").iterdir())
-
-
-def test_a_file_of_somebody_elses_stays_where_the_events_of_an_earlier_start_go(tmp_path):
-    pytest.importorskip("tensorboard")
-    folder = tmp_path / "tensorboard"
-    folder.mkdir()
-    (folder / "events.out.tfevents.1").touch()
-    (folder / "mine.txt").touch()
-    trackers.Trackers(["tensorboard"], str(tmp_path), {}, 0, (0, False)).close()
-    assert (folder / "mine.txt").exists() and not (folder / "events.out.tfevents.1").exists()
-
-
-# --- Trackio and W&B ---
-
-
-def trackio_rows(run_dir: Path) -> dict[str, list[tuple[int, dict]]]:
-    """Of each run by its id, the step and the values of every row."""
-    runs: dict[str, list] = {}
-    with sqlite3.connect(run_dir / "trackio" / f"{trackers.PROJECT}.db") as database:
-        for run, step, row in database.execute(
-            "SELECT run_id, step, metrics FROM metrics ORDER BY id"
-        ):
-            runs.setdefault(run, []).append((step, json.loads(row)))
-    return runs
+# --- W&B ---
 
 
 def wandb_rows(run_dir: Path) -> dict[str, list[tuple[int, dict]]]:
-    """The same of W&B's files: a log in LevelDB's format, of records in W&B's own."""
+    """Of each W&B run by its id, the step and the values of every row, from W&B's files: a log in
+    LevelDB's format, of records in W&B's own.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     runs: dict[str, list] = {}
@@ -165,19 +200,15 @@ def wandb_rows(run_dir: Path) -> dict[str, list[tuple[int, dict]]]:
     return runs
 
 
-@pytest.mark.parametrize("name, rows", [("trackio", trackio_rows), ("wandb", wandb_rows)])
-def test_a_resumed_run_goes_on_in_the_same_run_with_each_step_once(
-    tmp_path, name, rows, monkeypatch
-):
-    pytest.importorskip(name)
-    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+def test_a_resumed_run_is_the_same_wandb_run_with_each_step_once(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log_run(tmp_path, [name], 0, range(1, 7))  # killed past its snapshot
-    log_run(tmp_path, [name], 4, range(5, 9))
+    log_run(tmp_path, ["wandb"], 0, range(1, 7))  # killed past its snapshot
+    log_run(tmp_path, ["wandb"], 4, range(5, 9))
     deadline = time.monotonic() + 20  # W&B's own process may write a moment after it has answered
-    while sum(map(len, rows(tmp_path).values())) < 8 and time.monotonic() < deadline:
+    while sum(map(len, wandb_rows(tmp_path).values())) < 8 and time.monotonic() < deadline:
         time.sleep(0.1)
-    (run,) = rows(tmp_path).values()
+    (run,) = wandb_rows(tmp_path).values()
     seen = {
         key: [(step, row[key]) for step, row in run if key in row]
         for key in ("train/loss", "train/memory", "val/loss", "train/samples")
@@ -189,69 +220,45 @@ def test_a_resumed_run_goes_on_in_the_same_run_with_each_step_once(
         "val/loss": [(step, 10 + step) for step in (2, 4, 6, 8)],
         "train/samples": [(step, "a\nb\n---\nc") for step in (*first, *second)],
     }
-    log_run(tmp_path, [name], 0, range(1, 3))
-    assert len(rows(tmp_path)) == 2  # one that begins is another
-    log_run(tmp_path / "job", [name], 0, range(1, 3))  # of the same sweep
-    assert len(rows(tmp_path)) == 2 and len(rows(tmp_path / "job")) == 1
+    log_run(tmp_path, ["wandb"], 0, range(1, 3))
+    assert len(wandb_rows(tmp_path)) == 2  # a new run is another one
+    log_run(tmp_path / "job", ["wandb"], 0, range(1, 3))  # of the same sweep
+    assert len(wandb_rows(tmp_path)) == 2 and len(wandb_rows(tmp_path / "job")) == 1
 
 
-@pytest.mark.parametrize("name, rows", [("trackio", trackio_rows), ("wandb", wandb_rows)])
-def test_the_program_reports_to_it_within_the_run_directory(tmp_path, name, rows):
-    pytest.importorskip(name)
+def test_wandb_gets_the_metrics_within_the_run_directory(tmp_path):
+    pytest.importorskip("wandb")
     result = start(
         *TINY,
         f"run_dir={tmp_path / 'run'}",
-        f"trainer.trackers=[{name}]",
-        "trainer.data_loader_workers=1",
+        "trainer.trackers=[wandb]",
         nproc=2,
         cwd=tmp_path,
-        env={"TRACKIO_DIR": "", "WANDB_MODE": "offline"},
+        env={"WANDB_MODE": "offline"},
     )
     assert result.returncode == 0, result.stderr
-    (run,) = rows(tmp_path / "run").values()
-    lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    (run,) = wandb_rows(tmp_path / "run").values()
+    lines = read_lines(str(tmp_path / "run" / "metrics.jsonl"))
     for split in ("train", "val"):
         key = f"{split}/loss"
         shown = [(step, row[key]) for step, row in run if key in row]
         assert shown == [(x["step"], x["loss"]) for x in lines if x["split"] == split]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert not (tmp_path / "run" / "tensorboard").exists()
-    package = "Trackio" if name == "trackio" else name
-    assert package not in result.stdout  # the run's own lines alone
+    assert "wandb:" not in result.stdout
 
 
-# --- what is asked for and cannot be had ---
-
-
-def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog):
-    metrics, write, room = Metrics(str(tmp_path), 0, trackers=()), os.write, [5]
-
-    def full(file, data):
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data[: room.pop()])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        metrics.log(1, 0.1, "train", 3.0)
-    assert "No space left on device" in caplog.text
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-    metrics.log(2, 0.2, "train", 2.0)
-    metrics.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+# --- trackers that are missing or fail ---
 
 
 def test_an_unknown_tracker_and_a_missing_package_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="mlflow is not one of them; choose from tensorboard, trac"):
+    with pytest.raises(UserError, match="mlflow is not one of them; choose from tensorboard, wa"):
         TrainerConfig(trackers=["tensorboard", "mlflow"])
-    (tmp_path / "wandb").mkdir()  # as W&B leaves them, and no package
+    (tmp_path / "wandb").mkdir()  # a folder as W&B leaves it, and no package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "trackio", raising=False)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    for name in ("trackio", "wandb"):
-        with pytest.raises(UserError, match=f"{name} is not installed: pip install {name}"):
-            TrainerConfig(trackers=[name])
+    with pytest.raises(UserError, match="wandb is not installed: pip install wandb"):
+        TrainerConfig(trackers=["wandb"])
     TrainerConfig(trackers=[])
 
 
@@ -270,7 +277,7 @@ def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
     assert caplog.messages == ["tensorboard is not installed: metrics go to metrics.jsonl alone"]
 
 
-def test_a_tracker_that_fails_gets_no_more_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monkeypatch, caplog):
     calls = []
 
     class Failing:
@@ -285,7 +292,7 @@ def test_a_tracker_that_fails_gets_no_more_and_the_others_go_on(tmp_path, monkey
         def close(self):
             calls.append("closed")
 
-    monkeypatch.setattr(trackers, "Hosted", Failing)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Failing)
     monkeypatch.setattr(trackers, "is_installed", lambda name: True)
     log_run(tmp_path, ["wandb", "tensorboard"], 0, range(1, 5))
     assert calls == [1, 2]
@@ -364,28 +371,14 @@ def test_on_a_terminal_a_live_line_stays_below_the_log_and_is_gone_at_the_end(tm
     assert status == 0
     assert LINE.search(written)
     plain = start(*run[:-1], f"run_dir={tmp_path / 'two'}", nproc=processes)
-    assert "\r" not in plain.stdout and "next evaluation" not in plain.stdout
+    assert "\r" not in plain.stdout
     shown = [line for line in screen(written) if not LINE.search(line)]
     assert shown == screen(written)  # nothing of it is left
     assert shown[-1] == ""  # and the cursor is at the beginning of a line
     ours = [line.replace("/run", "/two") for line in shown]
-    begun = next(i for i, line in enumerate(ours) if line.startswith("run  "))
+    first = next(i for i, line in enumerate(ours) if line.startswith("run  "))
     # The words, for the numbers are of another moment.
-    assert without_numbers(ours[begun:-1]) == without_numbers(plain.stdout.splitlines())
-
-
-def test_the_live_line_tells_the_next_evaluation(tmp_path):
-    pytest.importorskip("tqdm")
-    _, written = on_a_terminal(command(*TINY, "trainer.log_every_steps=6", f"run_dir={tmp_path}"))
-    told = re.findall(r"(\d+)/6 \|.*?next evaluation at (\d+)", written)
-    assert told
-    assert all(int(step) <= int(next_one) and next_one in "36" for step, next_one in told)
-
-
-def test_the_live_line_of_a_narrow_terminal_has_whole_words(tmp_path):
-    pytest.importorskip("tqdm")
-    _, written = on_a_terminal(command(*TINY, f"run_dir={tmp_path}"), columns=80)
-    assert "characters/s" in written and "next" not in written
+    assert without_numbers(ours[first:-1]) == without_numbers(plain.stdout.splitlines())
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -411,19 +404,14 @@ def test_an_error_leaves_the_terminal_clean(tmp_path):
     assert not any(LINE.search(line) for line in lines)
 
 
-def test_a_narrow_terminal_gets_one_line_too(tmp_path):
+@pytest.mark.parametrize("columns, shown", [(40, 40), (0, 80)])  # 0: it reports no size
+def test_the_live_line_fits_the_terminal(tmp_path, columns, shown):
     pytest.importorskip("tqdm")
-    status, written = on_a_terminal(command(*TINY, f"run_dir={tmp_path}"), columns=40)
+    run = command(*TINY, f"run_dir={tmp_path}")
+    status, written = on_a_terminal(run, columns=columns, rows=columns)
     assert status == 0
     live = [x for x in re.split(r"[\r\n]", written) if re.match(r" *\d+% .*\d+/6", x)]
-    assert live and max(map(len, live)) <= 40
-
-
-def test_a_terminal_that_does_not_know_its_size_gets_one_of_the_usual_width(tmp_path):
-    pytest.importorskip("tqdm")
-    _, written = on_a_terminal(command(*TINY, f"run_dir={tmp_path}"), columns=0, rows=0)
-    live = [x for x in re.split(r"[\r\n]", written) if re.match(r" *\d+% .*\d+/6", x)]
-    assert live and max(map(len, live)) <= 80
+    assert live and max(map(len, live)) <= shown
 
 
 def test_without_tqdm_a_terminal_gets_plain_lines_and_a_hint(tmp_path):

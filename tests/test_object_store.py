@@ -10,10 +10,13 @@ import threading
 import time
 
 import pytest
+import torch
 from conftest import ROOT, TINY, equal, metrics, some_snapshot, start
 
+from engine.parallel.distributed import World
+from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import BackgroundWriter, SnapshotFiles, Unreachable, load
+from engine.snapshots.storage import SnapshotStorage, Unreachable, load
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -136,7 +139,7 @@ def network(server, monkeypatch, tmp_path):
 
 @pytest.fixture
 def files(network):
-    return SnapshotFiles("s3://bucket/run/s.pt", keep=2)
+    return SnapshotStorage("s3://bucket/run/s.pt", keep=2)
 
 
 def write(files, step, **kinds):
@@ -165,42 +168,42 @@ def test_the_same_files_as_on_a_disk(files):
 
 
 def test_a_name_is_no_pattern(network):
-    files = SnapshotFiles("s3://bucket/lr=[1]*/s.pt", keep=1)
+    files = SnapshotStorage("s3://bucket/lr=[1]*/s.pt", keep=1)
     for step in (1, 2):
         write(files, step, best=True)
     assert [load(path).step for path in files.all()] == [2, 1, 2, 2]
     assert len(files.set_aside(files.all())) == 4
 
 
-def test_a_damaged_object_is_set_aside_and_the_one_before_used(network):
-    files = SnapshotFiles("s3://bucket/run/s.pt")
+def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):
+    files = SnapshotStorage("s3://bucket/run/s.pt")
     for step in (1, 2):
         write(files, step)
     content = bytearray(files.file_system.cat_file("bucket/run/s.pt"))
     content[len(content) // 2] ^= 1
     files.file_system.pipe_file("bucket/run/s.pt", bytes(content))
-    warnings = []
-    content, where = files.find(warnings.append)
+    content, where = files.find()
     assert where == files.previous and Snapshot.from_bytes(content, where).step == 1
-    assert "damaged" in warnings[0] and "s.damaged1.pt" in names()
+    assert "damaged" in caplog.text and "s.damaged1.pt" in names()
 
 
 @pytest.mark.parametrize("fault", ["refused", "500", "cut"])
 def test_a_network_that_fails_while_saving_costs_a_warning_and_no_snapshot(
-    files, network, fault, caplog
+    files, network, fault, caplog, tmp_path
 ):
     write(files, 1)
-    writer = BackgroundWriter(files)
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    snapshots = SnapshotManager(files.path, str(tmp_path), alone, keep=2)
     network.fail(fault)
-    writer.write(some_snapshot(2), latest=True, best=True)
-    writer.wait()
-    assert network.failed and writer.failures == 1
-    assert "the snapshot of step 2 was not written to s3://bucket/run/s.pt" in caplog.text
+    snapshots.save(some_snapshot(2), latest=True, best=True)
+    snapshots.wait()
+    assert network.failed and snapshots.failures == 1
+    assert "step 2: the snapshot was not written to s3://bucket/run/s.pt" in caplog.text
     network.fail("", 0)
     assert load(files.path).step == 1
-    writer.write(some_snapshot(3), latest=True, best=False)
-    writer.wait()
-    assert writer.failures == 0 and load(files.path).step == 3
+    snapshots.save(some_snapshot(3), latest=True, best=False)
+    snapshots.finish(3)
+    assert snapshots.failures == 0 and load(files.path).step == 3
     assert not [name for name in names() if "tmp" in name]
 
 
@@ -211,12 +214,12 @@ def test_a_network_that_fails_while_reading_is_no_damage_and_no_new_start(files,
     before = names()
     network.fail(fault)
     with pytest.raises(Unreachable, match=r"s3://bucket/run/s\.pt: cannot be reached"):
-        files.find(pytest.fail)
+        files.find()
     with pytest.raises(SnapshotError):
         load(files.path)
     network.fail("", 0)
     assert names() == before
-    content, _ = files.find(pytest.fail)
+    content, _ = files.find()
     assert Snapshot.from_bytes(content, "s").step == 2
 
 
@@ -250,7 +253,7 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
                 done = True
             except (OSError, SnapshotError):
                 done = False
-        content, where = files.find(pytest.fail)
+        content, where = files.find()
         reached.append(Snapshot.from_bytes(content, where).step)
         assert reached[-1] in (2, 3) and load(files.previous).step in (1, 2, 3)
         assert not [name for name in names() if "tmp" in name]
@@ -267,7 +270,7 @@ def test_a_run_on_a_fresh_disk_goes_on_from_the_store(network, tmp_path):
     for result in (whole, first, second):
         assert result.returncode == 0, result.stderr
     assert "resuming from s3://bucket/run/gpt.pt, step 6" in second.stdout
-    assert "metrics.jsonl: 8 of the 8 lines up to step 6 are not on this disk" in second.stdout
+    assert "metrics.jsonl: missing 8 of 8 lines up to step 6" in second.stdout
     assert [x["step"] for x in metrics(tmp_path / "b", "train")] == [7, 8]
     assert names() == ["gpt.best.pt", "gpt.prev.pt", "gpt.pt"]
     sampled = start("snapshot=s3://bucket/run/gpt.pt", "max_new_tokens=20", script="sample.py")

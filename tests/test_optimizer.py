@@ -7,7 +7,8 @@ import torch
 
 from engine.errors import UserError
 from engine.machine import hardware
-from engine.optim.optimizer import Muon, OptimizerConfig, create_optimizer, parameter_groups
+from engine.optim.muon import Muon
+from engine.optim.optimizer import OptimizerConfig, create_optimizer, parameter_groups
 from model import GPT, GPTConfig
 
 

@@ -149,7 +149,7 @@ def test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length(monkeypa
     assert len(set(together)) == 5
     assert texts(max_new_tokens=40) == together[:1]  # streamed
     assert texts(num_samples=2, max_new_tokens=30) == [text[:31] for text in together[:2]]
-    monkeypatch.setattr(sampling, "AT_ONCE", 2 * snapshot.config["model"]["block_size"])
+    monkeypatch.setattr(sampling, "BATCH_CHARACTERS", 2 * snapshot.config["model"]["block_size"])
     made = []
     monkeypatch.setattr(GPT, "forward", spied(GPT.forward, made))
     assert texts(num_samples=5, max_new_tokens=40) == together
@@ -159,8 +159,8 @@ def test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length(monkeypa
 def test_all_that_is_said_of_the_draw_reaches_it():
     config = SampleConfig(temperature=0.5, top_k=3, top_p=0.25, seed=9)
     said = {"temperature": 0.5, "do_sample": True, "top_k": 3, "top_p": 0.25, "seed": 9}
-    assert config.draws() == said
-    assert SampleConfig(temperature=0).draws()["do_sample"] is False
+    assert config.options() == said
+    assert SampleConfig(temperature=0).options()["do_sample"] is False
 
 
 def test_a_draw_in_training_leaves_the_model_and_the_threads_as_they_were():
@@ -243,7 +243,7 @@ def test_every_character_is_scored_once_in_windows_laid_end_to_end(length, tmp_p
         expected += (-logits[0].log_softmax(-1).gather(1, window[1:, None])[:, 0]).tolist()
     # Pieces of a file and batches of windows end anywhere.
     for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
-        monkeypatch.setattr(sampling, "AT_ONCE", at_once)
+        monkeypatch.setattr(sampling, "BATCH_CHARACTERS", at_once)
         monkeypatch.setattr(text_files, "PIECE", piece)
         out = tmp_path / f"{at_once}.jsonl"
         config = SampleConfig(score=str(tmp_path / "text.txt"), per_character=str(out))
@@ -310,6 +310,9 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
     [
         (["prompt=漢"], "prompt: character '漢' (U+6F22) at position 0 is not in the vocabulary"),
         (["top_k=0"], "top_k=0: must be at least 1"),
+        (["num_samples=0"], "num_samples=0: must be at least 1"),
+        (["device=tpu"], "device=tpu: must be auto, cpu or cuda"),
+        (["temperature=-1"], "temperature=-1.0: must be 0, or from 0.001 to 1000"),
         (["top_k=a"], "top_k=a: must be a whole number"),
         (["prompt="], "prompt=: is empty"),
         (["prompt_file=nowhere"], "nowhere: no such file"),
@@ -321,7 +324,7 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
         (["per_character=a"], "per_character=a: needs score=FILE"),
         (["temprature=1"], "temprature=1: not an argument; there are prompt="),
         (["snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
-        (["snapshot=/etc/hostname"], "/etc/hostname: not a whole snapshot"),
+        (["snapshot=/etc/hostname"], "/etc/hostname: not a complete snapshot"),
         (["run_dir=nowhere"], "run_dir=nowhere: there is no snapshot at nowhere/gpt_snapshot.pt"),
     ],
 )

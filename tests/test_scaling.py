@@ -1,39 +1,36 @@
-"""The formulas of docs/scaling.py, and that docs/scaling.md shows what they give."""
-
-import importlib.util
+"""The formulas of benchmarks/scaling.py are the model's, and docs/scaling.md shows their tables."""
 
 import pytest
+import torch
 from conftest import ROOT
 
-spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks" / "scaling.py")
-scaling = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(scaling)
+from benchmarks import scaling
+from benchmarks.measure import flops_per_character
+from model import GPT, GPTConfig
 
 
 def test_the_page_shows_the_tables_that_the_script_prints():
     assert scaling.tables() in (ROOT / "docs" / "scaling.md").read_text()
 
 
-def test_the_sizes_are_what_they_are_called():
-    for size in scaling.SIZES:
-        number, unit = size.split()
-        parameters = sum(p.numel() for p in scaling.gpt(size).parameters())
-        stated = float(number) * {"M": 1e6, "B": 1e9}[unit]
-        assert parameters == pytest.approx(stated, rel=0.05)
+@pytest.mark.parametrize("name", scaling.SIZES)
+def test_a_size_has_the_parameters_and_operations_of_the_model(name):
+    size, vocabulary = scaling.SIZES[name], scaling.VOCABULARY
+    heads = size.width // 64
+    shape = {"n_layer": size.layers, "n_head": heads, "n_embd": size.width}
+    with torch.device("meta"):
+        config = GPTConfig(arch="modern", vocab_size=vocabulary, block_size=size.context, **shape)
+        model = GPT(config)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    flops = flops_per_character(size.layers, size.width, size.context, vocabulary)
+    assert flops == model.flops_per_token()
+    number, unit = name.split()
+    assert size.parameters == pytest.approx(float(number) * {"M": 1e6, "B": 1e9}[unit], rel=0.05)
 
 
-def test_memory_falls_with_processes_under_fsdp_alone_and_nothing_is_sent_by_one():
-    model = scaling.gpt("85 M")
-    memory = {
-        strategy: [scaling.cost(model, n, strategy).memory for n in (1, 8, 64)]
-        for strategy in ("ddp", "fsdp")
-    }
-    assert memory["fsdp"] == sorted(memory["fsdp"], reverse=True)
-    assert len(set(memory["ddp"])) == 1
-    for strategy in memory:
-        assert scaling.cost(model, 1, strategy).sent == 0
-        assert scaling.cost(model, 1, strategy).efficiency == (1, 1)
-    less = scaling.cost(model, 8, "fsdp", checkpointing=True)
-    assert (
-        less.memory < memory["fsdp"][1] and less.compute_s > scaling.cost(model, 8, "ddp").compute_s
-    )
+def test_memory_falls_with_gpus_only_under_fsdp_and_one_gpu_sends_nothing():
+    size = scaling.SIZES["85 M"]
+    ddp = [scaling.memory(size, gpus, "ddp") for gpus in (1, 8, 64)]
+    fsdp = [scaling.memory(size, gpus, "fsdp") for gpus in (1, 8, 64)]
+    assert len(set(ddp)) == 1 and fsdp == sorted(fsdp, reverse=True)
+    assert scaling.sent(size, 1) == 0 and scaling.efficiency(size, 1) == (1, 1)

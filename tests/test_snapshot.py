@@ -58,7 +58,7 @@ def test_any_missing_end_is_found():
 
 @pytest.mark.parametrize("content", [b"", b"not a snapshot", os.urandom(5000), b"PK\x03\x04" * 50])
 def test_another_file_is_called_by_its_name(content):
-    with pytest.raises(SnapshotError, match=r"other\.pt: not a whole snapshot"):
+    with pytest.raises(SnapshotError, match=r"other\.pt: not a complete snapshot"):
         Snapshot.from_bytes(content, "other.pt")
 
 
@@ -120,27 +120,17 @@ def grow(data: bytes) -> bytes:
     [
         (lambda: archive(compression=zipfile.ZIP_DEFLATED), "an entry is compressed"),
         (lambda: with_pickle(grow(some_pickle())), "record size"),
-        (lambda: saved(model_state={"a": torch.zeros(1).expand(2**40)}), "declare more bytes"),
         (
             lambda: with_pickle(b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."),
             "bytearray",
         ),
         (lambda: saved(step="five"), "step is of type str"),
-        (lambda: saved(extra=1), "its fields are"),
+        (lambda: saved(extra=1), "unexpected keyword argument 'extra'"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
         (lambda: with_pickle(b""), "pickle exhausted"),
-        (lambda: saved(format=1), "snapshot format 1, this application reads 4"),
-        (lambda: saved(config=bomb()), "declare more bytes"),
+        (lambda: saved(format=1), "snapshot format 1; this application reads 4 and 5"),
         (lambda: saved(config={"data": 5}), "config.data is 5"),
         (lambda: saved(step=-3), "its step is -3"),
-        (lambda: saved(shards={"files": SHARDS["files"]}), "shards.folder is None"),
-        (lambda: saved(shards=SHARDS | {"folder": "../a.shards/b"}), "folder is '../a.shards/b'"),
-        (lambda: saved(shards=SHARDS | {"folder": "a.shards/.."}), "folder is 'a.shards/..'"),
-        (lambda: saved(shards=SHARDS | {"files": {}}), "does not name the shards"),
-        (lambda: shard_files(**{"../x": [1, "ab"]}), "'../x', which is not the plain name"),
-        (lambda: shard_files(**{"..": [1, "ab"]}), "'..', which is not the plain name"),
-        (lambda: shard_files(x=["1", "ab"]), "'ab'. for x, not its size and SHA-256"),
-        (lambda: shard_files(x=None), "None for x, not its size and SHA-256"),
     ],
 )
 def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_taken(content, says):
@@ -150,21 +140,6 @@ def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_ta
         Snapshot.from_bytes(content, "s.pt")
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
     assert taken < 200_000
-
-
-SHARDS = {"folder": "s.pt.shards/00000005-ab", "files": {".metadata": [3, "ab"]}}
-
-
-def shard_files(**files) -> bytes:
-    return saved(shards=SHARDS | {"files": SHARDS["files"] | files})
-
-
-def bomb() -> dict:
-    """A small thing that is large to whoever walks all of it."""
-    inner: dict = {}
-    for _ in range(40):
-        inner = {"a": inner, "b": inner}
-    return inner
 
 
 def some_pickle() -> bytes:
@@ -181,22 +156,6 @@ def test_an_archive_that_lies_about_its_sizes_is_refused():
         Snapshot.from_bytes(
             body + COMMENT + module.hashlib.sha256(body + COMMENT).hexdigest().encode(), "s.pt"
         )
-
-
-def test_two_readers_do_not_see_two_archives():
-    whole = archive()
-    with pytest.raises(SnapshotError, match="something stands before its first entry"):
-        body = b"x" * 100 + whole[: -len(COMMENT) - 64]
-        seal = module.hashlib.sha256(body + COMMENT).hexdigest().encode()
-        Snapshot.from_bytes(body + COMMENT + seal, "s.pt")
-    target = io.BytesIO()
-    source = zipfile.ZipFile(io.BytesIO(some_snapshot().to_bytes()))
-    with zipfile.ZipFile(target, "w") as out:
-        for name in source.namelist():
-            out.writestr(name, source.read(name))
-        out.writestr("archive/DATA.PKL", b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x05\x85R.")
-    with pytest.raises(SnapshotError, match="two of its entries have the same name"):
-        Snapshot.from_bytes(sealed(target.getvalue()), "s.pt")
 
 
 def test_garbage_with_a_right_digest_is_refused_whatever_it_is():
@@ -222,15 +181,20 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
     saved = some_snapshot()
     saved.config = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 5}}
     now = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 9}}
-    check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
+
+    def resume(config: dict, text_digest: str) -> None:
+        same = {"vocabulary": saved.vocabulary, "processes": 1, "device": "cpu", "path": "s.pt"}
+        check_can_resume(saved, config, text_digest=text_digest, **same)
+
+    resume(now, "ab")
     now["model"]["n_layer"] = 3
     now["trainer"]["batch_size"] = 4
     with pytest.raises(
         UserError, match=r"model.n_layer was 2, is 3; trainer.batch_size was 8, is 4.*run_name="
     ):
-        check_can_resume(saved, now, saved.vocabulary, "ab", "s.pt")
+        resume(now, "ab")
     with pytest.raises(UserError, match="text has SHA-256"):
-        check_can_resume(saved, saved.config, saved.vocabulary, "cd", "s.pt")
+        resume(saved.config, "cd")
 
 
 def test_a_loss_is_named_with_the_step_it_was_taken_at():

@@ -11,11 +11,13 @@ import torch
 from conftest import ROOT, equal, small_disk, some_snapshot
 
 from engine.errors import UserError
+from engine.parallel.distributed import World
+from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import BackgroundWriter, SnapshotFiles, Unreachable, beside, load
+from engine.snapshots.storage import SnapshotStorage, Unreachable, beside, load
 
 
-def write(files: SnapshotFiles, step: int, latest: bool = True, best: bool = False) -> None:
+def write(files: SnapshotStorage, step: int, latest: bool = True, best: bool = False) -> None:
     files.write(some_snapshot(step).to_bytes(), step, latest, best)
 
 
@@ -29,7 +31,7 @@ def path(tmp_path) -> str:
 
 
 def test_latest_and_best_are_written_apart_and_together(tmp_path, path):
-    files = SnapshotFiles(path)
+    files = SnapshotStorage(path)
     write(files, 1)
     write(files, 2, latest=False, best=True)
     assert (load(path).step, load(files.best).step) == (1, 2)
@@ -40,7 +42,7 @@ def test_latest_and_best_are_written_apart_and_together(tmp_path, path):
 
 def test_the_newest_numbered_ones_are_kept(tmp_path, path):
     for step in range(1, 7):
-        write(SnapshotFiles(path, keep=2), step)
+        write(SnapshotStorage(path, keep=2), step)
     assert names(tmp_path) == ["s.prev.pt", "s.pt", "s.step00000005.pt", "s.step00000006.pt"]
     assert load(str(tmp_path / "s.step00000005.pt")).step == 5
 
@@ -49,7 +51,7 @@ def test_a_relative_path_and_a_name_with_patterns_are_names(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for path in ("s.pt", "run [1]*/s.pt"):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        files = SnapshotFiles(path, keep=1)
+        files = SnapshotStorage(path, keep=1)
         write(files, 1)
         write(files, 2)
         assert files.all() == [path, files.previous, beside(path, "step00000002")]
@@ -86,7 +88,7 @@ class File:  # one that is written in pieces, as the kernel may do it
 for name in ("link", "replace", "remove", "fsync"):
     setattr(os, name, counting(getattr(os, name)))
 snapshot_files.open = lambda path, mode: File(path, mode) if "w" in mode else open(path, mode)
-files = snapshot_files.SnapshotFiles(sys.argv[2], keep=2)
+files = snapshot_files.SnapshotStorage(sys.argv[2], keep=2)
 files.write(some_snapshot(5).to_bytes(), 5, latest=True, best=True)
 """
 
@@ -98,7 +100,7 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
     for calls in range(200):
         folder = tmp_path / str(calls)
         folder.mkdir()
-        files = SnapshotFiles(str(folder / "s.pt"), keep=2)
+        files = SnapshotStorage(str(folder / "s.pt"), keep=2)
         for step in (2, 3, 4):
             write(files, step, best=step == 3)
         if calls == 0:  # one process that forks is enough to learn all
@@ -112,7 +114,7 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         server.stdin.flush()
         status = int(server.stdout.readline())
         assert status in (0, 9)
-        content, where = files.find(pytest.fail)  # nothing is damaged, whatever was going on
+        content, where = files.find()  # nothing is damaged, whatever was going on
         outcomes.append(Snapshot.from_bytes(content, where).step)
         assert where == files.path
         assert load(files.best).step in (3, 5) and load(files.previous).step in (3, 4)
@@ -141,7 +143,7 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "link"])
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, path, monkeypatch, call):
-    files = SnapshotFiles(path)
+    files = SnapshotStorage(path)
     write(files, 1)
     write(files, 2)
 
@@ -162,7 +164,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, path, monkeypatch, ca
 def test_a_full_disk_spares_what_was_there(tmp_path):
     size = len(some_snapshot(1).to_bytes())
     with small_disk(tmp_path, 2 * size) as disk:
-        files = SnapshotFiles(str(disk / "s.pt"))
+        files = SnapshotStorage(str(disk / "s.pt"))
         write(files, 1)
         blocker = disk / "blocker"
         with pytest.raises(OSError, match="No space"), open(blocker, "wb", buffering=0) as file:
@@ -177,11 +179,11 @@ def test_a_full_disk_spares_what_was_there(tmp_path):
 
 
 def test_a_disk_that_loses_what_is_written_is_noticed(path, monkeypatch):
-    files = SnapshotFiles(path)
+    files = SnapshotStorage(path)
     write(files, 1)
     put = files._put
     monkeypatch.setattr(files, "_put", lambda path, content: put(path, content[:-1]))
-    with pytest.raises(OSError, match="what was written is not what is there"):
+    with pytest.raises(OSError, match="reads back different from what was written"):
         write(files, 2)
     assert load(path).step == 1
 
@@ -191,53 +193,54 @@ def damage(path: str) -> None:
         file.truncate(100)
 
 
-def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_path, path):
-    files, warnings = SnapshotFiles(path, keep=9), []
+def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_path, path, caplog):
+    files = SnapshotStorage(path, keep=9)
     write(files, 1, latest=False, best=True)
     for step in (2, 3, 4):
         write(files, step)
     damage(path)  # has the numbered one of step 4 as another name
-    content, where = files.find(warnings.append)
+    content, where = files.find()
     assert where == files.previous and Snapshot.from_bytes(content, where).step == 3
-    assert len(warnings) == 2 and "s.pt: not a whole snapshot" in warnings[0]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2 and "s.pt: not a complete snapshot" in warnings[0]
     assert load(path).step == 3  # and is the latest again
-    assert "it is now" in warnings[0] and " instead" in warnings[0]
+    assert "renamed to" in warnings[0] and " instead" in warnings[0]
     write(files, 5)  # does not put the damaged one in place of the good one
     assert [load(p).step for p in (path, files.previous)] == [5, 3]
     for bad in (path, files.previous):
         damage(bad)
-    content, where = files.find(warnings.append)
+    content, where = files.find()
     assert Snapshot.from_bytes(content, where).step == 3 and where.endswith("s.step00000003.pt")
     for bad in files.all():
         if bad != files.best:
             damage(bad)
-    content, where = files.find(warnings.append)
+    content, where = files.find()
     assert where == files.best
 
 
 def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_path, path):
-    files = SnapshotFiles(path)
-    assert files.find(pytest.fail) is None
+    files = SnapshotStorage(path)
+    assert files.find() is None
     (tmp_path / "s.pt").write_bytes(b"gone")
     (tmp_path / "s.best.pt").write_bytes(b"")
-    with pytest.raises(SnapshotError, match=r"no good snapshot left: .*s\.pt.*s\.best\.pt"):
-        files.find(pytest.fail)
+    with pytest.raises(SnapshotError, match=r"no undamaged snapshot left: .*s\.pt.*s\.best\.pt"):
+        files.find()
     assert names(tmp_path) == ["s.best.pt", "s.pt"]
 
 
 @pytest.mark.parametrize("make", [os.mkdir, lambda p: os.symlink("/nowhere/at/all", p)])
 def test_what_cannot_be_read_is_damaged_too(path, make):
-    files, warnings = SnapshotFiles(path), []
+    files = SnapshotStorage(path)
     write(files, 1)
     write(files, 2)
     os.remove(path)
     make(path)
-    _, where = files.find(warnings.append)
+    _, where = files.find()
     assert where == files.previous
 
 
 def test_setting_aside_renames_and_never_overwrites(tmp_path, path):
-    files = SnapshotFiles(path)
+    files = SnapshotStorage(path)
     for round_number in (1, 2):
         for step in (1, 2):
             write(files, 10 * round_number + step)
@@ -251,18 +254,18 @@ def test_setting_aside_renames_and_never_overwrites(tmp_path, path):
 
 
 def test_snapshots_live_in_any_file_system():
-    files = SnapshotFiles("memory://runs/s.pt", keep=1)
+    files = SnapshotStorage("memory://runs/s.pt", keep=1)
     for step in (1, 2):
         write(files, step, best=True)
     assert [load(p).step for p in files.all()] == [2, 1, 2, 2]
     assert files.all()[2] == "memory://runs/s.step00000002.pt"
-    content, _ = files.find(pytest.fail)
+    content, _ = files.find()
     assert Snapshot.from_bytes(content, "s").step == 2
 
 
 def test_a_file_system_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"trainer\.snapshot_path=floppy://s\.pt: .*floppy"):
-        SnapshotFiles("floppy://s.pt")
+        SnapshotStorage("floppy://s.pt")
     with pytest.raises(SnapshotError, match=r"nothing\.pt: no such snapshot"):
         load("nothing.pt")
     with pytest.raises(Unreachable, match="cannot be reached: Cannot connect to host"):
@@ -272,36 +275,39 @@ def test_a_file_system_that_is_not_there_is_named():
 # --- beside training ---
 
 
-def test_what_is_written_is_the_state_at_the_moment_of_the_call(path):
-    files = SnapshotFiles(path)
-    writer = BackgroundWriter(files)
-    snapshot, begin = some_snapshot(1), threading.Event()
-    put = files._put
+def manager(path: str, **settings) -> SnapshotManager:
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    return SnapshotManager(path, os.path.dirname(path), alone, **settings)
+
+
+def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
+    snapshots = manager(path)
+    snapshot, may_write = some_snapshot(1), threading.Event()
+    put = snapshots.storage._put
 
     def late(*args):
-        assert begin.wait(30)
+        assert may_write.wait(30)
         put(*args)
 
-    files._put = late
-    writer.write(snapshot, latest=True, best=False)
+    snapshots.storage._put = late
+    snapshots.save(snapshot, latest=True, best=False)
     snapshot.model_state["b"].zero_()
     assert not os.path.exists(path)  # the call does not wait
-    begin.set()
-    writer.wait()
+    may_write.set()
+    snapshots.finish(1)
     assert torch.equal(load(path).model_state["b"], some_snapshot(1).model_state["b"])
 
 
-def test_a_process_that_gives_way_already_saves_all_the_same(tmp_path):
+def test_a_process_of_the_lowest_priority_saves_all_the_same(tmp_path):
     script = (
         "import os, sys\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
-        "from engine.snapshots import storage as snapshot_files\n"
         "from conftest import some_snapshot\n"
+        "from test_snapshot_files import manager\n"
         "os.nice(19); os.setuid(65534) if os.getuid() == 0 else None\n"
-        "writer = snapshot_files.BackgroundWriter(snapshot_files.SnapshotFiles(sys.argv[1]))\n"
-        "writer.write(some_snapshot(1), latest=True, best=False)\n"
-        "writer.wait()\n"
-        "sys.exit(writer.error or 0)\n"
+        "snapshots = manager(sys.argv[1])\n"
+        "snapshots.save(some_snapshot(1), latest=True, best=False)\n"
+        "snapshots.finish(1)\n"
     )
     folder = tmp_path / "anyone"
     folder.mkdir()
@@ -310,22 +316,36 @@ def test_a_process_that_gives_way_already_saves_all_the_same(tmp_path):
     command = [sys.executable, "-c", script, str(folder / "s.pt")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert load(str(folder / "s.pt")).step == 1
 
 
-def test_failures_in_a_row_are_counted_and_a_success_forgives_them(path, caplog):
-    files = SnapshotFiles(path)
-    writer = BackgroundWriter(files)
-    put = files._put
+def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypatch, caplog):
+    snapshots = manager(path, max_failures=2)
+    put = snapshots.storage._put
 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for step, broken in ((1, False), (2, True), (3, True), (4, False), (5, True)):
-        files._put = fail if broken else put
-        writer.write(some_snapshot(step), latest=True, best=False)
-        writer.wait()
-        assert writer.failures == {1: 0, 2: 1, 3: 2, 4: 0, 5: 1}[step]
-        assert ("No space left" in writer.error) == broken
-    assert load(path).step == 4
-    assert "the snapshot of step 5 was not written to" in caplog.text
+    def save(step: int, fails: bool, best: bool = False, latest: bool = True) -> None:
+        monkeypatch.setattr(snapshots.storage, "_put", fail if fails else put)
+        snapshots.save(some_snapshot(step), latest=latest, best=best)
+        snapshots.wait()
+
+    save(1, fails=False)
+    save(2, fails=True, best=True)
+    assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, None)
+    assert "step 2: the snapshot was not written" in caplog.text and load(path).step == 1
+    save(3, fails=False, best=True)
+    assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (0, 3, (1.5, 4))
+    save(4, fails=True, best=True, latest=False)
+    assert (snapshots.failures, snapshots.saved_step) == (1, 3)  # the latest is still good
+    with pytest.raises(UserError, match=r"step 5: 2 snapshots in a row .*No space left on device"):
+        save(5, fails=True)
+    assert load(path).step == 3
+
+
+def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
+    snapshots = manager(path)
+    monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
+    snapshots.save(some_snapshot(1), latest=True, best=False)
+    with pytest.raises(UserError, match="the snapshot of step 1 was not written"):
+        snapshots.finish(1)

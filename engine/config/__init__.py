@@ -1,0 +1,6 @@
+"""Settings: clear errors for keys and values, `auto` settings resolved, what may change between starts.
+
+overrides.py checks what is typed for main.py and explains Hydra's errors; arguments.py and fields.py do
+the same for the small programs; checks.py checks values; settings.py knows which settings a resumed run
+may change; auto.py resolves `auto`. The room knows keys and values, not the dataclasses they belong to.
+"""

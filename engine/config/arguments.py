@@ -1,15 +1,22 @@
-"""The command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
+"""Command lines of the small programs: `name=value` arguments, the fields of a dataclass.
 
+if __name__ == "__main__":
+    run_program(main, ExportConfig)     # main calls parse(ExportConfig, arguments)
+"""
+
+import dataclasses
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.config.fields import field_table
 from engine.errors import UserError
 
 T = TypeVar("T")
@@ -18,44 +25,62 @@ T = TypeVar("T")
 def parse(cls: type[T], arguments: list[str]) -> T:
     """An instance of the dataclass `cls`, its fields given as `name=value`.
 
-    Texts are taken as they are: nothing in them has a meaning. Of other types, `null` is None.
-    Raises `UserError` naming an argument that is unknown, empty, missing or of the wrong type.
+    Strings are verbatim, lists are `[a,b]` or a single value; of other types, `null` is None. Raises
+    `UserError` naming an argument that is unknown, empty, missing or of the wrong type.
     """
-    assert is_dataclass(cls)
-    types = {f.name: f.type for f in fields(cls)}
-    texts: dict[str, str] = {}
-    others: dict[str, Any] = {}
+    fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    verbatim: dict[str, str | list[str]] = {}
+    others: dict[str, str | None] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if not equals or name not in types:
-            known = ", ".join(f"{name}=" for name in types)
-            if "run_dir" in types and name == "run_name":
-                known += f"; a run is named by its directory: run_dir=runs/{value}"
-            elif {"run_dir", "run_dirs"} & types.keys() and os.path.isdir(argument):
-                several = "s" * ("run_dirs" in types)  # it may be a sweep's
-                known += f"; for what is in it: run_dir{several}={argument}"
-            raise UserError(f"{argument}: not an argument; there are {known}")
+        if not equals or name not in fields:
+            raise UserError(
+                f"{argument}: not an argument; {known_arguments(list(fields), argument)}"
+            )
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
-        if types[name] in (str, str | None):
-            texts[name] = value
+        if fields[name].type in (str, str | None):  # a prompt may have any character
+            verbatim[name] = value
+        elif fields[name].type == list[str] | None:
+            verbatim[name] = parse_list(argument, value)
         else:
             others[name] = None if value == "null" else value
-    for f in fields(cls):
-        if f.default is MISSING and f.name not in texts | others:
-            raise UserError(f"{f.name}: is missing; give {f.name}=VALUE")
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in verbatim | others:
+            raise UserError(f"{name}: is missing; give {name}=VALUE")
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
-        return cls(**texts, **{name: merged[name] for name in others})
+        typed: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
+        return cls(**verbatim, **{name: typed[name] for name in others})
     except OmegaConfBaseException as error:
         raise UserError(explain_value(error)) from error
+
+
+def parse_list(argument: str, value: str) -> list[str]:
+    """The strings of `[a,b]`, or `value` alone."""
+    if not value.startswith("["):
+        return [value]
+    try:
+        return yaml.load(value, yaml.BaseLoader)  # in which every scalar is a string
+    except yaml.YAMLError as error:
+        raise UserError(f"{argument}: not a list such as [a,b]") from error
+
+
+def known_arguments(names: list[str], argument: str) -> str:
+    """The arguments that exist, and a hint for a common mistake."""
+    known = f"there are {', '.join(f'{name}=' for name in names)}"
+    several = next((name for name in ("run_dirs", "run_dir") if name in names), None)
+    if "run_dir" in names and argument.startswith("run_name="):
+        return f"{known}; a run is named by its directory: run_dir=runs/{argument[9:]}"
+    if several and os.path.isdir(argument):
+        return f"{known}; for what is in it: {several}={argument}"
+    return known
 
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
 def explain_value(error: Exception) -> str:
-    """One line for what OmegaConf says of a value, naming its key."""
+    """An error of OmegaConf as one line that names the key."""
     key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
     wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", first)
     if wrong and wrong[2] in KINDS:
@@ -69,15 +94,16 @@ def explain_value(error: Exception) -> str:
     return f"{key}: {first}"
 
 
-def run_program(program: Callable[[list[str]], int | None]) -> None:
-    """Ends the process with the status of `program(arguments)`, given those of the command line.
-
-    `--help` prints what stands at the top of the program's file. A `UserError`, and an OSError, is
-    one line and status 1.
+def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> None:
+    """Runs `program(arguments)` and exits with its status; a `UserError` or OSError is one line and
+    status 1. `--help` prints the docstring of the program's file and the fields of its `configs`.
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
         print((sys.modules[program.__module__].__doc__ or "").strip())
+        for config in configs:
+            print(f"\n{config.__doc__}\n\n{field_table(config)}")
         return
     try:
         status = program(arguments)

@@ -1,69 +1,53 @@
-"""The settings of a run by their dotted keys: which differ, and what it means if they do."""
+"""Settings by dotted key: which ones a resumed run may not change, and which ones affect the loss."""
 
 from typing import Any
 
-# What a run may not change when it goes on: the result would be neither the old run's nor the new
-# one's. Of the model, that is everything but these. The text is compared by its content, not by
-# where it came from.
-FREE_OF_MODEL = ("model.model_type", "model.attention", "model.activation_checkpointing")
-FIXED = (
-    "data.block_size",
-    "data.train_split",
-    "data.truncate",
-    "optimizer.name",
-    "optimizer.decay_embeddings",
+# A resumed run may not change these, nor its architecture: its result would be neither the old
+# run's nor the new one's.
+FIXED = {
+    "data.block_size", "data.train_split", "data.truncate",  # other windows
+    "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
+    "trainer.batch_size", "trainer.seed",  # another order of the windows
+}  # fmt: skip
+# Runs that differ in these, or in their architecture, are not compared by their losses.
+INCOMPARABLE = {
+    "init_from",  # other initial weights
+    "data.block_size",  # a longer context predicts better
+    "data.train_split", "data.truncate",  # other characters
+    "model.model_type",  # a name for sizes
+    "trainer.max_steps", "trainer.max_epochs",  # stretch the schedule
+    "trainer.batch_size",  # a step sees more characters, or fewer
+}  # fmt: skip
+# These change the loss at a step by no more than rounding or another seed does.
+IRRELEVANT = {
+    "run_name", "run_dir", "samples", "report", "trainer.trackers",  # names and outputs
+    "model.vocab_size", "model.block_size",  # follow from the data
+    "data.url", "data.sha256", "data.cache_dir",  # a text is compared by its content
+    "model.activation_checkpointing", "trainer.micro_batch_size",  # memory for time
     "trainer.seed",
-    "trainer.batch_size",
-)
-# Settings that cannot move the loss by more than rounding does, or than seeds do.
-HARMLESS = (
-    "data.cache_dir",
-    "data.url",
-    "data.sha256",
-    "model.attention",
-    "model.activation_checkpointing",
-    "trainer.micro_batch_size",
-    "trainer.data_loader_workers",
-    "trainer.snapshot_path",
-    "trainer.save_every",
-    "trainer.save_every_steps",
-    "trainer.keep_snapshots",
-    "trainer.snapshot_format",
-    "trainer.max_save_failures",
-    "trainer.eval_every_steps",
-    "trainer.log_every_steps",
-    "trainer.seed",
-    "trainer.device",
-    "trainer.threads",
-    "trainer.compile",
-    "trainer.deterministic",
-    "trainer.strategy",
-    "trainer.offload",
-    "trainer.resume",
-    "trainer.timeout_s",
-)
-# Settings that, like every one of the model, make losses at the same step incomparable.
-NOT_COMPARABLE = (
-    "init_from",
-    "data.block_size",
-    "data.train_split",
-    "data.truncate",
-    "trainer.max_steps",
-    "trainer.max_epochs",
-    "trainer.batch_size",
-)
-# Never counted as a change from the recipe: names of the run, what its text gives, and settings
-# without effect on training.
-OWN = (
-    "run_name",
-    "run_dir",
-    "model.vocab_size",
-    "model.block_size",
-    "data.fallback",
-    "report",
-    "samples",
-    "trainer.trackers",
-)
+    "trainer.device", "trainer.threads", "trainer.strategy",  # rounding
+    "trainer.compile", "trainer.deterministic",
+    "trainer.data_loader_workers",  # speed
+    "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
+    "trainer.save_every", "trainer.save_every_steps", "trainer.keep_snapshots",  # what is saved
+    "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
+    "trainer.max_save_failures", "trainer.timeout_s",  # when to give up
+}  # fmt: skip
+NOT_ARCHITECTURE = {"model.model_type", "model.activation_checkpointing"}
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a resumed run may not change the setting `key`."""
+    return key in FIXED or is_architecture(key)
+
+
+def is_incomparable(key: str) -> bool:
+    """Whether losses of runs that differ in the setting `key` cannot be compared."""
+    return key in INCOMPARABLE or (is_architecture(key) and key not in IRRELEVANT)
+
+
+def is_architecture(key: str) -> bool:
+    return key.startswith("model.") and key not in NOT_ARCHITECTURE
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -78,15 +62,10 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys whose values differ between two resolved configurations, with (old, new)."""
+    """The dotted keys whose values differ between two resolved configurations, as (old, new)."""
     old, new = flatten(old), flatten(new)
     return {
         key: (old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
-
-
-def is_fixed(key: str) -> bool:
-    """Whether a run may not change the setting `key` when it goes on."""
-    return key in FIXED or (key.startswith("model.") and key not in FREE_OF_MODEL)

@@ -1,0 +1,6 @@
+"""Interoperability: Hugging Face Transformers, and weights to fine-tune.
+
+`transformers` writes a model as a directory for Hugging Face's Transformers, and reads one;
+`pretrained` reads the weights that a run is fine-tuned from, and loads them into its model. Both know
+a model as a dictionary of tensors and one of `GPTConfig`'s fields, and import neither.
+"""

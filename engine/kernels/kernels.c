@@ -1,8 +1,8 @@
 // What a step on a CPU spends its time on, in one pass over memory each: causal attention with rotary
-// positions and normalised queries and keys, RMSNorm, LayerNorm, squared ReLU, GELU, cross-entropy;
-// and linear layers where torch's matrix products are slow (`fit_linear` in kernels.py).
+// positions and normalized queries and keys, RMSNorm, LayerNorm, squared ReLU, GELU, cross-entropy;
+// and linear layers where torch's matrix products are slow (`linear` in ops.py).
 //
-// Built once for each type of number, `real`, and called by kernels.py: with -DBF16 for bfloat16, on
+// Built once for each type of number, `real`, and called by native.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
 // 16 float32 sums; else for float32, on any CPU with AVX2 or AVX-512. tests/test_kernels.py compares
 // everything with PyTorch. Sizes: B sequences, T characters, H heads of D = 32 n; arrays are dense.
@@ -26,7 +26,7 @@ typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 
 static const float LOG2_E = 1.44269504f;
-static const float NORM_EPS = 1e-6f, LAYER_NORM_EPS = 1e-5f;  // as in model.py
+static const float NORM_EPS = 1e-6f, LAYER_NORM_EPS = 1e-5f;  // as in native.py
 
 static inline vector get(const float *p) {
     vector x;
@@ -236,8 +236,8 @@ static void read_head(long T, long padded, long D, long stride, const real *x, c
     memset(y + T * D, 0, (padded - T) * D * sizeof(real));
 }
 
-// The way back through read_head: from factor g (T, D), the gradient of y, that of x into dx (T,
-// stride). y and r are what read_head gave.
+// Backward of read_head: from factor g (T, D), the gradient of y, that of x into dx (T,
+// stride). y and r are read_head's.
 static void write_gradient(long T, long D, long stride, const float *g, float factor, const real *y,
                            const float *r, const float *cosine, const float *sine, real *dx) {
     long half = D / 2;
@@ -279,7 +279,7 @@ static void score(long first, long D, long padded, const real *q, const group *k
     type *name = (type *)(memory + used); \
     used += ((count) * sizeof(type) + 63) / 64 * 64
 
-// out (B, T, H, D) = softmax(q k' / sqrt(D)) v for qkv (B, T, 3, H, D). Kept for the way back: the
+// out (B, T, H, D) = softmax(q k' / sqrt(D)) v for qkv (B, T, 3, H, D). Saved for backward: the
 // highest score of each softmax and the binary logarithm of its sum, (B, H, T) each. Not one sum of
 // both, in which a high score would drown the logarithm. Returns 0, as all functions do here, or 1
 // if memory ran out.
@@ -813,7 +813,7 @@ static inline void store_rest(real *p, vector x, long left) {
 }
 
 // loss (rows) = log(sum(exp(y))) - y of the target, or 0 where that is -1, for y (rows, V) =
-// softcap tanh(x / softcap), or x where softcap is 0. Kept for the way back: the highest y of each
+// softcap tanh(x / softcap), or x where softcap is 0. Saved for backward: the highest y of each
 // row, and the logarithm of the sum once it is subtracted. sum_of_losses is added up in order: it
 // is the same with any number of threads. Returns 2 for a target that is none.
 int cross_entropy(long threads, long rows, long V, long softcap, const real *x,

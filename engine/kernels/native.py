@@ -1,171 +1,45 @@
-"""Builds `kernels.c` for this machine, once, and calls it from autograd.
+"""C kernels as PyTorch operations, with gradients.
 
-    if kernels.fit(qkv, head_width):
-        y = kernels.attention(qkv, n_head, rotation)
-
-Nothing here is needed: where there is no C compiler, or another CPU, or another precision, the
-model computes the same in plain PyTorch (`model.py`), to rounding.
+Call these through `engine.kernels.ops`, which checks that they apply: they read raw memory and check
+neither type nor shape.
 """
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+from torch.jit import is_tracing
 
-from engine.errors import one_line
-from engine.machine import hardware
+from engine.kernels.build import library
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = "-O3 -mfma -fno-math-errno -fno-strict-aliasing -ffp-contract=fast -fopenmp -shared -fPIC"
-FLAGS_OF = {  # what the instructions of the name need beside
-    "AVX2": "-mavx2",
-    "AVX512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl",
-    "AVX-512 BF16": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -DBF16",
-}
-WIDTH = 16  # numbers, a multiple of which a row must have
-LAYER_NORM_EPS = 1e-5  # as in kernels.c
-LEAST = 2**17  # multiplications, below which calling a kernel takes longer than torch's product
-LEAST_ROWS = 256  # below which it takes too long to round and order a weight for bfloat16
+WIDTH = 16  # row lengths are a multiple of this, except for `cross_entropy`
+NORM_EPS, LAYER_NORM_EPS = 1e-6, 1e-5  # as in kernels.c
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def instructions(dtype: torch.dtype) -> str | None:
-    """The instructions of this CPU that the kernels for `dtype` are built with, if any will do."""
-    if dtype is torch.bfloat16:
-        return "AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else None
-    if dtype is torch.float32:  # as torch has chosen for its own kernels; ATEN_CPU_CAPABILITY
-        found = torch.backends.cpu.get_cpu_capability()
-        return found if found in FLAGS_OF else None
-    return None
-
-
-@functools.cache
-def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
-    """The built kernels for `dtype`, or None, and what there is to say of them."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return None, "they are for Linux on x86-64"
-    chosen = instructions(dtype)
-    if chosen is None:
-        return None, f"there are none for {str(dtype).removeprefix('torch.')} on this CPU"
-    if not compiler or shutil.which(compiler[0]) is None:
-        return None, "there is no C compiler (cc, or what CC names)"
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        flags = [*FLAGS.split(), *FLAGS_OF[chosen].split()]
-        key = repr((compiler, flags, SOURCE.read_bytes(), platform.libc_ver()))
-        key = hashlib.sha256(key.encode()).hexdigest()[:16]
-        built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
-        if built.exists():
-            with contextlib.suppress(OSError):
-                return ctypes.CDLL(str(built)), str(built)
-        built.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-            fresh = Path(folder, "kernels.so")
-            command = [*compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            with open(fresh, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(fresh, built)  # whole or not at all: other processes build it, too
-        return ctypes.CDLL(str(built)), str(built)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines()
-        return None, f"{' '.join(compiler)} failed: {lines[0] if lines else error.returncode}"
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return None, one_line(error)
-
-
-def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The built kernels for `dtype`; None where they cannot be had."""
-    return _build(dtype)[0]
-
-
-def describe(dtype: torch.dtype) -> str:
-    """Whether there are kernels for `dtype`, for a log."""
-    found, why = _build(dtype)
-    return (
-        f"C, for {instructions(dtype)}, in {why}"
-        if found
-        else f"none, plain PyTorch instead: {why}"
-    )
-
-
-def fit(x: torch.Tensor, head_width: int = 2 * WIDTH, multiple: int = WIDTH) -> bool:
-    """Whether the kernels can be used on x (..., C), where C must be a multiple of `multiple`; or
-    those for attention, on heads that are `head_width` wide.
+def supports(x: torch.Tensor, multiple: int = WIDTH) -> bool:
+    """Whether kernels can read x (..., C): a CPU tensor of a supported type, C divisible by
+    `multiple`, outside of torch.compile and tracing.
     """
     return (
-        _is_plain(x)
+        holds_memory(x)
         and x.size(-1) % multiple == 0
-        and head_width % (2 * WIDTH) == 0
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and not is_compiling()
+        and not is_tracing()
         and library(x.dtype) is not None
     )
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    """Whether numbers of x are where its address says."""
-    # not a subclass: FakeTensor, DTensor
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu
-
-
-def fit_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `linear` can be used on x (..., C), a weight (columns, C) and a bias (columns), and
-    is faster than torch (benchmarks/experiments.md): for large products only, in bfloat16 where that is
-    autocast's type, in float32 without autocast and without gradients.
-    """
-    if torch.compiler.is_compiling() or x.numel() * weight.size(0) < LEAST:
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        rows = x.numel() // x.size(-1)
-        if rows < LEAST_ROWS or rows % 8:
-            return False
-        computed, columns, C = torch.get_autocast_dtype("cpu"), 2 * WIDTH, 2 * WIDTH
-    else:
-        if torch.is_grad_enabled():
-            return False
-        computed, columns, C = torch.float32, 4, WIDTH
-    return (
-        x.dtype is computed
-        and fit(x, multiple=C)
-        and weight.size(0) % columns == 0
-        and weight.size(1) == x.size(-1)
-        and _is_dense_float32(weight)
-        and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))
-        and _products_are_slow(computed)
-    )
-
-
-def _is_dense_float32(x: torch.Tensor) -> bool:
-    strided = x.layout is torch.strided and x.is_contiguous()
-    return _is_plain(x) and x.dtype is torch.float32 and strided
-
-
-@functools.cache
-def _products_are_slow(dtype: torch.dtype) -> bool:
-    """Whether the CPU is one that torch's matrix products are slow on: in bfloat16, without AMX; in
-    float32, one of AMD's, if torch's are those of Intel's MKL. Measured on a Zen 5, two threads.
-    """
-    if dtype is torch.bfloat16:
-        return not torch.cpu._is_amx_tile_supported()
-    amd = hardware.is_by_amd() and torch.backends.mkl.is_available()
-    return amd and instructions(torch.float32) == "AVX512"
+def holds_memory(x: torch.Tensor) -> bool:
+    """Whether x is a CPU tensor, not a subclass without storage (FakeTensor, DTensor)."""
+    return type(x) in PLAIN_TENSORS and x.is_cpu
 
 
 def _call(dtype: torch.dtype, name: str, *arguments: torch.Tensor | int | None) -> None:
-    """Calls a kernel, the one for `dtype`, with addresses for tensors, which must be dense."""
+    """Calls the kernel `name` for `dtype` with the addresses of tensors, which must be contiguous."""
     addresses = [a if a is None or isinstance(a, int) else a.data_ptr() for a in arguments]
     failed = _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses)
     if failed == 2:
@@ -176,14 +50,14 @@ def _call(dtype: torch.dtype, name: str, *arguments: torch.Tensor | int | None) 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
-    """The kernel for `dtype`, told once that all its arguments, `long` or address, are as wide."""
+    """The kernel for `dtype`. All arguments, `long` or address, have the size of a pointer."""
     kernel = getattr(library(dtype), name)
     kernel.argtypes = [ctypes.c_void_p] * arguments
     return kernel
 
 
 class _NoContext:
-    """Stands for the context of a function whose gradient nobody will ask for."""
+    """The `ctx` of a forward pass without a backward pass."""
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         pass
@@ -193,7 +67,7 @@ class _NoContext:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply`, without what autograd costs (a fifth of `generate`) where it is off."""
+    """`function.apply`; without gradients, `forward` alone, which makes `generate` a fifth faster."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_NoContext(), *arguments)
@@ -225,7 +99,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """In bfloat16 the weights' gradients are added up, and stay, in float32."""
+    """In bfloat16, gradients of weight and bias are accumulated and returned in float32."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -287,7 +161,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _Elementwise(torch.autograd.Function):
-    """A kernel whose gradient needs what it was given."""
+    """An elementwise kernel; its backward pass needs the input."""
 
     @staticmethod
     def forward(ctx, x, name):
@@ -345,8 +219,7 @@ def attention(
     """Causal attention: (B, T, C) from queries, keys and values (B, T, 3 C).
 
     With `rotation`, float32 cosines and sines (T, D / 2), queries and keys are rotated and
-    normalised first. The weights are never in memory as a whole, forward or backward, as in
-    FlashAttention (Dao et al., 2022).
+    normalized first. The weight matrix is never stored, as in FlashAttention (Dao et al., 2022).
     """
     cosine, sine = rotation if rotation is not None else (None, None)
     return _apply(_Attention, qkv, n_head, cosine, sine)
@@ -360,9 +233,9 @@ def attention_step(
     values: torch.Tensor,
     past: int,
 ) -> torch.Tensor:
-    """The same for one more character of each sequence, (B, 1, C) from (B, 1, 3 C), which sees the
-    first `past` of `keys` and `values` (B, H, block_size, D) and is written behind them. Has no
-    gradient.
+    """Causal attention for one new position: (B, 1, C) from qkv (B, 1, 3 C) and the first `past`
+    entries of `keys` and `values` (B, H, block_size, D). Writes the new key and value at index
+    `past`. Not differentiable.
     """
     B, D = qkv.size(0), keys.size(3)
     cosine, sine = rotation if rotation is not None else (None, None)
@@ -373,8 +246,9 @@ def attention_step(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (..., C) times `weight` (columns, C) transposed, plus `bias`, both float32: (..., columns).
-    Where x is float32 it has no gradient. A row's result does not depend on how many there are.
+    """Linear layer: x @ weight.T + bias, (..., columns), for x (..., C) and float32 `weight`
+    (columns, C) and `bias` (columns,). Not differentiable for float32 x. The result of a row does
+    not depend on the other rows.
     """
     if x.dtype is torch.float32:
         return _Linear.forward(_NoContext(), x, weight, bias)
@@ -382,7 +256,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    """x over the root mean square of its last dimension."""
+    """RMSNorm over the last dimension, without weights."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x)
     x, C = x.contiguous(), x.size(-1)
@@ -392,29 +266,27 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x less its mean, over its deviation, times `weight` plus `bias`, float32 (C,) each."""
+    """LayerNorm over the last dimension, with `weight` and `bias`, float32 (C,) each."""
     return _apply(_LayerNorm, x, weight, bias)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2."""
+    """Squared ReLU: max(x, 0)^2."""
     return _apply(_Elementwise, x, "squared_relu")
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x times the share of the normal distribution up to x (Hendrycks and Gimpel, 2016)."""
+    """GELU: x Phi(x)."""
     return _apply(_Elementwise, x, "gelu")
 
 
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, softcap: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 logits (..., V), as softcap tanh(logits / softcap) unless that is 0, and their mean
-    cross-entropy in nats over the `targets` (...), int64, that are not -1. Both have gradients, but
-    the loss is not made from the logits returned: it has none with respect to those.
+    """Capped logits in float32 and their mean cross-entropy; see `ops.cross_entropy`.
 
-    Raises IndexError for a target outside of the vocabulary, ValueError for targets of another type
-    or number, or on another device.
+    Raises IndexError for a target outside the vocabulary, ValueError for targets of the wrong type,
+    number or device.
     """
     rows = logits.numel() // max(1, logits.size(-1))
     if targets.dtype is not torch.int64 or not targets.is_cpu or targets.numel() != rows:

@@ -6,19 +6,16 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 def learning_rate_factor(step: int, total_steps: int, config) -> float:
-    """What the peak learning rate is multiplied by at `step` (0-based) of `total_steps`.
+    """The factor on the peak learning rate at `step` (0-based) of `total_steps`.
 
-    `config` has `schedule`, `warmup_steps`, `min_lr_ratio` and `cooldown_ratio` (see
-    `optimizer.OptimizerConfig`). The factor rises linearly over `warmup_steps` (clamped to the
-    run), then, over the steps that remain:
+    `config` has `schedule`, `warmup_steps`, `min_lr_ratio` and `cooldown_ratio` (see `OptimizerConfig`).
+    The factor rises linearly over `warmup_steps` (at most the run), and then
 
     - `constant`: stays at 1;
     - `linear`: falls in a straight line to `min_lr_ratio`;
     - `cosine`: falls along half a cosine to `min_lr_ratio` (Loshchilov and Hutter, SGDR, 2017);
     - `wsd`: stays at 1, then falls in a straight line over the last `cooldown_ratio` of all steps
       (warm-up, stable, decay: Hu et al., MiniCPM, 2024).
-
-    Past `total_steps` it stays where it ended.
     """
     warmup_steps = min(config.warmup_steps, total_steps)
     if step < warmup_steps:

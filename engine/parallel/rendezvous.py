@@ -1,7 +1,7 @@
-"""How the processes of one start find each other, before there is a process group."""
+"""Rendezvous: the store through which ranks find each other before there is a process group."""
 
-import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import struct
@@ -11,93 +11,63 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from engine.errors import UserError
-
-
-def check_launcher() -> None:
-    """Raises `UserError` if the launcher that is to hold the processes' store has died meanwhile:
-    torch would try to reach it until the timeout. (`signals.end_with_parent` cannot know if it died
-    before that was called and a Python program adopts orphans here.)
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return  # then rank 0 is to hold it, later
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with contextlib.suppress(OSError):  # of others, torch knows more
-        try:
-            socket.create_connection(address, timeout=5).close()
-        except ConnectionRefusedError:
-            raise UserError(
-                f"torchrun is gone: nothing listens at {address[0]}:{address[1]} any more"
-            ) from None
-
 
 def rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The store of this start, in which every process has said who it is, once all have come.
+    """The store of this start, with the process id and host of each rank.
 
-    Raises `dist.DistError` or RuntimeError after `timeout`.
+    Raises RuntimeError after `timeout`, or sooner if torchrun has died.
     """
-    shared, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(meet(shared, rank, size, timeout.total_seconds()), shared)
+    # torchrun's own store listens before its processes start. Otherwise rank 0 opens one.
+    held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    connect = min(timeout, timedelta(seconds=15)) if held_by_torchrun else timeout
+    store: dist.Store = next(dist.rendezvous("env://", timeout=connect))[0]
+    store.set_timeout(timeout)
+    store = dist.PrefixStore(name_start(store, rank, size, timeout), store)
     store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
     return store
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
-    """Waits for all `size` processes of this start; returns a name for it that all of them get.
+def name_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """A name for this start, the same on all ranks once all have arrived.
 
-    torchrun keeps its store when it starts its workers again (`--max-restarts`, a host that comes
-    or goes), and what the dead ones left in it makes the new ones wait for them forever
-    (pytorch/pytorch#135712). So everything is kept under a name made for each start: rank 0 reads
-    who is there and proposes a name, and it is taken once each of them has recognised itself and
-    agreed. Raises `dist.DistError` after `timeout_s`.
+    torchrun's store outlives its processes, and what they left in it would mislead those that replace
+    them (pytorch/pytorch#135712; hosts do not count restarts alike). So the name is made of a random
+    number of each process, and counts when every rank has seen the same numbers.
     """
-    deadline = time.monotonic() + timeout_s
-    me, name = uuid.uuid4().hex, ""
-    everyone: list[str] = []
-    store.set(f"arrived/{rank}", me)
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(f"arrived/{rank}", uuid.uuid4().hex)
     while time.monotonic() < deadline:
-        if rank == 0:
-            arrived = [store.get(f"arrived/{r}").decode() for r in range(size)]
-            if arrived != everyone:
-                name, everyone = uuid.uuid4().hex, arrived
-                store.set("proposal", " ".join([name, *everyone]))
-            if store.check([f"{name}/agreed/{r}" for r in range(1, size)]):
-                store.set(f"{name}/taken", "")
-                return name
-        else:
-            name, *everyone = store.get("proposal").decode().split()
-            if everyone[rank : rank + 1] == [me]:
-                store.set(f"{name}/agreed/{rank}", "")
-                if store.check([f"{name}/taken"]):
-                    return name
+        arrived = store.multi_get([f"arrived/{r}" for r in range(size)])
+        name = hashlib.sha256(b"".join(arrived)).hexdigest()
+        store.set(f"{name}/{rank}", "")
+        if store.check([f"{name}/{r}" for r in range(size)]):
+            return name
         time.sleep(0.01)
     raise dist.DistStoreError(f"not all of {size} processes arrived")
 
 
 def choose_interface(store: dist.Store, rank: int, size: int) -> None:
-    """Has gloo listen where other hosts reach this one, unless GLOO_SOCKET_IFNAME says where.
+    """Sets GLOO_SOCKET_IFNAME, unless set, to the interface that leads to rank 0's host, or from
+    there to another host.
 
-    By itself it takes the address that the host's own name has: on Debian 127.0.1.1, where no other
-    host finds it. Here it is the address from which this host reaches that of rank 0, or where rank
-    0 is here, another host. Where none is found, nothing is changed.
+    gloo's own choice is the address of the host's name, which is 127.0.1.1 on Debian and Ubuntu:
+    no other host can reach it.
     """
-    own = address_towards(os.environ["MASTER_ADDR"])
-    store.set(f"address/{rank}", own)
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    if own.startswith("127."):
-        others = (store.get(f"address/{other}").decode() for other in range(size))
-        own = address_towards(next((a for a in others if not a.startswith("127.")), own))
+    address = address_towards(os.environ["MASTER_ADDR"])
+    store.set(f"address/{rank}", address)
+    addresses = [store.get(f"address/{other}").decode() for other in range(size)]
+    if address.startswith("127."):  # this is rank 0's host
+        address = address_towards(next((a for a in addresses if a[:4] != "127."), address))
     for _, name in socket.if_nameindex():
-        if not own.startswith("127.") and own == address_of(name):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        if name != "lo" and address_of(name) == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address from which this host would reach `host`; 127.0.0.1 if it would not."""
+    """The IPv4 address from which this host would reach `host`; 127.0.0.1 without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # asks the routing table; nothing is sent
+            probe.connect((host, 9))  # looks up the route; nothing is sent
         except OSError:
             return "127.0.0.1"
         return probe.getsockname()[0]

@@ -1,11 +1,11 @@
-"""FSDP2: each process keeps its share of every parameter, gradient and optimizer state.
+"""FSDP2 (Zhao et al., "PyTorch FSDP", 2023): each rank keeps a shard of every parameter, gradient
+and optimizer state.
 
     model = build(lambda: GPT(config), world, "fsdp", torch.bfloat16)
 
 A sharded parameter is a `DTensor` (torch.distributed.tensor), cut along its first dimension.
-`full_tensor` and `shard_like` lead from it to the plain tensor that a snapshot holds and back, so that
-snapshots know nothing of how a run was sharded. The engine is torch's `fully_shard` (Zhao et
-al., "PyTorch FSDP", 2023); blocks are gathered one at a time, as in pytorch/torchtitan.
+`full_tensor` and `shard_like` convert it to the plain tensor that a snapshot holds and back, so that
+snapshots do not depend on how a run was sharded.
 """
 
 import logging
@@ -19,66 +19,55 @@ from engine.machine import hardware
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 
-# torch.distributed.fsdp and .tensor take most of a second to import: only those who share pay.
+# torch.distributed.fsdp and .tensor take most of a second to import: only sharded runs do.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 def build(
-    make: Callable[[], nn.Module], world: World, strategy: str, dtype: torch.dtype, offload: bool
+    make: Callable[[], nn.Module], world: World, strategy: str, dtype: torch.dtype
 ) -> nn.Module:
-    """The model that `make()` makes, wrapped as `strategy` (ddp or fsdp) says, on this process's
-    device.
+    """The model that `make()` makes, on this rank's device, wrapped in DDP or sharded with FSDP2 as
+    `strategy` (ddp or fsdp) says; a single process wraps nothing.
 
-    With fsdp it is made without memory, sharded, and only then given its fresh weights by
-    `init_weights()`, one parameter after the other: no process ever holds all of it. They are the
-    weights that `make()` alone would have drawn. One process has nobody to share with, and wraps
-    nothing.
+    For FSDP2 the model is made without memory and sharded; then `init_weights()` draws the weights
+    that `make()` alone would have drawn, one parameter at a time. No rank ever holds all of them.
     """
     if strategy == "ddp" or world.size == 1:
         return distributed.wrap(make(), world)
     with torch.device("meta"):
-        model: Any = make()  # no type has `init_weights` of any model
-    shard(model, world, dtype, offload)
-    model.to_empty(device="cpu" if offload else world.device)
+        model: Any = make()  # nn.Module has no `init_weights`
+    shard(model, world, dtype)
+    model.to_empty(device=world.device)
     model.init_weights()
     return model
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool = False) -> None:
-    """Shards the parameters of `model` in place: each member of a `ModuleList`, a block, is
-    gathered for itself, and the rest together.
+def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+    """Shards the parameters of `model` in place. Each member of a `ModuleList`, a block, is gathered
+    on its own, and the remaining parameters together, as in pytorch/torchtitan.
 
-    Parameters are float32; they are gathered, and computed with, in `dtype`, and gradients are
-    averaged in float32. `offload` keeps parameters, gradients and optimizer state in the host's
-    memory, where the optimizer then steps.
+    Parameters are float32; they are gathered and used in `dtype`, and gradients are averaged in
+    float32.
     """
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-    )
 
-    # gloo exchanges by gathering, and would warn of it: nothing that a user could do better.
+    # gloo has no all-to-all, and torch warns that it gathers instead.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
-        "mp_policy": MixedPrecisionPolicy(
+        "mp_policy": fsdp.MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        "offload_policy": (
-            CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
         ),
     }
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
-                fully_shard(block, **settings)
-    # The rest would stay gathered after a forward pass, and parameters would not be what they were.
-    fully_shard(model, **settings, reshard_after_forward=True)
-    if world.device.type == "cpu" or offload:  # or the heap would grow to more than a whole model
+                fsdp.fully_shard(block, **settings)
+    # By default the root stays gathered after a forward pass, with other parameters than before.
+    fsdp.fully_shard(model, **settings, reshard_after_forward=True)
+    if world.device.type == "cpu":  # or the heap would grow to more than a full model
         hardware.return_freed_memory()
 
 
@@ -93,14 +82,13 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor put together, on every rank; all must call it. A plain one as it is."""
+    """All of a sharded tensor, on every rank; every rank must call it. A plain one unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def gather_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """A dictionary of tensors (or of such dictionaries) on rank 0, the sharded ones put together
-    in the host's memory, one after the other; all ranks must call it. What the others get is not
-    to be used.
+    """A nested dictionary of tensors with full ones in place of shards, in rank 0's host memory;
+    None in their place on other ranks. Every rank must call it. One tensor is gathered at a time.
     """
     result: dict[str, Any] = {}
     for name, value in state.items():
@@ -114,24 +102,13 @@ def gather_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
     return result
 
 
-def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a dictionary of tensors (or of such dictionaries) in the host's memory, of what is
-    sharded only this process's share.
-    """
-    return {
-        name: copy_to_host(value) if isinstance(value, dict) else value.to("cpu", copy=True)
-        for name, value in state.items()
-    }
-
-
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's share of a plain `tensor`, cut as `like` is; `tensor` where `like` is plain,
-    or of another shape (an optimizer's count of steps), or it is a share already.
+    """This rank's shard of a full `tensor`, cut as `like` is. Unchanged if `like` is plain or has
+    another shape (an optimizer's step count), or if `tensor` is a shard already.
     """
     if is_dtensor(tensor) or not is_dtensor(like) or tensor.shape != like.shape:
         return tensor
-    # Every rank cuts its share from what it holds itself: nobody sends anything, and no device
-    # gets more than its share, which distribute_tensor, on a GPU's mesh, would not keep on a CPU.
+    # No communication, and only the shard on the device: distribute_tensor moves all of it there.
     result = torch.empty_like(like, dtype=tensor.dtype)
     assert is_dtensor(result)  # as `like` is
     local, mesh = result.to_local(), like.device_mesh
@@ -143,15 +120,13 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def map_matrices(
     function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
 ) -> torch.Tensor:
-    """`function` of a batch of matrices (N, R, C), which may be sharded along R.
-
-    They are then distributed whole, N / processes to each, so that the work is shared, too.
+    """`function` of a batch of matrices (N, R, C). If they are sharded along R, every rank computes
+    N / ranks full ones.
     """
     if not is_dtensor(batch):
         return function(batch)
     from torch.distributed.tensor import Shard
 
-    dealt = batch.redistribute(placements=[Shard(0)])
-    # In place: DTensor.from_local would bring a share in the host's memory to the mesh's GPU.
-    dealt.to_local().copy_(function(dealt.to_local()))
-    return dealt.redistribute(placements=batch.placements)
+    by_matrix = batch.redistribute(placements=[Shard(0)])
+    by_matrix.to_local().copy_(function(by_matrix.to_local()))
+    return by_matrix.redistribute(placements=batch.placements)

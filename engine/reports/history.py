@@ -1,52 +1,104 @@
-"""A run read back from its directory: what `report.py` shows and compares."""
+"""Run history: configuration, provenance and metrics of a run, read from its directory."""
 
 import functools
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from config import CONF, Config, compose, plain
-from engine.config.settings import OWN, differences, flatten
+from engine.config.settings import IRRELEVANT, differences, flatten
 from engine.errors import UserError, one_line
-from engine.run.directory import CONFIG, ENVIRONMENT, METRICS, newest_instead
+from engine.run.directory import CONFIG, ENVIRONMENT, METRICS, newest_run_hint
 from engine.run.metrics import read_lines
 
-
-def median_rate(lines: list[dict[str, Any]]) -> float | None:
-    """The median of the characters a second that lines of metrics have; None where none does."""
-    rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
-    return statistics.median(rates) if rates else None
+ComposeRecipe = Callable[[str | None], dict[str, Any]]
 
 
 @dataclass
-class Run:
-    """What a run has left so far in the directory `path`.
+class History:
+    """The metrics of a run.
 
     Attributes:
+        train, val: the lines of `metrics.jsonl` of either split whose loss is finite, by step.
+        diverged: (step, reason) of the last line whose loss is not finite; None without one.
+    """
+
+    train: list[dict[str, Any]]
+    val: list[dict[str, Any]]
+    diverged: tuple[int, str] | None
+
+    @functools.cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of both splits, by step."""
+        return sorted([*self.train, *self.val], key=lambda line: line["step"])
+
+    @property
+    def step(self) -> int:
+        """The last step logged; 0 without one."""
+        return self.lines[-1]["step"] if self.lines else 0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time from the first step to the last one logged, evaluations and saves included."""
+        return self.lines[-1]["seconds"] if self.lines else 0.0
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The line of the lowest held-out loss, the first of equals."""
+        return min(self.val, key=lambda line: line["loss"], default=None)
+
+    @property
+    def last_loss(self) -> float | None:
+        """The held-out loss logged last; None without one."""
+        return self.val[-1]["loss"] if self.val else None
+
+    @property
+    def characters_per_s(self) -> float | None:
+        """The median throughput."""
+        rates = [line["tokens_per_s"] for line in self.train if line.get("tokens_per_s")]
+        return statistics.median(rates) if rates else None
+
+
+def read_history(run_dir: str) -> History:
+    """The metrics in `run_dir`, none without a file. Raises `UserError` for a damaged line."""
+    lines = read_lines(os.path.join(run_dir, METRICS), "split", "loss", "seconds")
+    history = History([], [], None)
+    for line in sorted(lines, key=lambda line: line["step"]):
+        if line["loss"] is None or "diverged" in line:
+            history.diverged = (line["step"], line.get("diverged", "the loss is not finite"))
+        else:
+            (history.train if line["split"] == "train" else history.val).append(line)
+    return history
+
+
+@dataclass
+class Run(History):
+    """A run's configuration, provenance and metrics.
+
+    Attributes:
+        path: its directory.
         config: `config.yaml`, nested dictionaries.
-        starts: the lines of `environment.jsonl`, of which there is at least one.
-        train, val: the lines of `metrics.jsonl` of either split whose loss is a number, by step.
-        diverged: the step and the words with which the run ended in numbers that are not finite,
-            or the last whose loss is none; None if all are numbers.
+        starts: the lines of `environment.jsonl`, at least one.
+        compose_recipe: returns the resolved configuration of the recipe of that name, without a
+            name the defaults; raises `UserError` if there is no such recipe.
     """
 
     path: str
     config: dict[str, Any]
     starts: list[dict[str, Any]]
-    train: list[dict[str, Any]]
-    val: list[dict[str, Any]]
-    diverged: tuple[int, str] | None
+    compose_recipe: ComposeRecipe
 
     @classmethod
-    def read(cls, path: str) -> "Run":
-        """Raises `UserError` if a file is missing in the directory, or damaged."""
-        file = os.path.join(path, METRICS)
-        if not os.path.exists(file):
-            raise UserError(f"run_dir={path}: there is no {METRICS} in it{newest_instead(path)}")
-        lines = read_lines(file, "split", "loss", "seconds")
+    def read(cls, path: str, compose_recipe: ComposeRecipe) -> "Run":
+        """Reads a run directory. Raises `UserError` if a file is missing or damaged."""
+        if not os.path.exists(os.path.join(path, METRICS)):
+            raise UserError(f"run_dir={path}: there is no {METRICS} in it{newest_run_hint(path)}")
+        history = read_history(path)
+        if not (history.train or history.val or history.diverged):
+            raise UserError(f"{path}/{METRICS}: no step has been logged yet")
         starts = read_lines(os.path.join(path, ENVIRONMENT))
         if not starts:
             raise UserError(f"run_dir={path}: has no {ENVIRONMENT}, which main.py writes")
@@ -57,75 +109,33 @@ class Run:
             raise UserError(f"run_dir={path}: has no {CONFIG}, which main.py writes") from error
         except Exception as error:  # a file can be wrong in many ways
             raise UserError(f"{path}/{CONFIG}: cannot be read: {one_line(error)}") from error
-        if not lines:
-            raise UserError(f"{file}: no step has been logged yet")
-        good, ends = [], []
-        for line in lines:
-            if line["loss"] is not None and "diverged" not in line:
-                good.append(line)
-            else:
-                ends.append((line["step"], line.get("diverged", "its loss is not a number")))
         return cls(
-            path=path,
-            config=config,
-            starts=starts,
-            train=[line for line in good if line["split"] == "train"],
-            val=[line for line in good if line["split"] == "val"],
-            diverged=max(ends, key=lambda end: end[0], default=None),
+            **vars(history), path=path, config=config, starts=starts, compose_recipe=compose_recipe
         )
-
-    @functools.cached_property
-    def lines(self) -> list[dict[str, Any]]:
-        """Of both splits, by step."""
-        return sorted([*self.train, *self.val], key=lambda line: line["step"])
-
-    @property
-    def step(self) -> int:
-        """The last that was logged; 0 where none is with numbers."""
-        return self.lines[-1]["step"] if self.lines else 0
 
     @property
     def total_steps(self) -> int:
-        """Of the plan."""
+        """The planned number of steps."""
         return self.starts[-1]["total_steps"]
 
     @property
-    def best(self) -> dict[str, Any] | None:
-        """The line of the lowest held-out loss, the first of equals."""
-        return min(self.val, key=lambda line: line["loss"], default=None)
-
-    @property
-    def seconds(self) -> float:
-        """From the first step to the last that was logged, evaluations and saves included."""
-        return self.lines[-1]["seconds"] if self.lines else 0.0
-
-    @property
     def recipe(self) -> str | None:
-        """The name of the recipe it was made from, as far as that is known."""
-        if self.starts[-1]["overrides"] is not None:
-            return self.starts[-1]["recipe"]
-        name = self.config.get("run_name")  # a recipe's own, unless given
-        return name if os.path.exists(os.path.join(CONF, "experiment", f"{name}.yaml")) else None
+        """The recipe the run was started from; None without one, or if it no longer exists."""
+        start = self.starts[-1]
+        # Of a run that another program started, only the name is known: a recipe's own, unless given.
+        name = self.config.get("run_name") if start["overrides"] is None else start["recipe"]
+        try:
+            self.compose_recipe(name)
+        except UserError:
+            return None
+        return name
 
     @functools.cached_property
     def changes(self) -> dict[str, tuple[Any, Any]]:
-        """The keys whose values are not those of its recipe, with (the recipe's, its own).
-
-        Without a recipe, those that are not the defaults. Raises `UserError` if there is no such
-        recipe (any more).
+        """The settings that affect the loss and differ from the recipe, or without one from the
+        defaults, as (the recipe's value, the run's value).
         """
-        recipe, own = compose_recipe(self.recipe), flatten(self.config)
-        return {
-            key: values
-            for key, values in differences(recipe, self.config).items()
-            if key in own and key not in OWN
-        }
-
-
-@functools.cache  # a tenth of a second each time
-def compose_recipe(name: str | None) -> dict[str, Any]:
-    """The configuration of a recipe, or without a name the defaults, as a run that changes nothing
-    has it; not to be changed.
-    """
-    composed = compose([f"experiment={name}"] if name else [])
-    return plain(cast(Config, OmegaConf.to_object(composed)))
+        recipe = self.compose_recipe(self.recipe)
+        # An older run lacks newer settings, and has some that no longer exist.
+        known = (flatten(self.config).keys() & flatten(recipe).keys()) - IRRELEVANT
+        return {key: v for key, v in differences(recipe, self.config).items() if key in known}

@@ -1,6 +1,4 @@
-"""The directory of a run: what is in it by which name, who owns it, which is the newest, and where
-its snapshot is.
-"""
+"""Run directory: the names of its files, its lock, the newest run, the snapshot to read."""
 
 import contextlib
 import fcntl
@@ -8,14 +6,14 @@ import glob
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 
 from omegaconf import OmegaConf
 
 from engine.errors import UserError, one_line
-from engine.run.signals import Stopped
-from engine.snapshots.storage import beside, exists, is_local, snapshot_path
-from trainer_config import TrainerConfig
+from engine.signals import Stopped
+from engine.snapshots import storage
 
 log = logging.getLogger("gpt")
 
@@ -25,30 +23,30 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
-JOB = "job.yaml"  # of a sweep's job: its overrides and how it ended
-SET_ASIDE = ".set_aside"  # marks that trainer.resume=never has been followed
-OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB, SET_ASIDE)  # than snapshots
+JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
+OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB, storage.SET_ASIDE)
+SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 
 @contextlib.contextmanager
-def lock_run(run_dir: str, config: TrainerConfig) -> Iterator[None]:
-    """Makes `run_dir` and owns it for as long as the block lasts, and the run's snapshots where
-    they are on a disk; the log is written to a file in it too.
+def lock_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
+    """Creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
+    in it, for as long as the block lasts.
 
-    Raises `UserError` if something cannot be written, another run owns it, or the snapshot would
-    have the name of another file.
+    Raises `UserError` if a file cannot be written, another run holds a lock, or `snapshot_path`
+    names no file or another file of the run.
     """
-    if os.path.normpath(config.snapshot_path) in OTHER_FILES:
+    if os.path.normpath(snapshot_path) in OTHER_FILES:
         raise UserError(
-            f"trainer.snapshot_path={config.snapshot_path}: the run has another file of that name"
+            f"trainer.snapshot_path={snapshot_path}: the run has another file of that name"
         )
+    if not os.path.basename(snapshot_path):
+        raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file")
+    path = storage.snapshot_path(snapshot_path, run_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(file_lock(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
         stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
-        path = snapshot_path(config.snapshot_path, run_dir)
-        if not os.path.basename(config.snapshot_path):
-            raise UserError(f"trainer.snapshot_path={config.snapshot_path}: must name a file")
-        if is_local(path):
+        if storage.is_local(path):
             folder, name = os.path.split(path)
             lock = os.path.join(folder, f".{name}{LOCK}")
             stack.enter_context(file_lock(lock, f"trainer.snapshot_path={path}"))
@@ -56,56 +54,57 @@ def lock_run(run_dir: str, config: TrainerConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def file_lock(path: str, name: str) -> Iterator[None]:
-    """Owns the file at `path`, which it makes, for as long as the block lasts.
+def file_lock(path: str, setting: str) -> Iterator[None]:
+    """File lock: creates and locks the file at `path` for as long as the block lasts, or until the
+    process dies.
 
-    The lock is the kernel's, so it dies with its holder. Raises `UserError`, saying `name`, if it
-    cannot be made or another process owns it.
+    Raises `UserError` naming `setting` if it cannot be created or another process holds it.
     """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        lock = open(path, "a")
+        file = open(path, "a")
     except OSError as error:
-        raise UserError(f"{name}: cannot be written: {error.strerror}") from error
-    with lock:
+        raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
+    with file:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by children
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
         except (BlockingIOError, PermissionError) as error:
             raise UserError(
-                f"{name}: another run is using it; wait for that one, or set run_name=NEW_NAME"
+                f"{setting}: another run is using it; wait for it, or set run_name=NEW_NAME"
             ) from error
         yield
 
 
 class LogFile(logging.FileHandler):
-    """A log file that is given up, with a word, when it cannot be written."""
+    """A log file that is disabled by the first record that cannot be written."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         log.removeHandler(self)
-        log.warning("%s cannot be written: no more is written to it", self.baseFilename)
+        log.warning(
+            "cannot write %s (%s); file logging disabled", self.baseFilename, sys.exception()
+        )
 
 
 @contextlib.contextmanager
 def log_to_file(path: str) -> Iterator[None]:
-    """Writes the log to the file at `path` too, with the error that ends the block, if one does."""
+    """Logs to the file at `path` during the block, including the error that ends it."""
     handler = LogFile(path)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
         yield
-    except Stopped:  # no error, and said already
-        raise
-    except Exception as error:  # the console has it from elsewhere
-        handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": one_line(error)}))
+    except Exception as error:
+        if not isinstance(error, Stopped):  # the console gets it from the program
+            handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": one_line(error)}))
         raise
     finally:
         log.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk, and said so already
+        with contextlib.suppress(OSError):  # a full disk, already reported
             handler.close()
 
 
 # --------------------------------------------------------------------------------------------------
-# Finding what is there
+# Finding runs and their snapshots
 
 
 def is_run(path: str) -> bool:
@@ -115,38 +114,36 @@ def is_run(path: str) -> bool:
 
 
 def runs() -> list[str]:
-    """The directories of the runs under runs/, the one that has logged last first."""
+    """The directories of the runs under runs/, the most recently logged first."""
     found = glob.glob(f"runs/**/{METRICS}", recursive=True)
     newest = [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime, reverse=True)]
     return [path for path in newest if is_run(path)]
 
 
 def newest_run() -> str:
-    """The directory of the run under runs/ that has logged last. Raises `UserError` without any."""
+    """The most recently logged run under runs/. Raises `UserError` if there is none."""
     found = runs()
     if not found:
         raise UserError("no run under runs/ has logged anything yet; train first, or give run_dir=")
     return found[0]
 
 
-def shown(path: str) -> str:
-    """`path` to be copied into a command line: relative where it lies below this directory."""
-    relative = os.path.relpath(path)
-    return shlex.quote(path if relative.startswith("..") else relative)
-
-
-def newest_instead(run_dir: str) -> str:
-    """The end of an error about a `run_dir` that is not there, or not a run's: which run is.
-    Recipes name their runs, so an example's is not on every machine.
-    """
+def newest_run_hint(run_dir: str) -> str:
+    """For the end of an error about a wrong `run_dir`: the directory that may have been meant."""
     if glob.glob(os.path.join(glob.escape(run_dir), "*", JOB)):
         return "; it is a sweep's: give the directory of one of its jobs"
     found = runs() if not os.path.isdir(run_dir) else []
     return f"; the newest run is {found[0]}" if found else ""
 
 
+def relative_path(path: str) -> str:
+    """`path` for a command line: quoted, and relative if it is below the working directory."""
+    relative = os.path.relpath(path)
+    return shlex.quote(path if relative.startswith("..") else relative)
+
+
 def recorded_snapshot_path(run_dir: str) -> str | None:
-    """The `trainer.snapshot_path` in the `config.yaml` of a run; None where there is none.
+    """`trainer.snapshot_path` in the run's `config.yaml`; None without that file.
 
     Raises `UserError` if the file cannot be read.
     """
@@ -155,30 +152,32 @@ def recorded_snapshot_path(run_dir: str) -> str | None:
         return None
     try:
         return OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
-    except Exception as error:  # a file can be wrong in many ways
+    except Exception as error:  # OmegaConf and YAML raise many types
         raise UserError(
-            f"{path}: cannot be read: {one_line(error)}; mend it, or move it away"
+            f"{path}: cannot be read: {one_line(error)}; correct it, or move it away"
         ) from error
 
 
-def check_none_elsewhere(run_dir: str, config: TrainerConfig) -> None:
-    """Raises `UserError` if this run has its snapshots, but at another `trainer.snapshot_path`."""
-    was = recorded_snapshot_path(run_dir)
-    if was is None or was == config.snapshot_path:
-        return
-    before = snapshot_path(was, run_dir)
-    if exists(before):
+def check_lost_snapshot(run_dir: str, snapshot_path: str) -> None:
+    """Raises `UserError` if a run without a snapshot at `snapshot_path` has one at another path; warns if
+    it has only metrics.
+    """
+    recorded = recorded_snapshot_path(run_dir)
+    earlier = storage.snapshot_path(recorded or snapshot_path, run_dir)
+    if recorded not in (None, snapshot_path) and storage.exists(earlier):
         raise UserError(
-            f"trainer.snapshot_path={config.snapshot_path}: there is no snapshot, but this run has "
-            f"one at {before}; resume with trainer.snapshot_path={was}, move it there, or start "
-            "afresh with run_name=NEW_NAME or trainer.resume=never"
+            f"trainer.snapshot_path={snapshot_path}: there is no snapshot, but this run has one at "
+            f"{earlier}; resume with trainer.snapshot_path={recorded}, move it there, or "
+            "train from scratch with run_name=NEW_NAME or trainer.resume=never"
         )
+    if is_run(run_dir):
+        log.warning("found %s but no snapshot: overwriting it and training from scratch", METRICS)
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
-    """The path of the snapshot to read a model from: `snapshot` where it is given, or else the best
-    of the run in `run_dir`, or else of the newest run. The best is the one with the lowest held-out
-    loss; the latest stands in where nothing was evaluated.
+    """The path of the snapshot to read a model from: `snapshot`, or that of the run in `run_dir`,
+    or of the newest run. Of a run it is the best snapshot (lowest held-out loss), or the latest if
+    nothing was evaluated.
 
     Raises `UserError` if there is none.
     """
@@ -187,9 +186,10 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     if snapshot is not None:
         return snapshot
     run_dir = run_dir or newest_run()
-    recorded = recorded_snapshot_path(run_dir) or TrainerConfig.snapshot_path
-    latest = snapshot_path(recorded, run_dir)
-    for path in (beside(latest, "best"), latest):
-        if exists(path):
+    latest = storage.snapshot_path(recorded_snapshot_path(run_dir) or SNAPSHOT, run_dir)
+    for path in (storage.beside(latest, "best"), latest):
+        if storage.exists(path):
             return path
-    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{newest_instead(run_dir)}")
+    raise UserError(
+        f"run_dir={run_dir}: there is no snapshot at {latest}{newest_run_hint(run_dir)}"
+    )

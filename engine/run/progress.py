@@ -1,4 +1,4 @@
-"""How far a run is and how fast: the live line on a terminal, the time of a step."""
+"""Progress: the live line on a terminal, the time of a step, how durations and losses are shown."""
 
 import contextlib
 import io
@@ -6,47 +6,43 @@ import logging
 import os
 import sys
 import time
-from typing import TextIO
 
 import torch
-import torch.nn as nn
 
 log = logging.getLogger("gpt")
-WIDE = 105  # columns that the whole of the live line fits in
 
 
-def show_every_character() -> None:
-    """Has a terminal that lacks a character show its number, rather than the program fail."""
+def escape_unencodable() -> None:
+    """Escapes characters that the terminal cannot encode; Python would raise an error."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
 
 
-def size(file: TextIO) -> tuple[int, int]:
-    """The columns and rows of a terminal that a line may fill. Those that nothing sits in front of
-    (`script` in a job, `docker exec -t`) say 0: they are taken for the usual 80 and 24.
-    """
+def terminal_size(_=None) -> tuple[int, int]:
+    """Columns and rows that a line may fill; of 80 x 24 if the terminal reports no size."""
     try:
-        columns, rows = os.get_terminal_size(file.fileno())
-    except OSError:  # it has gone away
+        columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    except OSError:  # the terminal is gone
         columns, rows = 0, 0
     return (columns or 80) - 1, (rows or 24) - 1
 
 
 class Progress:
-    """Where training stands, in one line that stays below the log.
+    """Progress bar: one live line below the log, on a terminal with tqdm installed.
 
-    Shown where the output is a terminal and tqdm is installed, and only if `shown`; else nothing
-    happens, and the log is all there is. The numbers are the last that the log has, so nothing
-    waits for the device. A terminal that goes away takes the line with it, not the run.
+    Elsewhere, or if not `shown`, it does nothing. Its numbers are those last logged, so it never
+    waits for the device. If the terminal goes away, it closes and the run continues.
     """
 
     def __init__(self, step: int, total_steps: int, shown: bool):
-        self.bar, self.numbers, self.handlers = None, "", []
+        self.bar, self.numbers = None, ""
+        self.stack = contextlib.ExitStack()
         if not (shown and sys.stdout.isatty()):
             return
         try:
             from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
         except ImportError:
             log.info("tqdm is not installed: no progress bar (pip install tqdm)")
             return
@@ -54,7 +50,7 @@ class Progress:
         class Bar(tqdm):
             monitor_interval = 0  # no thread of its own
 
-        columns, rows = size(sys.stdout)
+        columns, rows = terminal_size()
         self.bar = Bar(
             total=total_steps,
             initial=step,
@@ -64,51 +60,35 @@ class Progress:
             nrows=rows,
             bar_format="{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt} | {remaining} left{desc}",
         )
-        self.bar.dynamic_ncols = size  # tqdm's own shows nothing where the size is not known
-        for handler in log.handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
-                handler.setStream(self)
-                self.handlers.append(handler)
+        self.bar.dynamic_ncols = terminal_size  # tqdm's own hides the bar where it reads 0 columns
+        if log.handlers:  # or it would add one
+            self.stack.enter_context(logging_redirect_tqdm([log], Bar))
 
     def log(self, loss: float, rate: float) -> None:
-        """Shows a loss in nats per character and a speed in characters per second."""
+        """Sets the loss (nats per character) and speed (characters per second) to show."""
         self.numbers = f" | loss {loss:.4f} | {rate:,.0f} characters/s"
 
-    def step(self, next_evaluation: int | None) -> None:
+    def step(self) -> None:
         """Counts one step."""
         if self.bar is None:
             return
-        due = "" if next_evaluation is None else f" | next evaluation at {next_evaluation}"
-        if size(sys.stdout)[0] < WIDE:  # or its end would be cut off
-            due = ""
-        self.bar.set_description_str(self.numbers + due, refresh=False)
+        self.bar.set_description_str(self.numbers, refresh=False)
         try:
             self.bar.update()
         except OSError:
             self.close()
 
-    def write(self, text: str) -> None:
-        """Writes above the line; the log's handlers take this for their stream."""
-        assert self.bar is not None  # `close` takes the handlers back
-        with self.bar.external_write_mode(sys.stdout):
-            sys.stdout.write(text)
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
     def close(self) -> None:
         """Removes the line."""
-        if self.bar is None:
-            return
-        for handler in self.handlers:
-            handler.stream = sys.stdout  # setStream would flush first, and a terminal may be gone
-        with contextlib.suppress(OSError):
-            self.bar.close()
-        self.bar = None
+        self.stack.close()
+        if self.bar is not None:
+            with contextlib.suppress(OSError):
+                self.bar.close()
+            self.bar = None
 
 
 class Stopwatch:
-    """Seconds a training step takes, evaluations and saves not counted."""
+    """Times training steps, without evaluations and saves."""
 
     def __init__(self, step: int, device: torch.device):
         self.device = device
@@ -123,17 +103,12 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def paused(self):
-        if self.device.type == "cuda":  # or what it still has to do would count as the pause
+        """Leaves the time of the block out."""
+        if self.device.type == "cuda":  # finish the queued steps before the pause starts
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         yield
         self.started += time.perf_counter() - started
-
-
-def flops_per_token(model: nn.Module) -> float:
-    """The model's own count, or 6 per parameter."""
-    own = getattr(model, "flops_per_token", None)
-    return own() if own else 6.0 * sum(p.numel() for p in model.parameters())
 
 
 def duration(seconds: float) -> str:
@@ -144,4 +119,5 @@ def duration(seconds: float) -> str:
 
 
 def format_loss(loss: float | None) -> str:
+    """Four decimals, or "-" for None."""
     return "-" if loss is None else f"{loss:.4f}"

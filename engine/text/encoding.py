@@ -1,42 +1,41 @@
-"""Large texts: encoded once into a file that every process of a host maps into memory.
+"""Encoding: text to ids, in one streaming pass over the text and one rewrite of the ids.
 
-A text of more than `LARGE` bytes need not fit in memory, so it is streamed. One pass over its
-source gives every character an id in the order of first appearance; a second pass, over the file
-that this made, gives the ids their order among the sorted characters. The file holds the ids, in
-the smallest unsigned integer type that has room for the vocabulary, and after them a record of what
-they are: JSON, its length in 8 bytes, and the SHA-256 of both. Its name is a digest of what
-identifies the source.
+The pass assigns ids in the order of first appearance; the rewrite replaces them by positions in the
+sorted vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into
+a cache file, which all processes of a host memory-map.
 """
 
-import contextlib
 import fcntl
 import hashlib
-import itertools
+import io
 import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from fsspec.utils import infer_compression
 
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
-from engine.text.sources import PYDOC, DataConfig, Source, check_digest, pydoc_text
+from engine.text.sources import PYDOC, find_files, name_of, pydoc_text, read_text, version_of
 
 log = logging.getLogger("gpt")
 
-LARGE = 64 * 2**20  # bytes, compressed or not; texts up to this are kept in memory
-FORMAT = 1
-CHUNK = 2**18  # ids changed at once
+LARGE = 64 * 2**20  # bytes
+FORMAT = 2  # version of the cache files
+CHUNK = 2**18  # ids rewritten at once
 UNSEEN = 2**32 - 1
 
 
 class EncodedText(NamedTuple):
-    """A text as ids: `data` is a 1-D tensor of uint8, uint16 or uint32, a character's id its
-    position in `vocabulary`; `digest` is the SHA-256 of the text.
+    """A text as ids.
+
+    `vocabulary` has the distinct characters, sorted; `data` their positions in it, a 1-D tensor of
+    uint8, uint16 or uint32; `digest` is the SHA-256 of the text in UTF-8, hexadecimal.
     """
 
     vocabulary: str
@@ -44,266 +43,169 @@ class EncodedText(NamedTuple):
     digest: str
 
 
-def open_text(config: DataConfig) -> str | EncodedText:
-    """The text at `config.path`: itself, whole, or, where it is large, encoded and mapped into
-    memory, of which only the share `config.truncate`.
+def is_small(path: str | list[str]) -> bool:
+    """Whether the text is a plain local file of up to `LARGE` bytes, or Python's own."""
+    if path == PYDOC:
+        return True
+    if isinstance(path, list) or infer_compression(path) or not os.path.isfile(path):
+        return False
+    return os.path.getsize(path) <= LARGE
 
-    A large text is encoded into `config.cache_dir`, unless that has been done before and its source
-    has not changed since; processes that want to at the same time wait for one of them.
 
-    Raises `UserError` for a text that is missing, unreachable, not UTF-8 (naming the byte offset),
-    or whose SHA-256 is not `config.sha256`, and where the cache cannot be written.
+def open_text(
+    path: str | list[str], sha256: str | None, truncate: float, cache_dir: str
+) -> EncodedText:
+    """Encodes the first share `truncate` of the text at `path`: in memory if it is small, otherwise in
+    `cache_dir`, once until one of its files changes.
+
+    Raises `UserError` for a text that cannot be read, is empty or not UTF-8, or whose SHA-256 is not
+    `sha256`, and for a cache that cannot be used.
     """
-    if config.path == PYDOC:
-        return pydoc_text()
-    source = Source(config.path)
-    identity = json.dumps([FORMAT, config.truncate, source.version])
-    name = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    path = os.path.join(config.cache_dir, f"{name}.ids")
-    is_large = source.stored > LARGE
-    if (is_large or source.size is None) and (cached := load(path, config)):
-        return cached
-    pieces: Iterator[str] = iter(source)
-    if not is_large:
-        read = []  # as bytes, which take less memory
-        for piece in pieces:
-            read.append(piece.encode())
-            if source.num_bytes > LARGE:
-                break
-        else:
-            check_digest(source.digest.hexdigest(), config.sha256, f"data.path={config.path}")
-            return b"".join(read).decode()
-        pieces = itertools.chain(map(bytes.decode, read), pieces)
-    build(path, source, pieces, config)
-    return cast(EncodedText, load(path, config))
+    if is_small(path):
+        ids = io.BytesIO()
+        pieces = [pydoc_text()] if path == PYDOC else read_text(find_files(path), sha256)
+        record = encode(pieces, truncate, ids)
+        data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
+        return EncodedText(record["vocabulary"], data, record["digest"])
+
+    files = find_files(path)
+    identity = json.dumps([FORMAT, truncate, sha256, *map(version_of, files)])
+    stem = os.path.join(cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
+    try:
+        if encoded := load(stem):
+            return encoded
+        os.makedirs(cache_dir, exist_ok=True)
+        shown = ", ".join(map(name_of, files[:5])) + ", ..." * (len(files) > 5)
+        log.info("encoding    %s into %s.ids", shown, stem)
+        with open(os.path.join(cache_dir, ".lock"), "a") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # released on close; another process may encode
+            if load(stem) is None:
+                with atomic_write(f"{stem}.ids", "w+b") as ids:
+                    record = encode(read_text(files, sha256), truncate, ids)
+                with atomic_write(f"{stem}.json") as file:
+                    json.dump(record, file)
+        encoded = load(stem)
+        assert encoded
+        return encoded
+    except OSError as error:
+        raise UserError(f"data.cache_dir={cache_dir}: cannot be used: {one_line(error)}") from error
 
 
-def fill(config: DataConfig) -> str | None:
-    """What one process of a host does for all: puts a large text into the cache of the host.
-
-    Returns a small text that is remote, or whose size could not be known before it was read: it is
-    to be handed to the other processes. They read any other small text themselves. Raises what
-    `open_text` does.
-    """
-    if config.path == PYDOC:
-        return None
-    source = Source(config.path)
-    names = [file.name for file in source.files]
-    if names != [config.path]:
-        more = ", ..." * (len(names) > 5)
-        log.info("files       %d: %s%s", len(names), ", ".join(names[:5]), more)
-    if not source.is_remote and source.size is not None and source.size <= LARGE:
-        return None
-    text = open_text(config)
-    return text if isinstance(text, str) else None
-
-
-# --------------------------------------------------------------------------------------------------
-# The file
-
-
-def load(path: str, config: DataConfig) -> EncodedText | None:
-    """The text in the cache file at `path`, mapped into memory; None if there is none, or it is
-    damaged.
-
-    Raises `UserError` if the SHA-256 of its source is not `config.sha256`.
+def load(stem: str) -> EncodedText | None:
+    """Memory-maps a cached text: ids in `stem`.ids, everything else in `stem`.json, written last.
+    None if it is missing or damaged.
     """
     try:
-        with open(path, "rb") as file:
-            record = read_record(file)
-            if record is None:
-                return None
-            check_digest(record["source_digest"], config.sha256, f"data.path={config.path}")
-            if not record["characters"]:
-                return EncodedText("", torch.empty(0, dtype=torch.uint8), record["digest"])
-            ids = np.memmap(file, record["type"], mode="r", shape=(record["characters"],))
-    except FileNotFoundError:
+        with open(f"{stem}.json", encoding="utf-8") as file:
+            record = json.load(file)
+        ids = np.memmap(f"{stem}.ids", record["type"], mode="r")
+    except (FileNotFoundError, ValueError):
         return None
-    except OSError as error:
-        raise UserError(
-            f"data.cache_dir={config.cache_dir}: {path} cannot be read: {error.strerror}"
-        ) from error
-    # Read only: the kernel refuses a private copy larger than memory, even one that is never
-    # made. Torch warns of that, but nothing writes into a text.
+    if len(ids) != record["characters"]:
+        return None
+    # Mapped read-only: Linux may refuse a writable private mapping larger than memory. torch warns
+    # about read-only arrays; nothing writes to this one.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return EncodedText(record["vocabulary"], torch.from_numpy(ids), record["digest"])
 
 
-def write_record(file: BinaryIO, record: dict[str, Any]) -> None:
-    content = json.dumps(record).encode()
-    content += len(content).to_bytes(8, "little")
-    file.write(content + hashlib.sha256(content).hexdigest().encode())
+def encode(pieces: Iterable[str], truncate: float, file: BinaryIO) -> dict[str, Any]:
+    """Streaming encoder: writes the ids of the first share `truncate` of a text into the empty
+    `file`, in the smallest unsigned type that holds them.
 
-
-def read_record(file: BinaryIO) -> dict[str, Any] | None:
-    """The record that ends a cache file; None if it is not whole, or what stands before it is not
-    of the length that it says.
+    Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
+    the text. Raises `UserError` if no character is left.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 72))
-    end = file.read()
-    length = int.from_bytes(end[:8], "little")
-    start = size - 72 - length
-    if start < 0:
-        return None
-    file.seek(start)
-    content = file.read(length + 8)
-    if hashlib.sha256(content).hexdigest().encode() != end[8:]:
-        return None
-    record = json.loads(content[:-8])
-    is_whole = record["characters"] * np.dtype(record["type"]).itemsize == start
-    return record if is_whole else None
-
-
-# --------------------------------------------------------------------------------------------------
-# Building it
-
-
-def build(path: str, source: Source, pieces: Iterable[str], config: DataConfig) -> None:
-    """Encodes `pieces`, which are `source`'s, into the cache file at `path`, unless another process
-    does so first.
-
-    The file is whole or not there. One process at a time writes into the directory, so temporaries
-    found there are of killed ones, and are removed. Raises `UserError` if nothing can be written.
-    """
-    try:
-        os.makedirs(config.cache_dir, exist_ok=True)
-        with locked(config.cache_dir):
-            if load(path, config):
-                return
-            if os.path.exists(path):
-                log.warning("%s: damaged: rebuilding it", path)
-            for name in os.listdir(config.cache_dir):
-                if name.endswith(".ids.tmp"):
-                    os.remove(os.path.join(config.cache_dir, name))
-            log.info("encoding    %s into %s", source.name, path)
-            with atomic_write(path, "w+b") as file:
-                encode(source, pieces, file, config.truncate)
-    except OSError as error:
-        raise UserError(
-            f"data.cache_dir={config.cache_dir}: cannot be written: {one_line(error)}"
-        ) from error
-
-
-@contextlib.contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Has `folder` to itself among the processes that ask for that; waits for it."""
-    with open(os.path.join(folder, ".lock"), "a") as lock:  # the kernel's: it dies with its holder
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            log.info("waiting     for another process that writes into %s", folder)
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-        yield
-
-
-def encode(source: Source, pieces: Iterable[str], file: BinaryIO, truncate: float) -> None:
-    """Writes the share `truncate` of the text, and its record, into the empty `file`."""
     ids = AppearanceIds()
-    count, dtype = 0, ids.dtype
+    length = 0  # in characters
     for text in pieces:
+        dtype = ids.dtype
         encoded = ids.encode(text)
         if ids.dtype != dtype:
-            rewrite(file, count, dtype, ids.dtype, lambda chunk: chunk)
+            rewrite(file, length, dtype, np.arange(np.iinfo(dtype).max + 1, dtype=ids.dtype))
             file.seek(0, os.SEEK_END)
-            dtype = ids.dtype
         file.write(encoded.data)
-        count += len(encoded)
+        length += len(encoded)
 
-    digest, points = source.digest, np.array(ids.points, np.uint32)
-    if truncate < 1:
-        count, digest = int(count * truncate), hashlib.sha256()
-        file.truncate(count * dtype.itemsize)
-        used = 0
-        for _, chunk in chunks(file, count, dtype):
-            used = max(used, int(chunk.max()) + 1)
-            digest.update(points[chunk].tobytes().decode("utf-32-le").encode())
-        points = points[:used]  # those that appear first
-    final = np.min_scalar_type(max(0, len(points) - 1))
+    length = int(length * truncate)
+    if not length:
+        raise UserError(f"the text is empty (data.truncate={truncate})")
+    points = np.array(ids.points, np.min_scalar_type(max(ids.points)))
+    codec = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[points.itemsize]
+    digest, num_used = hashlib.sha256(), 0
+    for _, chunk in chunks(file, length, ids.dtype):
+        digest.update(look_up(points, chunk).tobytes().decode(codec).encode())
+        num_used = max(num_used, int(chunk.max()) + 1)
+    points = points[:num_used]  # the others appear only in what is cut off
+
     order = np.argsort(points)
-    final_id = np.zeros(max(len(points), 256), final)  # 256, to translate bytes with
-    final_id[order] = np.arange(len(points), dtype=final)
-    rewrite(file, count, dtype, final, lambda chunk: look_up(final_id, chunk))
-    file.truncate(count * final.itemsize)
-    file.seek(0, os.SEEK_END)
-    write_record(
-        file,
-        {
-            "vocabulary": "".join(map(chr, points[order])),
-            "type": final.name,
-            "characters": count,
-            "digest": digest.hexdigest(),
-            "source_digest": source.digest.hexdigest(),
-        },
-    )
+    final = np.empty(num_used, np.min_scalar_type(num_used - 1))
+    final[order] = np.arange(num_used)
+    rewrite(file, length, ids.dtype, final)
+    file.truncate(length * final.itemsize)
+    return {
+        "vocabulary": "".join(map(chr, points[order])),
+        "type": final.dtype.name,
+        "characters": length,
+        "digest": digest.hexdigest(),
+    }
 
 
 class AppearanceIds:
-    """Gives each character an id, in the order of first appearance.
-
-    `points` are the code points by id, and `dtype` the smallest type that holds the ids so far.
+    """Ids in the order of first appearance. `points`: code points by id; `dtype`: the smallest type
+    that holds the ids so far.
     """
 
     def __init__(self):
         self.points: list[int] = []
         self.dtype = np.dtype(np.uint8)
         self.id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
-        self.id_of_byte = np.zeros(256, np.uint8)  # of ASCII characters, while ids are bytes
         self.seen = b""  # ASCII characters that have an id
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, 1-D of type `dtype`, after it has learnt new characters from it."""
+        """The ids of `text`, 1-D of type `dtype`; new characters get the next ids."""
         if text.isascii():
             points = np.frombuffer(text.encode(), np.uint8)
-            unseen = np.frombuffer(points.tobytes().translate(None, self.seen), np.uint8)
+            unseen = np.frombuffer(text.encode().translate(None, self.seen), np.uint8)
         else:
             points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
             unseen = points[self.id_of.take(points) == UNSEEN]
         if len(unseen):
-            self._learn(unseen)
+            first = np.sort(np.unique(unseen, return_index=True)[1])
+            new = unseen[first].tolist()
+            self.id_of[new] = np.arange(len(self.points), len(self.points) + len(new))
+            self.points += new
+            self.dtype = np.min_scalar_type(len(self.points) - 1)
+            self.seen += bytes(point for point in new if point < 128)
         if points.dtype == self.dtype == np.uint8:
-            return look_up(self.id_of_byte, points)
+            return look_up(self.id_of[:256].astype(np.uint8), points)
         return self.id_of.take(points).astype(self.dtype)
-
-    def _learn(self, unseen: np.ndarray) -> None:
-        first = np.sort(np.unique(unseen, return_index=True)[1])
-        new = unseen[first].tolist()
-        self.id_of[new] = np.arange(len(self.points), len(self.points) + len(new))
-        self.points += new
-        self.dtype = np.min_scalar_type(len(self.points) - 1)
-        self.seen += bytes(point for point in new if point < 128)
-        self.id_of_byte = self.id_of[:256].astype(np.uint8)
 
 
 def look_up(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """`table[ids]`, of which bytes by bytes have a faster way."""
+    """`table[ids]`, with a fast path where both are uint8."""
     if table.dtype == ids.dtype == np.uint8:
-        return np.frombuffer(ids.tobytes().translate(table[:256].tobytes()), np.uint8)
+        return np.frombuffer(ids.tobytes().translate(table.tobytes().ljust(256)), np.uint8)
     return table.take(ids)
 
 
 def chunks(
-    file: BinaryIO, count: int, dtype: np.dtype, backwards: bool = False
+    file: BinaryIO, length: int, dtype: np.dtype, backwards: bool = False
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The `count` ids of type `dtype` in `file`, in pieces, each with the number of its first."""
-    starts = range(0, count, CHUNK)
+    """Yields (position, ids) for pieces of the first `length` ids in `file`, of type `dtype`."""
+    starts = range(0, length, CHUNK)
     for start in reversed(starts) if backwards else starts:
         file.seek(start * dtype.itemsize)
-        length = min(CHUNK, count - start)
-        yield start, np.frombuffer(file.read(length * dtype.itemsize), dtype)
+        content = file.read(min(CHUNK, length - start) * dtype.itemsize)
+        yield start, np.frombuffer(content, dtype)
 
 
-def rewrite(
-    file: BinaryIO,
-    count: int,
-    old: np.dtype,
-    new: np.dtype,
-    change: Callable[[np.ndarray], np.ndarray],
-) -> None:
-    """Replaces, in place, the `count` ids of type `old` by what `change` makes of them, of type
-    `new`. From the end where they grow, so that nothing is overwritten before it is read.
+def rewrite(file: BinaryIO, length: int, dtype: np.dtype, table: np.ndarray) -> None:
+    """Replaces, in place, the first `length` ids in `file`, of type `dtype`, by `table[ids]`.
+
+    Runs backwards if the ids become wider, so that none is overwritten before it is read.
     """
-    for start, ids in chunks(file, count, old, backwards=new.itemsize > old.itemsize):
-        file.seek(start * new.itemsize)
-        file.write(change(ids).astype(new, copy=False).data)
+    for start, ids in chunks(file, length, dtype, backwards=table.itemsize > dtype.itemsize):
+        file.seek(start * table.itemsize)
+        file.write(look_up(table, ids).data)

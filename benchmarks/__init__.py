@@ -1,0 +1,1 @@
+"""Benchmarks: README.md has what is measured, how, and where the figures go."""

@@ -1,0 +1,111 @@
+"""Resolves `auto` settings once; stored in snapshots for resuming.
+
+The choices of a run are a dictionary: `device` ("cpu" or "cuda"), `amp_dtype`, `compile` and
+`deterministic`. Where a setting is `auto`, `earlier` choices from a snapshot are kept.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+import sysconfig
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from engine.errors import UserError
+from engine.kernels import build
+from engine.machine import hardware
+
+log = logging.getLogger("gpt")
+
+# Planned floating-point operations from which compiling pays. On a CPU in float32 these take
+# minutes, of which compiling saves a sixth and costs 20 s (benchmarks/experiments.md). The figure
+# for GPUs is an estimate: a minute.
+COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 1e16}
+
+
+def resolve(
+    device: torch.device,
+    amp_dtype: str,
+    compile: str,
+    deterministic: str,
+    planned_flops: float,
+    earlier: dict[str, Any],
+) -> dict[str, Any]:
+    """Resolves all choices of a run.
+
+    Args:
+        device: the type of device counts.
+        amp_dtype: as `resolve_amp_dtype` returns it.
+        compile, deterministic: "auto", "true" or "false".
+        planned_flops: floating-point operations of the run, per GPU, or of all CPUs together.
+        earlier: the choices in a snapshot, or {}.
+    """
+    pays = planned_flops > COMPILE_PAYS_FROM[device.type]
+    if device.type == "cpu":  # the C kernels are faster
+        pays = pays and amp_dtype == "float32" and build.library(torch.float32) is None
+
+    def choose(name: str, setting: str, best: bool) -> bool:
+        return earlier.get(name, best) if setting == "auto" else setting == "true"
+
+    choices = {
+        "device": device.type,
+        "amp_dtype": amp_dtype,
+        "compile": choose("compile", compile, pays),
+        "deterministic": choose("deterministic", deterministic, device.type == "cpu"),
+    }
+    if choices["compile"] and (missing := missing_to_compile(device.type)):
+        log.warning("trainer.compile=%s: %s not found; torch.compile disabled", compile, missing)
+        choices["compile"] = False
+    return choices
+
+
+def resolve_amp_dtype(
+    device: torch.device, setting: str, use_amp: bool, earlier: dict[str, Any]
+) -> str:
+    """Resolves `trainer.amp_dtype`, the type to compute in: bfloat16 where the hardware supports
+    it, else float16 on GPUs and float32 on CPUs. Without `use_amp` it is float32.
+
+    Raises `UserError` for an unknown type in a snapshot.
+    """
+    if not use_amp:
+        return "float32"
+    if setting != "auto":
+        return setting
+    if earlier.get("amp_dtype"):
+        if earlier["amp_dtype"] not in ("bfloat16", "float16", "float32"):
+            raise UserError(f"the snapshot was computed in {earlier['amp_dtype']!r}")
+        return earlier["amp_dtype"]
+    if hardware.computes_in_bfloat16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
+
+
+def missing_to_compile(device_type: str) -> str | None:
+    """What torch.compile needs and this machine lacks, if anything: a C++ compiler for a CPU; for a
+    GPU Triton, which builds a Python module with a C compiler.
+    """
+    if device_type == "cpu":
+        return None if shutil.which(os.environ.get("CXX", "g++")) else "C++ compiler (g++)"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return "C compiler (gcc)"
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return None if os.path.exists(header) else "header of Python (python3-dev)"
+
+
+def apply(choices: dict[str, Any], model: nn.Module) -> None:
+    """Sets torch's determinism, and compiles `model` at its first step if chosen."""
+    if choices["deterministic"]:
+        if choices["device"] == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        deterministic: Any = torch.utils.deterministic  # a property of its class
+        deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
+    torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
+    if choices["compile"]:  # the compiler, whose import takes a second, has a switch of its own
+        torch.use_deterministic_algorithms(choices["deterministic"])
+        torch.compiler.reset()  # a process compiles at most eight models otherwise
+        model.compile(dynamic=False)

@@ -1,0 +1,165 @@
+"""Autoregressive sampling with a cache of keys and values.
+
+    for ids in stream(model, idx, 500, do_sample=True, top_k=20, seed=7): ...
+
+Of a model it uses the call `model(idx, cache=cache) -> (logits, loss)` and the sizes `n_layer`,
+`n_head`, `n_embd` and `block_size` of its `config`. B: texts, T: characters, V: vocabulary.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class LayerCache:
+    """Keys and values that one layer has computed so far.
+
+    `keys` and `values` are (B, H, block_size, D), as long as the context will ever be (as in
+    pytorch-labs/gpt-fast); `length` characters of them are filled. `last` is for what a layer has
+    to remember of the last character alone, (B, 1, C), at first zeros. Where `weights` is a list,
+    the layer appends its attention weights to it, (B, H, S, length + S).
+    """
+
+    def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
+        width = config.n_embd // config.n_head
+        shape = batch_size, config.n_head, config.block_size, width
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.last = torch.zeros(batch_size, 1, config.n_embd, device=device, dtype=dtype)
+        self.length = 0
+        self.weights: list[torch.Tensor] | None = None
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends keys and values (B, H, S, D) of the next characters; returns all so far, (B, H,
+        length, D).
+        """
+        start, self.length = self.length, self.length + key.size(2)
+        self.keys[:, :, start : self.length] = key
+        self.values[:, :, start : self.length] = value
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+class KVCache:
+    """The `layers` of a cache for one text or batch. `rotation` is for a model to keep its table of
+    positions.
+    """
+
+    def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
+        self.layers = [LayerCache(config, batch_size, device, dtype) for _ in range(config.n_layer)]
+        self.rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Characters in the cache."""
+        return self.layers[0].length
+
+
+def generate(
+    model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int, **options: Any
+) -> torch.Tensor:
+    """Continues `idx` (B, T >= 1) by `max_new_tokens` characters: (B, T + max_new_tokens). Options
+    and errors are those of `stream`.
+    """
+    new = [ids[:, None] for ids in stream(model, idx, max_new_tokens, **options)]
+    return torch.cat((idx, *new), dim=1)
+
+
+@torch.no_grad()
+def stream(
+    model: torch.nn.Module,
+    idx: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    do_sample: bool = False,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    first_row: int = 0,
+    use_cache: bool = True,
+) -> Iterator[torch.Tensor]:
+    """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
+    row, int64 (B,), `max_new_tokens` times. The model sees the last `block_size` characters, in
+    evaluation mode.
+
+    Args:
+        do_sample: draw from the softmax of logits / `temperature`; otherwise take the likeliest.
+        top_k: draw among the k likeliest.
+        top_p: draw among the fewest whose probabilities reach p (Holtzman et al., 2019).
+        seed: row i is drawn with a generator of (seed, first_row + i), so that it depends neither
+            on the device nor on the batch, except for rounding. None: taken from torch's global
+            generator, which is otherwise left alone.
+        use_cache: False recomputes the whole context for each character: the same result, slower.
+
+    Raises ValueError, at the first character, for an empty `idx`, a negative `max_new_tokens`, a
+    temperature not above 0, a top_k below 1, or a top_p not in (0, 1].
+    """
+    if idx.dim() != 2 or idx.size(1) == 0:
+        raise ValueError("generate needs at least one character to start from, of shape (B, T)")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
+    if do_sample and not temperature > 0:
+        raise ValueError(f"temperature={temperature}: must be above 0")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+    config: Any = model.config
+    B, T = idx.shape
+    generators = []
+    if do_sample:
+        seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        generators = [np.random.default_rng((seed, first_row + row)) for row in range(B)]
+    device, dtype = idx.device, next(model.parameters()).dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    cache = KVCache(config, B, device, dtype) if use_cache else None
+    was_training = model.training
+    model.eval()
+    try:
+        new = idx[:, -config.block_size :]
+        context = deque(new.split(1, dim=1), maxlen=config.block_size)
+        for length in range(T, T + max_new_tokens):
+            if cache is not None and length <= config.block_size:
+                logits, _ = model(new, cache=cache)
+            else:
+                # Past block_size the window slides: every position, and so every key, changes.
+                logits, _ = model(torch.cat([*context], dim=1))
+            ids = pick(logits[:, -1], temperature, top_k, top_p, generators)
+            yield ids
+            new = ids[:, None]
+            context.append(new)
+    finally:
+        model.train(was_training)
+
+
+def pick(
+    logits: torch.Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generators: list[np.random.Generator],
+) -> torch.Tensor:
+    """One id (B,) per row of `logits` (B, V), drawn with the row's generator, or the likeliest if
+    there are no generators; see `stream`.
+    """
+    if not generators:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probability = ordered.softmax(dim=-1)
+        # The likeliest has 0 before it, so one always stays.
+        before = probability.cumsum(dim=-1) - probability
+        excluded = (before >= top_p).scatter(1, order, before >= top_p)
+        logits = logits.masked_fill(excluded, float("-inf"))
+    # Exponential race: argmax(p / Exp(1)) is distributed as p; torch.multinomial does the same.
+    times = np.empty(logits.shape)
+    for generator, row in zip(generators, times, strict=True):
+        generator.standard_exponential(out=row)
+    return (logits.softmax(dim=-1) / torch.from_numpy(times).to(logits.device)).argmax(dim=-1)

@@ -1,0 +1,124 @@
+"""Muon: momentum, orthogonalized (Jordan et al., 2024)."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+from engine.machine import hardware
+from engine.optim.adamw import AdamW
+from engine.parallel import sharding
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial, steepest at zero
+ITERATIONS = 5
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iteration: approximates U V^T for each matrix U S V^T of (N, R, C). The singular
+    values lie between about 0.7 and 1.2. Computes in bfloat16 where the hardware does.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.size(1) > matrices.size(2)
+    # Transposed, so that the Gram matrix is the smaller one.
+    x = matrices.mT if is_tall else matrices
+    if hardware.computes_in_bfloat16(x.device):
+        x = x.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def normalized_orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonalize`, with rows (columns, if there are more) scaled to equal norms, and the norm of an
+    orthogonal matrix overall.
+
+    NorMuon (Li et al., 2025) without its running mean of the norms, which gained nothing here
+    (benchmarks/experiments.md).
+    """
+    x = orthogonalize(matrices)
+    rows, columns = x.shape[1:]
+    size = (min(rows, columns) / max(rows, columns)) ** 0.5
+    norm = x.norm(dim=2 if rows >= columns else 1, keepdim=True, dtype=torch.float32)
+    return x * (size / norm.clamp(min=1e-7)).to(x.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalized, with decoupled weight decay.
+
+    Updates have the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so that
+    both can share a learning rate. Raises ValueError for a parameter that is not a matrix.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        normalize: bool = False,
+    ):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(parameters, {**defaults, "normalize": normalize})
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dim() != 2:
+                raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            gradients = [p.grad for p in parameters]
+            for p in parameters:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+
+            by_shape = defaultdict(list)  # one batch of products for all matrices of a shape
+            for p, update in zip(parameters, updates, strict=True):
+                by_shape[p.shape].append((p, update))
+            function = normalized_orthogonalize if group["normalize"] else orthogonalize
+            for shape, pairs in by_shape.items():
+                batch = torch.stack([update for _, update in pairs])
+                result = sharding.map_matrices(function, batch)
+                size = 0.2 * max(shape) ** 0.5
+                torch._foreach_add_([p for p, _ in pairs], [*result], alpha=-group["lr"] * size)
+        return loss
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for a list of matrices and AdamW for other parameter groups, as one optimizer: one `step` for
+    a `GradScaler` to skip, one state to save.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], groups: list[dict], muon: dict, adamw: dict):
+        self.parts = (Muon(matrices, **muon), AdamW(groups, **adamw))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "parts": self.parts}  # for copies
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        # Groups and state of this optimizer count: loading a state replaces them.
+        for part, groups in zip(
+            self.parts, (self.param_groups[:1], self.param_groups[1:]), strict=True
+        ):
+            part.param_groups, part.state = groups, self.state
+            part.step()
+        return loss

@@ -1,0 +1,84 @@
+"""Console: the log on rank 0's standard output, and errors as one line."""
+
+import contextlib
+import errno
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from engine.errors import UserError
+from engine.parallel import distributed
+from engine.parallel.distributed import launched_rank, launched_size
+
+log = logging.getLogger("gpt")
+
+
+class Console(logging.StreamHandler):
+    """Prints the log until its pipe is closed."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+            self.setLevel(logging.CRITICAL + 1)
+        else:
+            super().handleError(record)
+
+
+class LevelFormatter(logging.Formatter):
+    """Messages unchanged, with the level before warnings and errors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        named = record.levelno >= logging.WARNING
+        return f"{record.levelname.lower()}: {message}" if named else message
+
+
+def log_to_console() -> None:
+    """Prints the log on rank 0 alone, also if ranks start as forks of this process."""
+    if log.handlers:
+        return
+    log.propagate = False
+    log.setLevel(logging.INFO)
+    handler = Console(sys.stdout)
+    handler.setFormatter(LevelFormatter())
+    handler.addFilter(lambda record: launched_rank() == 0)
+    log.addHandler(handler)
+
+
+def fail(error: Exception | str, status: int = 1) -> NoReturn:
+    """Ends the process with one line on standard error."""
+    rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
+    sys.stderr.write(f"error{rank}: {error}\n")  # in one call: the ranks share a terminal
+    distributed.leave(status)
+
+
+@contextlib.contextmanager
+def one_line_errors(explain: Callable[[Exception], str]) -> Iterator[None]:
+    """Ends the process with one line for an error that a user can correct; `explain` words one of Hydra's
+    or OmegaConf's. Other errors keep their traceback.
+    """
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+    except UserError as error:
+        fail(error)
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        fail(" ".join(str(error).splitlines()[:2]))  # the rest is what the job has printed
+    except OSError as error:
+        given = any(a.startswith(("hydra.", "-m", "--multirun")) for a in sys.argv)
+        if error.filename is None or not given:
+            raise
+        fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not create
+    except KeyboardInterrupt:
+        fail(
+            "interrupted; the same command resumes from the last snapshot, if there is one",
+            128 + signal.SIGINT,
+        )

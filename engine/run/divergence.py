@@ -1,0 +1,69 @@
+"""Divergence check: ends a run whose loss or gradients are no longer finite."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from engine.errors import UserError
+from engine.parallel import distributed
+from engine.parallel.distributed import World
+from engine.run.training_log import TrainingLog
+
+MIN_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
+
+
+class DivergenceCheck:
+    """Notes the first non-finite step on the device, so that no step waits for it; `check` reads it.
+
+    All ranks call every method at the same steps.
+
+    Args:
+        scaler: skips steps that overflow in float16, which is then no divergence.
+        learning_rate: that of a step, for the error.
+        log: records the divergence in the metrics.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        scaler: torch.amp.GradScaler,
+        learning_rate: Callable[[int], float],
+        log: TrainingLog,
+    ):
+        self.world, self.scaler, self.learning_rate, self.log = world, scaler, learning_rate, log
+        # Step, loss and gradient norm of this rank's first bad step; step -1 for none.
+        self.bad = torch.full((3,), -1.0, dtype=torch.float64, device=world.device)
+
+    def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Notes the loss and the gradient norm of `step`, scalars on the device."""
+        now = torch.stack((torch.full_like(loss, step), loss, grad_norm)).double()
+        is_first = ~now.isfinite().all() & (self.bad[0] < 0)
+        self.bad = torch.where(is_first, now, self.bad)
+
+    def check(self, step: int) -> None:
+        """Raises `UserError` on every rank if a loss or gradient norm up to `step` was not finite on any
+        of them. Waits for the device.
+        """
+        if self.scaler.is_enabled():
+            if self.scaler.get_scale() < MIN_SCALE:
+                raise self.error(step, "float16 gradients overflow at any scale")
+            return
+        any_bad = distributed.sum_over_ranks((self.bad[0] >= 0).long(), self.world)
+        if any_bad.item():
+            found = [
+                bad for bad in distributed.gather(self.bad.tolist(), self.world) if bad[0] >= 0
+            ]
+            first, loss, norm = min(found, key=lambda bad: (bad[0], math.isfinite(bad[1])))
+            raise self.error(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
+
+    def error(
+        self, step: int, what: str, loss: float = math.nan, grad_norm: float = math.nan
+    ) -> UserError:
+        """The error of a run that diverged at `step`, also recorded in its metrics."""
+        what += f" at learning rate {self.learning_rate(step - 1):.3g}"
+        self.log.log_divergence(step, loss, grad_norm, what)
+        return UserError(
+            f"step {step}: {what}: training has diverged; lower optimizer.learning_rate or raise "
+            "optimizer.warmup_steps; the snapshots saved before stay"
+        )

@@ -1,0 +1,75 @@
+"""Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batch arithmetic of a run.
+
+    Attributes:
+        windows: training windows of an epoch.
+        block_size: characters of a window.
+        batch_size: windows of an optimizer step, over all ranks.
+        micro_batch_size: windows of a rank and forward pass.
+        accumulation: micro-batches of a rank and step.
+        world_size: number of ranks.
+        total_steps: optimizer steps of the whole run.
+    """
+
+    windows: int
+    block_size: int
+    batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    world_size: int
+    total_steps: int
+
+    @classmethod
+    def make(
+        cls,
+        windows: int,
+        block_size: int,
+        batch_size: int,
+        micro_batch_size: int | None,
+        max_steps: int | None,
+        max_epochs: int | None,
+        world_size: int,
+    ) -> "Plan":
+        """The plan for a global batch that `world_size` divides. A micro-batch is the largest divisor of
+        a rank's share that `micro_batch_size` allows; the run ends at `max_steps` or `max_epochs`,
+        whichever comes first.
+        """
+        share = batch_size // world_size
+        limit = min(micro_batch_size or share, share)
+        micro = next(size for size in range(limit, 0, -1) if share % size == 0)
+        ends = [] if max_steps is None else [max_steps]
+        if max_epochs is not None:
+            ends.append(-(-max_epochs * windows // batch_size))
+        return cls(windows, block_size, batch_size, micro, share // micro, world_size, min(ends))
+
+    @property
+    def characters(self) -> int:
+        """Characters of a step."""
+        return self.batch_size * self.block_size
+
+    def windows_seen(self, step: int) -> int:
+        return step * self.batch_size
+
+    def epoch(self, step: int) -> float:
+        return self.windows_seen(step) / self.windows
+
+    def finished_epochs(self, step: int) -> int:
+        return self.windows_seen(step) // self.windows
+
+    def is_due(self, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
+        """Whether an interval ends at `step`: of `every_steps` steps, of `every_epochs` epochs, or both;
+        a step may end several epochs.
+        """
+        if every_steps and step % every_steps == 0:
+            return True
+        if not every_epochs:
+            return False
+        return self.finished_epochs(step) // every_epochs > (
+            self.finished_epochs(step - 1) // every_epochs
+        )

@@ -1,0 +1,196 @@
+"""Training log: progress lines, `metrics.jsonl`, trackers and the progress bar of a run."""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from engine.config.settings import flatten
+from engine.machine.hardware import device_name, peak_memory
+from engine.parallel.distributed import World
+from engine.parallel.sharding import is_sharded
+from engine.run.metrics import Metrics
+from engine.run.plan import Plan
+from engine.run.progress import Progress, Stopwatch, duration, format_loss
+
+log = logging.getLogger("gpt")
+
+
+class TrainingLog:
+    """The log of a run. Every rank has one and calls it alike; rank 0 writes.
+
+    Args:
+        every_steps: steps between two lines.
+        flops_per_character: of training, for the model FLOPs utilization (MFU).
+        peak_flops: of one device, FLOP/s; None where it is not known, and no MFU is logged.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        every_steps: int,
+        flops_per_character: float,
+        peak_flops: float | None,
+    ):
+        self.world, self.plan, self.every_steps = world, plan, every_steps
+        self.flops_per_character, self.peak_flops = flops_per_character, peak_flops
+        self.metrics: Metrics | None = None
+        self.progress: Progress | None = None
+        self.lines = 0  # of metrics.jsonl, on rank 0
+
+    def open(
+        self,
+        run_dir: str,
+        step: int,
+        evaluated: bool,
+        lines: int,
+        trackers: Iterable[str],
+        run_config: dict[str, Any],
+    ) -> None:
+        """Opens the files, on rank 0; see `Metrics`."""
+        self.metrics = Metrics(run_dir, step, evaluated, lines, trackers, flatten(run_config))
+
+    def start(self, step: int) -> None:
+        """Starts the clock and the progress bar at `step`."""
+        self.started_at = step
+        self.stopwatch = Stopwatch(step, self.world.device)
+        self.progress = Progress(step, self.plan.total_steps, shown=self.world.is_first)
+
+    def paused(self):
+        """A context whose time does not count as training: evaluation, saving, sampling."""
+        return self.stopwatch.paused()
+
+    def count(self, step: int) -> None:
+        """Counts `step` as done. The clock starts again after the first one, which compiles."""
+        if self.progress:
+            self.progress.step()
+        if step == self.started_at + 1 and not self.is_due(step):
+            self.stopwatch = Stopwatch(step, self.world.device)
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` has a line."""
+        return step == self.plan.total_steps or step % self.every_steps == 0
+
+    def samples_are_due(self, step: int) -> bool:
+        """Whether text is sampled for the line of `step`: for lines 1, 4, 16, 64, ... and the last."""
+        line = step // self.every_steps
+        is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
+        return is_power_of_4 or step == self.plan.total_steps
+
+    def log_step(
+        self, step: int, loss: float, lr: float, grad_norm: torch.Tensor, samples: list[str]
+    ) -> None:
+        """One line of training: `loss` in nats per character over all ranks."""
+        if not self.metrics:
+            return
+        seconds = self.stopwatch.lap(step)
+        rate = self.plan.characters / seconds
+        mfu = None
+        if self.peak_flops:
+            mfu = rate * self.flops_per_character / (self.peak_flops * self.world.size)
+        norm = grad_norm.item()
+        self.metrics.log(
+            step, self.plan.epoch(step), "train", loss,
+            lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu,
+            memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
+        )  # fmt: skip
+        if self.progress:
+            self.progress.log(loss, rate)
+        log.info(
+            "%s | epoch %.3f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s left",
+            self._of(step), self.plan.epoch(step), loss, lr, norm, f"{rate:,.0f}",
+            f" | MFU {mfu:.0%}" if mfu is not None else "",
+            duration(seconds * (self.plan.total_steps - step)),
+        )  # fmt: skip
+
+    def log_evaluation(
+        self,
+        step: int,
+        loss: float,
+        characters: int,
+        rank_losses: list[float | None],
+        seconds: float,
+        best: tuple[float, int] | None,
+    ) -> None:
+        """One line of evaluation; `best` is the lowest held-out loss before, and its step."""
+        if not self.metrics:
+            return
+        self.metrics.log(
+            step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses
+        )
+        by_rank = ", ".join(format_loss(x) for x in rank_losses)
+        log.info(
+            "%s | held-out loss %.4f (%.4f bits per character)%s | %s characters in %.1f s%s",
+            self._of(step), loss, loss / math.log(2),
+            f" | best {best[0]:.4f} at step {best[1]}" if best and best[0] <= loss else "",
+            f"{characters:,}", seconds,
+            f" | by rank {by_rank}" if self.world.size > 1 else "",
+        )  # fmt: skip
+
+    def log_divergence(self, step: int, loss: float, grad_norm: float, reason: str) -> None:
+        """The last line of a run whose numbers stopped being finite."""
+        if self.metrics:
+            epoch = self.plan.epoch(step)
+            self.metrics.log(step, epoch, "train", loss, grad_norm=grad_norm, diverged=reason)
+
+    def sync(self) -> int:
+        """Flushes `metrics.jsonl` to disk; returns its number of lines, unwritten ones included."""
+        if self.metrics:
+            self.metrics.flush(sync=True)
+            self.lines = self.metrics.lines
+        return self.lines
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.close()
+        if self.metrics:
+            self.metrics.close()
+            self.lines = self.metrics.lines
+            self.metrics = None
+
+    def _of(self, step: int) -> str:
+        total = self.plan.total_steps
+        return f"step {step:{len(str(total))}d}/{total}"
+
+
+def announce(trainer: Any) -> None:
+    """Logs a `Trainer`'s device, precision, batch, split and plan, before the first step."""
+    world, plan, choices = trainer.world, trainer.plan, trainer.choices
+    ranks = f"{world.size} process{'es' * (world.size > 1)}"
+    if world.device.type == "cpu":
+        threads = torch.get_num_threads()
+        device = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
+    else:
+        device = device_name(world.device)
+    log.info(
+        "device      %s; %s%s", device, ranks, ", the model sharded" * is_sharded(trainer.bare)
+    )
+    log.info(
+        "precision   %s%s; %s; %s", choices["amp_dtype"],
+        " with loss scaling" * trainer.scaler.is_enabled(),
+        "compiled (the first step waits for it)" if choices["compile"] else "not compiled",
+        "deterministic" if choices["deterministic"] else "not deterministic",
+    )  # fmt: skip
+    log.info("parameters  %s", f"{sum(p.numel() for p in trainer.parameters):,}")
+    log.info(
+        "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
+        "characters per step",
+        plan.batch_size, ranks, plan.micro_batch_size, plan.accumulation, plan.block_size,
+        f"{plan.characters:,}",
+    )  # fmt: skip
+    characters, held_out = len(trainer.train_dataset.data), 0
+    if trainer.test_dataset is not None:
+        held_out = len(trainer.test_dataset.data)
+    log.info(
+        "split       %s characters to train on, %s held out, %d distinct",
+        f"{characters:,}", f"{held_out:,}", trainer.train_dataset.vocab_size,
+    )  # fmt: skip
+    planned = plan.total_steps * plan.characters
+    log.info(
+        "plan        %d step%s = %s characters = %.3g passes over the text%s",
+        plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}", planned / characters,
+        f"; from step {trainer.step}" if trainer.step else "",
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""A snapshot that the application wrote before its redesign resumes, samples and exports."""
+
+import shutil
+
+import pytest
+from conftest import ROOT, metrics, start
+
+# Written after 6 steps by the revision 7265151 (snapshot format 4), with the settings below.
+OLD = ROOT / "tests" / "fixtures" / "snapshot_format_4"
+SETTINGS = [
+    "experiment=null",
+    "data=text",
+    "data.block_size=16",
+    "model=modern",
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "model.resid_pdrop=0.1",
+    "optimizer=muon",
+    "optimizer.warmup_steps=0",
+    "optimizer.schedule=constant",
+    "trainer.batch_size=12",
+    "trainer.eval_every_steps=3",
+    "trainer.log_every_steps=1",
+    "trainer.threads=1",
+    "trainer.use_amp=false",
+    "report=false",
+    "samples=false",
+    "trainer.trackers=[]",
+]
+# What that revision logged at steps 7 and 8 of a run that was not interrupted.
+LOSSES = [("train", 3.0597784519), ("train", 3.0328981876), ("val", 3.0100255013)]
+
+
+@pytest.fixture
+def run(tmp_path, text_file):
+    folder = tmp_path / "runs" / "old"
+    folder.mkdir(parents=True)
+    shutil.copy(OLD, folder / "gpt_snapshot.pt")
+    return folder
+
+
+def test_it_resumes_as_if_nothing_had_happened(run, text_file):
+    result = start(*SETTINGS, f"data.path={text_file}", "trainer.max_steps=8", f"run_dir={run}")
+    assert result.returncode == 0, result.stderr
+    assert "resuming from" in result.stdout and "step 6" in result.stdout
+    found = [(line["split"], line["loss"]) for line in metrics(run)]
+    assert [split for split, _ in found] == [split for split, _ in LOSSES]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in LOSSES], abs=1e-4)
+
+
+def test_it_samples_and_exports(run):
+    sampled = start(f"run_dir={run}", "max_new_tokens=20", script="sample.py", cwd=run.parents[1])
+    assert sampled.returncode == 0 and "step 6" in sampled.stderr, sampled.stderr
+    pytest.importorskip("safetensors")
+    exported = start(f"run_dir={run}", "out=model", script="export.py", cwd=run.parents[1])
+    assert exported.returncode == 0, exported.stderr
+    assert (run.parents[1] / "model" / "model.safetensors").exists()

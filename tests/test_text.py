@@ -1,0 +1,597 @@
+"""Texts: from anywhere, of any size, encoded to the same ids in memory and in the cache."""
+
+import bz2
+import fcntl
+import functools
+import gzip
+import hashlib
+import http.server
+import json
+import logging
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+
+import chaos
+import fsspec
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, command, metrics, small_disk, start
+from omegaconf import OmegaConf
+
+from char_dataset import CharDataset, DataConfig, prepare_text
+from engine.errors import UserError
+from engine.text import encoding, sources
+from engine.text.encoding import load
+from engine.text.sources import PYDOC, SHAKESPEARE_URL, find_files, read_text
+
+TEXT = "naïve café 漢字 🙂\r\n" * 50
+TEXTS = {
+    "ascii": "the quick brown fox\n" * 400 + "jumps!",
+    "one character": "a" * 5000,
+    "mixed": "".join(random.Random(1).choices("abc é漢🙂\r\n\0\U0010ffff", k=9000)),
+    "ascii that comes late": "".join(map(chr, range(300, 600))) * 9 + "plain text " * 300,
+    "exactly 256": "".join(map(chr, range(255, -1, -1))) * 30,
+    "257 and more": "z" * 3000 + "".join(map(chr, range(257))) * 20,
+    "70,000 characters": "".join(map(chr, range(0x10000, 0x10000 + 70_000))) + "tail" * 99,
+}
+
+
+def read(path) -> str:
+    return "".join(read_text(find_files(path)))
+
+
+@pytest.fixture
+def books(tmp_path):
+    """A folder of three texts, and what else a folder may hold."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name, content in (("b.txt", "second "), ("a.txt", "first "), ("c[1].txt", "third ")):
+        (folder / name).write_text(content)
+    (folder / "notes.md").write_text("not a book")
+    (folder / "d.txt").mkdir()
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Makes texts of 1,000 bytes large ones, read in small pieces; returns how to write and
+    configure one.
+    """
+    monkeypatch.setattr(encoding, "LARGE", 1000)
+    monkeypatch.setattr(sources, "PIECE", 777)
+    monkeypatch.setattr(encoding, "CHUNK", 501)
+
+    def make(text: str, name: str = "text.txt", **settings) -> DataConfig:
+        content = text.encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        cache_dir = str(tmp_path / "cache")
+        return DataConfig(
+            path=str(tmp_path / name), **{"cache_dir": cache_dir, "block_size": 8, **settings}
+        )
+
+    return make
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[str]:
+    """The names of the files that are read, one for each time."""
+    names, read_file = [], sources.read_file
+
+    def counted(file):
+        names.append(os.path.basename(file.path))
+        return read_file(file)
+
+    monkeypatch.setattr(sources, "read_file", counted)
+    return names
+
+
+def cached(config: DataConfig) -> list[str]:
+    """The texts in the cache: paths without extensions."""
+    files = os.listdir(config.cache_dir) if os.path.exists(config.cache_dir) else []
+    return [os.path.join(config.cache_dir, file[:-4]) for file in files if file.endswith(".ids")]
+
+
+# --- where a text comes from ---
+
+
+def test_a_list_is_one_text_in_the_order_given(books):
+    a, b = str(books / "a.txt"), str(books / "b.txt")
+    assert read([b, a, b]) == "second first second "
+    assert read([a, f"{books}/b*"]) == "first second "
+
+
+def test_a_pattern_is_one_text_of_the_files_sorted_by_name(books):
+    assert read(f"{books}/*.txt") == read(f"file://{books}/*.txt") == "first second third "
+    fsspec.filesystem("memory").pipe({f"/several/{name}.txt": name.encode() for name in "ba"})
+    assert read("memory://several/*.txt") == "ab"
+    assert read(f"{books}/c[1].txt") == "third "  # a name without a *
+    with pytest.raises(UserError, match=r"nothing\*: no file matches this pattern"):
+        read(f"{books}/nothing*")
+    with pytest.raises(UserError, match=r"books: is a directory; for the files in it: .*books/\*'"):
+        read(str(books))
+
+
+def test_files_are_named_relative_to_the_working_directory(books, monkeypatch):
+    monkeypatch.chdir(books.parent)
+    for path in ("books/none.txt", f"{books}/none.txt"):
+        with pytest.raises(UserError, match=r"^books/none.txt: no such file"):
+            read(path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+def test_characters_and_errors_may_lie_across_the_borders_of_pieces(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", size)
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT.encode())
+    assert read(str(path)) == TEXT
+    for bad in (b"\xff", b"\xe6\xbc", b"\xf0\x9f\x99a", b"\xed\xa0\x80", b"\xc0\x80"):
+        content = TEXT.encode()[:101] + bad + b"."
+        with pytest.raises(UnicodeDecodeError) as expected:
+            content.decode()
+        path.write_bytes(content)
+        at = expected.value.start
+        with pytest.raises(UserError, match=f"byte 0x{content[at]:02x} at offset {at}$"):
+            read(str(path))
+
+
+def test_a_byte_order_mark_is_no_character(tmp_path):
+    for name, content in (("1.txt", b"first "), ("2.txt", b"caf\xc3\xa9"), ("3.txt", b"\xff")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert read([str(tmp_path / "1.txt"), str(tmp_path / "2.txt")]) == "first café"
+    with pytest.raises(UserError, match=r"3.txt: not UTF-8: byte 0xff at offset 3"):
+        read([str(tmp_path / "1.txt"), str(tmp_path / "3.txt")])  # in its own file
+
+
+def test_a_character_does_not_continue_in_the_next_file(tmp_path):
+    first, second = tmp_path / "1.txt", tmp_path / "2.txt"
+    first.write_bytes(b"caf\xc3")
+    second.write_bytes(b"\xa9 au lait")
+    with pytest.raises(UserError, match=r"1.txt: not UTF-8: byte 0xc3 at offset 3"):
+        read([str(first), str(second)])
+
+
+def zstd(content: bytes) -> bytes:
+    """Two frames."""
+    zstandard = pytest.importorskip("zstandard")
+    half = len(content) // 2
+    return b"".join(
+        zstandard.ZstdCompressor().compress(part) for part in (content[:half], content[half:])
+    )
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("extension", COMPRESS)
+def test_a_compressed_text_is_its_content(extension, make, tmp_path):
+    config = make("", f"text{extension}", sha256=hashlib.sha256(TEXT.encode()).hexdigest())
+    (tmp_path / f"text{extension}").write_bytes(COMPRESS[extension](TEXT.encode()))
+    data = CharDataset(config)
+    assert data.decode(data.data) == TEXT
+    (tmp_path / "plain.txt").write_text("plain ")
+    assert read([str(tmp_path / "plain.txt"), config.path]) == "plain " + TEXT
+
+
+@pytest.mark.parametrize("extension", COMPRESS)
+def test_a_compressed_text_that_was_cut_off_is_refused(extension, tmp_path):
+    path = tmp_path / f"text{extension}"
+    path.write_bytes(COMPRESS[extension](os.urandom(3000).hex().encode())[:-9])
+    with pytest.raises(UserError, match=f"text{extension}: cannot be read: .*end"):
+        read(str(path))
+
+
+def test_a_compression_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "text.zst").write_bytes(b"whatever")
+    with pytest.raises(UserError, match=r"text.zst: cannot be read: .*zstandard"):
+        read(str(tmp_path / "text.zst"))
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        for name in "ab":
+            archive.writestr(name, name)
+    with pytest.raises(UserError, match=r"use zip://NAME::"):
+        read(str(tmp_path / "two.zip"))
+    assert read(f"zip://*::{tmp_path / 'two.zip'}") == "ab"
+
+
+def test_the_embedded_text_needs_nothing():
+    data = CharDataset(DataConfig(path=PYDOC))
+    assert len(data.data) > 300_000 and data.vocab_size > 80
+
+
+# --- downloads ---
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Sends whole files, not ranges; of the file `cut.txt`, the first half."""
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def copyfile(self, source, target) -> None:
+        content = source.read()
+        target.write(content[: len(content) // 2] if "cut" in self.path else content)
+
+
+@pytest.fixture
+def site(tmp_path):
+    handler = functools.partial(Server, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_server_without_ranges_is_read_to_the_end(site, tmp_path):
+    text = TEXT * 2000
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.gz").write_bytes(gzip.compress(TEXT.encode()))
+    assert len(text.encode()) > 4 * sources.PIECE
+    assert read([f"{site}/a.txt", f"{site}/b.gz"]) == text + TEXT
+
+
+def test_a_long_read_logs_its_progress(site, tmp_path, monkeypatch, caplog):
+    (tmp_path / "a.txt").write_bytes(b"x" * 2_000_000)
+    monkeypatch.setattr(sources, "PROGRESS_S", 0)
+    with caplog.at_level(logging.INFO, "gpt"):
+        read(f"{site}/a.txt")
+    assert caplog.messages[-1] == f"reading     {site}/a.txt: 2 MB (100%)"
+
+
+def test_a_text_that_arrives_incomplete_is_refused(site, tmp_path):
+    (tmp_path / "cut.txt").write_bytes(TEXT.encode())
+    with pytest.raises(UserError, match=r"cut.txt: cannot be read: ."):
+        read(f"{site}/cut.txt")
+    target = tmp_path / "new" / "text.txt"
+    with pytest.raises(UserError, match=r"cut.txt: cannot be read: ."):
+        prepare_text(DataConfig(path=str(target), url=f"{site}/cut.txt"))
+    assert list(target.parent.iterdir()) == []
+
+
+def test_a_text_is_downloaded_once_checked_and_renamed(text_file, tmp_path):
+    digest = hashlib.sha256(text_file.read_bytes()).hexdigest()
+    path = tmp_path / "new" / "input.txt"
+    config = DataConfig(path=str(path), url=str(text_file), sha256=digest)
+    assert prepare_text(config) == config and path.read_bytes() == text_file.read_bytes()
+    assert [p.name for p in path.parent.iterdir()] == ["input.txt"]
+    text_file.unlink()
+    assert prepare_text(config) == config  # is there: no download
+    assert CharDataset(config).digest == digest
+
+
+def test_a_text_with_another_digest_is_refused_and_not_kept(text_file, tmp_path):
+    path = tmp_path / "input.txt"
+    config = DataConfig(path=str(path), url=str(text_file), sha256="0" * 64)
+    with pytest.raises(UserError, match=r"SHA-256 is [0-9a-f]{64}.*data.sha256=0{64}"):
+        prepare_text(config)
+    assert not path.exists()
+    path.write_text("something else")
+    with pytest.raises(UserError, match="SHA-256"):
+        CharDataset(config)
+    assert path.read_text() == "something else"
+
+
+@pytest.mark.parametrize("name, kept", [("text.txt", TEXT.encode()), ("text.gz", None)])
+def test_a_compressed_text_is_downloaded_as_its_path_says(name, kept, tmp_path):
+    source, path = tmp_path / "there.gz", tmp_path / name
+    source.write_bytes(gzip.compress(TEXT.encode()))
+    digest = hashlib.sha256(TEXT.encode()).hexdigest()
+    config = DataConfig(
+        path=str(path), url=str(source), sha256=digest, cache_dir=str(tmp_path / "cache")
+    )
+    prepare_text(config)
+    assert path.read_bytes() == (kept or source.read_bytes()) and read(str(path)) == TEXT
+
+
+def test_a_url_of_several_files_is_refused(books):
+    config = DataConfig(path=str(books.parent / "input"), url=f"file://{books}/*.txt")
+    with pytest.raises(UserError, match="txt: matches 3 files; must be one"):
+        prepare_text(config)
+
+
+def test_only_the_default_text_falls_back_to_the_embedded_one(tmp_path, monkeypatch, caplog):
+    default = OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml")
+    assert default.url == SHAKESPEARE_URL
+
+    def refuse(*_):
+        raise sources.Unreadable("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("char_dataset.download", refuse)
+    config = prepare_text(DataConfig(**default))
+    assert (config.path, config.url, config.sha256) == (PYDOC, None, None)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(UserError, match="no network"):
+        prepare_text(DataConfig(path=default.path, url="https://example.org/mirror.txt"))
+    with pytest.raises(UserError, match=r"another text: data=text data.path=my.txt$"):
+        DataConfig(path="my.txt", url=default.url, sha256=default.sha256)
+
+
+def test_shakespeare_is_the_text_that_its_digest_promises(shakespeare):
+    data = CharDataset(DataConfig(path=str(shakespeare)))
+    assert data.digest == OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml").sha256
+    assert (len(data.data), data.vocab_size) == (1_115_394, 65)
+
+
+# --- encoding, in memory and in the cache ---
+
+
+@pytest.mark.parametrize("truncate", [1.0, 0.73, 0.25])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_encoded_alike_in_memory_and_in_the_cache(name, truncate, make, monkeypatch):
+    config = make(TEXTS[name], truncate=truncate)
+    text = TEXTS[name][: int(len(TEXTS[name]) * truncate)]
+    vocabulary = "".join(sorted(set(text)))
+    for limit in (1000, 2**20):
+        monkeypatch.setattr(encoding, "LARGE", limit)
+        data = CharDataset(config)
+        assert data.vocabulary == vocabulary
+        assert data.digest == hashlib.sha256(text.encode()).hexdigest()
+        assert data.decode(data.data) == text
+        assert data.data.element_size() == np.min_scalar_type(len(vocabulary) - 1).itemsize
+        assert len(cached(config)) == 1  # of the first limit
+        x, y = data.batch(np.array([0, len(data) - 1]))
+        assert data.decode(x[0]) == text[:8] and data.decode(y[1]) == text[-8:]
+
+
+@pytest.mark.parametrize(
+    "name, is_cached", [("small.txt", False), ("small.gz", True), ("memory://small.txt", True)]
+)
+def test_all_but_small_plain_local_files_is_encoded_for_the_host(name, is_cached, make, passes):
+    config = make("short text " * 9, name.removeprefix("memory://"))
+    if name.startswith("memory"):
+        fsspec.filesystem("memory").pipe_file("/small.txt", b"short text " * 9)
+        config.path = name
+    assert prepare_text(config) == config
+    assert len(passes) == len(cached(config)) == is_cached
+    for _ in range(2):  # ranks
+        data = CharDataset(config)
+        assert data.decode(data.data) == "short text " * 9
+    assert len(passes) == (1 if is_cached else 2)
+
+
+def test_a_changed_text_or_another_share_is_encoded_again(make, passes):
+    before = CharDataset(make("a text " * 999))
+    after = CharDataset(make("A TEXT " * 999))  # of the same size
+    assert passes == ["text.txt"] * 2 and before.digest != after.digest
+    assert set(after.vocabulary) == set("A TEXT ")
+    half = CharDataset(make("A TEXT " * 999, truncate=0.5))
+    assert len(passes) == 3 and len(half.data) == len(after.data) // 2
+
+
+@pytest.mark.parametrize("extension", [".ids", ".json"])
+@pytest.mark.parametrize("keep", [0, 5, -1])
+def test_a_damaged_cache_is_encoded_again(extension, keep, make, passes):
+    config = make(TEXTS["ascii that comes late"])
+    digest = CharDataset(config).digest
+    [stem] = cached(config)
+    with open(stem + extension, "r+b") as file:
+        good = file.read()
+        file.truncate(len(good[:keep]))
+    assert CharDataset(config).digest == digest and len(passes) == 2
+    with open(stem + extension, "rb") as file:
+        assert file.read() == good
+
+
+def test_a_text_of_twice_the_memory_is_mapped(tmp_path, monkeypatch):
+    """Of zeros that take no disk, for which the file system is asked first."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stem = str(tmp_path / "zeros")
+    with open(f"{stem}.ids", "wb") as file:
+        try:
+            file.truncate(2 * memory)
+        except OSError as error:
+            pytest.skip(f"no file may be that large here: {error.strerror}")
+    with open(f"{stem}.json", "w") as file:
+        record = {"vocabulary": "ab", "type": "uint8", "characters": 2 * memory, "digest": "0"}
+        json.dump(record, file)
+    monkeypatch.setattr("char_dataset.open_text", lambda *_: load(stem))
+    _, test = CharDataset(DataConfig(path="zeros.txt", block_size=8)).split()
+    x, _ = test.batch(np.array([0, len(test) - 1]))
+    assert len(test) > 0.19 * memory and x.shape == (2, 8) and not x.any()
+
+
+@pytest.mark.parametrize(
+    "content, settings, says",
+    [
+        (b"x" * 2000 + b"caf\xe9 ", {}, "not UTF-8: byte 0xe9 at offset 2003"),
+        (b"x" * 775 + "漢".encode()[:2] + b"x" * 900, {}, "not UTF-8: byte 0xe6 at offset 775"),
+        (b"x" * 2000, {"sha256": "0" * 64}, "SHA-256 is"),
+        (b"x" * 2000, {"truncate": 1e-5}, "the text is empty (data.truncate=1e-05)"),
+        (b"x" * 2000, {"truncate": 0.004}, "data.block_size=8: the text has 8 characters"),
+    ],
+)
+def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, make, monkeypatch):
+    config = make("", **settings)
+    with open(config.path, "wb") as file:
+        file.write(content)
+    for limit in (1000, 10**6):
+        monkeypatch.setattr(encoding, "LARGE", limit)
+        for _ in range(2):  # a cache must not hide it
+            with pytest.raises(UserError) as refused:
+                CharDataset(config)
+            assert says in str(refused.value)
+    assert not [name for name in os.listdir(config.cache_dir) if name.endswith(".tmp")]
+
+
+def test_a_cache_directory_that_cannot_be_used_is_named(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in ("/proc/nowhere", str(tmp_path / "file")):
+        with pytest.raises(UserError, match=rf"data.cache_dir={folder}: cannot be used: "):
+            CharDataset(make(TEXTS["ascii"], cache_dir=folder))
+
+
+def test_a_full_disk_leaves_nothing_behind(make, tmp_path):
+    with small_disk(tmp_path, "1m") as disk:
+        config = make(TEXTS["70,000 characters"] * 20, cache_dir=str(disk / "cache"))
+        with pytest.raises(UserError, match=r"cannot be used: .*No space left"):
+            CharDataset(config)
+        assert cached(config) == []
+
+
+def test_two_processes_encode_a_text_once(make, passes):
+    config = make(TEXTS["mixed"])
+    os.makedirs(config.cache_dir)
+    script = (
+        "import logging, sys; from char_dataset import CharDataset, DataConfig\n"
+        "from engine.text import encoding\n"
+        "logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s')\n"
+        "encoding.LARGE = 1000\n"
+        "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"
+    )
+    with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, config.path, config.cache_dir],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout.readline().startswith("encoding ")
+            assert cached(config) == []  # it waits for the lock
+            fcntl.lockf(lock, fcntl.LOCK_UN)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert out.split()[-1] == CharDataset(config).digest and passes == []
+
+
+# --- whole processes ---
+
+
+def write_large(path, num_bytes: int = 80 * 2**20) -> None:
+    block = "".join(random.Random(3).choices("etaoin shrdlu\n", k=2**20))
+    with open(path, "w") as file:
+        for _ in range(num_bytes // len(block)):
+            file.write(block)
+
+
+def test_encoding_takes_little_memory_whatever_the_size_of_the_text(tmp_path):
+    write_large(tmp_path / "a.txt", 200 * 2**20)
+    script = (
+        "import resource, sys; from char_dataset import CharDataset, DataConfig\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "config, before = DataConfig(path=sys.argv[1], cache_dir=sys.argv[2]), peak()\n"
+        "CharDataset(config).split()\n"
+        "print(peak() - before)\n"
+    )
+    arguments = [str(tmp_path / "a.txt"), str(tmp_path)]
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 50 * 1024, f"{result.stdout} KiB"
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_an_encoding_that_was_killed_is_done_again_and_shared(nproc, tmp_path):
+    write_large(tmp_path / "a.txt")
+    settings = [
+        *(s for s in TINY if not s.startswith("data")),
+        "data=text",
+        f"data.path={tmp_path / 'a.txt'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "data.block_size=16",
+        "data.train_split=0.9999",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    process = subprocess.Popen(
+        command(*settings, nproc=nproc), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("cache/*.tmp")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+    assert not list(tmp_path.glob("cache/*.ids"))
+
+    process = subprocess.Popen(
+        command(*settings, "trainer.max_steps=100000", "trainer.max_epochs=null", nproc=nproc),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        [built] = tmp_path.glob("cache/*.ids")
+        assert not list(tmp_path.glob("cache/*.tmp"))
+        for pid in chaos.children(process.pid) if nproc else [process.pid]:
+            with open(f"/proc/{pid}/maps") as maps:
+                mapped = [line.split() for line in maps if str(built) in line]
+            assert mapped and all(fields[1] == "r--s" for fields in mapped)  # one copy for all
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert out.count("encoding    ") == 1 and "SIGTERM: stopped after step" in out
+
+
+def test_several_files_train_and_resume_as_one(tmp_path):
+    text = "To be, or not to be, that is the question. " * 40
+    (tmp_path / "1.txt").write_text(text[:500])
+    (tmp_path / "2.gz").write_bytes(gzip.compress(text[500:].encode()))
+    (tmp_path / "whole.txt").write_text(text)
+    settings = [*(s for s in TINY if not s.startswith(("data=", "data.truncate"))), "data=text"]
+    for steps, path, nproc in (
+        (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]", 0),
+        (3, f"'{tmp_path}/[12].*'", 2),
+        (4, str(tmp_path / "whole.txt"), 0),
+    ):
+        run = [f"data.path={path}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}"]
+        result = start(*settings, *run, nproc=nproc)
+        assert result.returncode == 0, result.stderr
+        assert steps == 2 or f"gpt_snapshot.pt, step {steps - 1}" in result.stdout
+    assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3, 4]
+
+
+class Slow(http.server.BaseHTTPRequestHandler):
+    """A server that answers requests for the size at once, and for the text after seven seconds."""
+
+    text = b"A text that is long in coming. " * 99
+    requests: list[str] = []  # noqa: RUF012
+
+    def do_HEAD(self) -> None:
+        self.requests.append(self.command)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.text)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        time.sleep(7)
+        self.wfile.write(self.text)
+
+
+@pytest.mark.slow
+def test_reading_may_take_longer_than_processes_wait_for_each_other(tmp_path):
+    settings = [s for s in TINY if not s.startswith(("data=", "data.truncate"))]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = start(
+            *settings,
+            "data=text",
+            f"data.path=http://127.0.0.1:{server.server_address[1]}/text.txt",
+            "trainer.timeout_s=4",
+            f"run_dir={tmp_path / 'run'}",
+            nproc=2,
+        )
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert "step 6/6" in result.stdout and Slow.requests.count("GET") == 1
