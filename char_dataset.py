@@ -25,12 +25,11 @@ from omegaconf import MISSING
 from torch.utils.data import Dataset
 
 from engine.errors import UserError
+from engine.run.evaluation import IGNORE
 from engine.text.encoding import is_small, open_text
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
 
 log = logging.getLogger("gpt")
-
-IGNORE = -1  # a target with this value is not scored; minGPT's convention
 
 
 @dataclass

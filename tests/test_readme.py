@@ -83,7 +83,7 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
     elif "export.py" in words:
         run.mkdir()
         (run / "gpt_snapshot.pt").write_bytes(model_snapshot("ab").to_bytes())
-        kept = [a for a in arguments if not a.startswith(("run_dir=", "push_to="))]
+        kept = [a for a in arguments if not a.startswith("run_dir=")]
         result = start(*kept, f"run_dir={run}", script="export.py", cwd=tmp_path)
     else:
         export.export(model_snapshot("ab"), "gpt_snapshot.pt", str(tmp_path / "my_gpt"))
