@@ -364,16 +364,11 @@ class GPT(nn.Module):
         return ops.cross_entropy(logits, targets, self.softcap)
 
     def compile(self, *args, **kwargs) -> None:
-        """Compiles the model: as a whole on a GPU, where the number of launched operations counts;
-        block by block elsewhere, and where blocks are sharded or recomputed one by one: they share
-        their compiled code, and compiling takes two thirds of the time.
+        """Compiles the blocks, which share their compiled code: half the time of compiling the model as
+        a whole, and within 5 % as fast.
         """
-        by_blocks = sharding.is_sharded(self) or self.config.activation_checkpointing
-        if not self.tok_emb.weight.is_cuda or by_blocks:
-            for block in self.blocks:
-                block.compile(*args, **kwargs)
-        else:
-            super().compile(*args, **kwargs)
+        for block in self.blocks:
+            block.compile(*args, **kwargs)
 
     @torch.no_grad()
     def inspect(self, idx: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from char_dataset import MicroBatches, prefetch
 from engine.config import auto
 from engine.config.checks import check_option, check_range
 from engine.errors import UserError
+from engine.kernels.graph import CapturedStep
 from engine.machine.hardware import flops_per_token, peak_flops
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import Agreement, World, report_unresponsive_ranks
@@ -93,6 +94,7 @@ class TrainerConfig:
     threads: int | None = None  # CPU threads per process; null: the host's cores shared among its processes
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # true, false or auto: equal bit for bit from run to run, on a CPU
+    cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
     strategy: str = "ddp"  # ddp: every process has the whole model; fsdp: its share of it (FSDP2)
     resume: str = "auto"  # auto: from snapshot_path if it exists; must; never: rename the old files, start from scratch
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
@@ -259,6 +261,14 @@ class Trainer:
             log.warning("%s: %s", self.snapshots.path, CHANGED)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests, self.agreement = Requests(), Agreement(self.world)
+        self.update: Callable = self._update
+        if self._captures():
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = torch.tensor(group["lr"], device=device)
+                if "capturable" in group:
+                    group["capturable"] = True
+            self.update = CapturedStep(self._update, self._loss)
         self.save_requested = False
         self.log = TrainingLog(
             self.world,
@@ -374,20 +384,43 @@ class Trainer:
         """One optimizer step. Returns this rank's mean loss and the gradient norm over all ranks, on the
         device.
         """
-        config, device, accumulation = self.config, self.world.device, self.plan.accumulation
-        seed_step(config.seed, self.step, self.world)
+        seed_step(self.config.seed, self.step, self.world)
         factor = self.schedule(self.step, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        total = torch.zeros((), device=device)
-        for i in range(accumulation):
+            rate = group.setdefault("initial_lr", group["lr"]) * factor
+            if isinstance(group["lr"], torch.Tensor):  # which a CUDA graph reads
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        loss, norm = self.update(self._micro_batches())
+        self.divergence.note(self.step + 1, loss, norm)
+        return loss, norm
+
+    def _captures(self) -> bool:
+        """Whether steps are replayed as a CUDA graph."""
+        one_gpu = self.world.device.type == "cuda" and self.world.size == 1
+        return one_gpu and self.config.cuda_graph and not self.scaler.is_enabled()
+
+    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's micro-batches of one step, on the device."""
+        for _ in range(self.plan.accumulation):
             self._check_requests()
-            x, y = (z.to(device, non_blocking=True) for z in next(self.batches))
+            x, y = next(self.batches)
+            device = self.world.device
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def _update(
+        self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward passes, clipping and the optimizer's update; returns as `_train_step`."""
+        accumulation = self.plan.accumulation
+        total = torch.zeros((), device=self.world.device)
+        for i, (x, y) in enumerate(micro_batches, 1):
             # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
             # rank has the memory for all of them.
             with (
                 self.model.no_sync()
-                if i + 1 < accumulation and isinstance(self.model, DDP)
+                if i < accumulation and isinstance(self.model, DDP)
                 else contextlib.nullcontext()
             ):
                 with self._autocast():
@@ -395,17 +428,21 @@ class Trainer:
                 self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
-        if config.grad_norm_clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_norm_clip)
+        if self.config.grad_norm_clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        norm = sharding.full_tensor(norm).to(device)
+        norm = sharding.full_tensor(norm).to(self.world.device)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = total / accumulation
-        self.divergence.note(self.step + 1, loss, norm)
-        return loss, norm
+        return total / accumulation, norm
+
+    @torch.no_grad()
+    def _loss(self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """The mean loss of a step's micro-batches, without training on them."""
+        with self._eagerly(), self._autocast():
+            return torch.stack([self.model(x, y)[1] for x, y in micro_batches]).mean()
 
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]
@@ -434,7 +471,7 @@ class Trainer:
         if self.sample is not None and self.log.samples_are_due(self.step):
             with self.log.paused():
                 samples = self._call_eagerly(self.sample)
-        self.log.log_step(self.step, mean, self.optimizer.param_groups[0]["lr"], grad_norm, samples)
+        self.log.log_step(self.step, mean, self._learning_rate(self.step - 1), grad_norm, samples)
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """`function()`, which runs the model; a sharded one computes in the type it is gathered in."""

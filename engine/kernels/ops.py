@@ -37,6 +37,9 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if eps == native.NORM_EPS and native.supports(x):
         return native.rms_norm(x)
+    if x.is_cuda and not torch.compiler.is_compiling():
+        # F.rms_norm computes in float32 under autocast.
+        return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)[0]
     # F.rms_norm takes twice the time where tensors are small, as in `generate`.
     mean = x.float().square().mean(dim=-1, keepdim=True)
     return x * torch.rsqrt(mean + eps).to(x.dtype)
@@ -168,12 +171,15 @@ def fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     always runs as written.
     """
 
-    @torch.compiler.assume_constant_result  # torch.compile calls it and does not trace it
     def is_standard(n_head: int, width: int, rotated: bool, length: int) -> bool:
         same = _agrees(attention, n_head, width, rotated, length)
         if not same:
             _warn_of(attention)
         return same
+
+    # As torch.compiler.assume_constant_result, whose call imports the compiler, for one to six
+    # seconds: torch.compile calls this function and does not trace it.
+    is_standard._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @functools.wraps(attention)
     def dispatch(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -243,16 +249,17 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
 
 def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
     """Standard causal attention with torch's own fused kernels, for S = T or S = 1."""
-    B, S, _ = qkv.shape
-    qkv = qkv.view(B, S, 3, n_head, -1).permute(2, 0, 3, 1, 4)
+    B, S, C = qkv.shape
+    qkv = qkv.view(B, S, 3, n_head, -1)
+    v = qkv[:, :, 2]
     if rotation is None:
-        q, k, v = qkv.contiguous()  # (B, H, S, D) each; one copy for all three
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        cos, sin = (table.to(qkv.dtype) for table in rotation)
-        first, second = qkv[:2].chunk(2, dim=-1)
+        cos, sin = (table.to(qkv.dtype)[:, None, None] for table in rotation)
+        first, second = qkv[:, :, :2].chunk(2, dim=-1)
         rotated = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-        q, k = rms_norm(rotated, native.NORM_EPS)
-        v = qkv[2]
+        q, k = rms_norm(rotated, native.NORM_EPS).unbind(2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, D)
     if cache is not None:
         k, v = cache.append(k, v)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=S > 1)

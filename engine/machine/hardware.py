@@ -83,9 +83,11 @@ def flops_per_token(model: nn.Module) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process so far, bytes: of a GPU in tensors, else all of the host's."""
+    """Peak memory of this process so far, bytes: of a GPU in torch's allocator, else all of the
+    host's.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_reserved(device)  # a CUDA graph keeps what it has freed
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
 

@@ -84,7 +84,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momenta = [self.state[p]["momentum_buffer"] for p in parameters]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            updates = gradients  # in place: they are not needed any more
+            torch._foreach_lerp_(updates, momenta, group["momentum"])
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
             by_shape = defaultdict(list)  # one batch of products for all matrices of a shape
@@ -94,8 +95,8 @@ class Muon(torch.optim.Optimizer):
             for shape, pairs in by_shape.items():
                 batch = torch.stack([update for _, update in pairs])
                 result = sharding.map_matrices(function, batch)
-                size = 0.2 * max(shape) ** 0.5
-                torch._foreach_add_([p for p, _ in pairs], [*result], alpha=-group["lr"] * size)
+                result *= -group["lr"] * 0.2 * max(shape) ** 0.5
+                torch._foreach_add_([p for p, _ in pairs], [*result])
         return loss
 
 

@@ -1,0 +1,78 @@
+"""CUDA graph: the launches of a whole training step, recorded once and replayed as one."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from engine.errors import UserError, one_line
+
+WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
+TOLERANCE = 0.02  # relative, of a loss; compiled code draws other random numbers for dropout
+
+MicroBatch = tuple[torch.Tensor, ...]
+SWITCH_OFF = "train with trainer.cuda_graph=false"
+
+
+class CapturedStep:
+    """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it.
+
+    `step` takes the micro-batches of one step, tuples of tensors on the GPU whose shapes never
+    change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and
+    whatever changes from call to call must be a tensor that it reads, or the GPU's random state.
+
+    A graph repeats the launches of the step that was captured, whatever Python would have decided.
+    `loss(micro_batches)`, the same loss by itself, is therefore compared at the first replay and at
+    the 2nd, 4th, 8th and so on. Raises `UserError` if they differ, or if `step` cannot be captured.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Iterable[MicroBatch]], tuple[torch.Tensor, torch.Tensor]],
+        loss: Callable[[Iterable[MicroBatch]], torch.Tensor],
+    ):
+        self.step, self.loss = step, loss
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+
+    def __call__(self, micro_batches: Iterable[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = list(micro_batches)
+        self.calls += 1
+        if self.calls <= WARM_UP:
+            stream = torch.cuda.Stream()  # what has run on the default stream cannot be captured
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results = self.step(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            return results
+        if self.calls == WARM_UP + 1:
+            self._capture(inputs)
+        replays = self.calls - WARM_UP
+        is_checked = replays.bit_count() == 1
+        if is_checked:
+            random_state = torch.cuda.get_rng_state()
+            expected = self.loss(inputs).item()
+            torch.cuda.set_rng_state(random_state)
+        for captured, new in zip(self.inputs, inputs, strict=True):
+            for x, y in zip(captured, new, strict=True):
+                x.copy_(y)
+        self.graph.replay()
+        loss, norm = (result.clone() for result in self.results)
+        if is_checked and abs(loss.item() - expected) > TOLERANCE * abs(expected):
+            raise UserError(
+                f"the CUDA graph of a step has a loss of {loss.item():g}, the model of {expected:g}: "
+                f"what the model computes changes from step to step; {SWITCH_OFF}"
+            )
+        return loss, norm
+
+    def _capture(self, inputs: list[MicroBatch]) -> None:
+        self.inputs = [tuple(x.clone() for x in micro_batch) for micro_batch in inputs]
+        try:
+            # Another thread may be copying a snapshot.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.results = self.step(self.inputs)
+        except RuntimeError as error:
+            cause = one_line(error.__context__ or error).split(" Search for")[0]
+            raise UserError(
+                f"a step cannot be captured as a CUDA graph, as where the model reads a number from the "
+                f"GPU (.item(), print): {cause}; {SWITCH_OFF}"
+            ) from error
