@@ -262,8 +262,9 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests, self.agreement = Requests(), Agreement(self.world)
         self.update: Callable = self._update
-        if self._captures():
-            for group in optimizer.param_groups:
+        one_gpu = device.type == "cuda" and self.world.size == 1
+        if config.cuda_graph and one_gpu and not self.scaler.is_enabled():
+            for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = torch.tensor(group["lr"], device=device)
                 if "capturable" in group:
@@ -388,18 +389,13 @@ class Trainer:
         factor = self.schedule(self.step, self.total_steps)
         for group in self.optimizer.param_groups:
             rate = group.setdefault("initial_lr", group["lr"]) * factor
-            if isinstance(group["lr"], torch.Tensor):  # which a CUDA graph reads
+            if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
         loss, norm = self.update(self._micro_batches())
         self.divergence.note(self.step + 1, loss, norm)
         return loss, norm
-
-    def _captures(self) -> bool:
-        """Whether steps are replayed as a CUDA graph."""
-        one_gpu = self.world.device.type == "cuda" and self.world.size == 1
-        return one_gpu and self.config.cuda_graph and not self.scaler.is_enabled()
 
     def _micro_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of one step, on the device."""

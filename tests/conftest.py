@@ -1,7 +1,7 @@
 """What several test files share: small texts, a tiny configuration, real starts of the program.
 
-Tests are of the CPU, also on a machine with GPUs, which may be fewer than a test's processes. To
-have them on a GPU: CUDA_VISIBLE_DEVICES=0 make test.
+Tests are of the CPU, also on a machine with GPUs, which may be fewer than a test's processes.
+Those of one GPU are in test_gpu.py.
 """
 
 import contextlib

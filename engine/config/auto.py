@@ -22,7 +22,7 @@ log = logging.getLogger("gpt")
 
 # Planned floating-point operations from which compiling pays. On a CPU in float32 these take
 # minutes, of which compiling saves a sixth and costs 20 s (benchmarks/experiments.md). On an H100
-# compiling costs 15 s and saves 4 to 5 ms for each 10^12.
+# compiling costs 12 to 15 s and saves 2 to 4 ms for each 10^12.
 COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 4e15}
 
 

@@ -95,8 +95,8 @@ class Muon(torch.optim.Optimizer):
             for shape, pairs in by_shape.items():
                 batch = torch.stack([update for _, update in pairs])
                 result = sharding.map_matrices(function, batch)
-                result *= -group["lr"] * 0.2 * max(shape) ** 0.5
-                torch._foreach_add_([p for p, _ in pairs], [*result])
+                scale = -group["lr"] * 0.2 * max(shape) ** 0.5
+                torch._foreach_add_([p for p, _ in pairs], [*(result.float() * scale)])
         return loss
 
 

@@ -1,0 +1,64 @@
+"""On one GPU: CUDA_VISIBLE_DEVICES=0 python -m pytest tests/test_gpu.py"""
+
+import random
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from engine.snapshots.storage import load
+from main import configure, train
+from model import MLP
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+SMALL = [
+    "experiment=shakespeare_gpu",
+    "data=pydoc",
+    "trainer.max_epochs=null",
+    "trainer.eval_every_steps=1000",
+    "optimizer.schedule=constant",
+    "model.resid_pdrop=0.1",
+    "samples=false",
+    "report=false",
+]
+
+
+def weights(run_dir, *overrides):
+    train(configure(*SMALL, f"run_dir={run_dir}", *overrides))
+    return load(f"{run_dir}/gpt_snapshot.pt").model_state
+
+
+@pytest.mark.parametrize("graph", ["true", "false"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(graph, tmp_path):
+    exact = ["trainer.deterministic=true", f"trainer.cuda_graph={graph}"]
+    whole = weights(tmp_path / "whole", *exact, "trainer.max_steps=20")
+    weights(tmp_path / "parts", *exact, "trainer.max_steps=9")
+    parts = weights(tmp_path / "parts", *exact, "trainer.max_steps=20")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("accumulated", ["null", "4"])
+def test_a_captured_step_trains_as_its_launches_do(accumulated, tmp_path):
+    steps = ["trainer.max_steps=30", f"trainer.micro_batch_size={accumulated}"]
+    losses = [
+        train(
+            configure(*SMALL, f"run_dir={tmp_path}/{graph}", f"trainer.cuda_graph={graph}", *steps)
+        )
+        for graph in ("true", "false")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+def test_a_model_that_changes_from_step_to_step_is_refused(tmp_path, monkeypatch):
+    forward = MLP.forward
+    monkeypatch.setattr(
+        MLP, "forward", lambda self, x: forward(self, x) if random.random() < 0.5 else 0 * x
+    )
+    with pytest.raises(UserError, match="changes from step to step"):
+        weights(tmp_path, "trainer.max_steps=100")
+
+
+def test_float16_trains_with_a_loss_scale(tmp_path):
+    weights(tmp_path, "trainer.amp_dtype=float16", "trainer.max_steps=10")
+    assert load(f"{tmp_path}/gpt_snapshot.pt").scaler_state["scale"] > 0
