@@ -39,7 +39,6 @@ def some_run(
     losses=lambda step: 1.4 + 3 * math.exp(-step / 200),
     held_out=lambda step: 1.5 + 3 * math.exp(-step / 200),
     steps: int = 1500,
-    rate: float = 50_000,
     recipe: str = "shakespeare_cpu",
     **changed,
 ) -> Run:
@@ -58,7 +57,7 @@ def some_run(
     lines = []
     for step in range(100, steps + 1, 100):
         line = {"step": step, "epoch": step / 1e5, "seconds": step / 20}
-        speed = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": rate, "samples": [NASTY] * 2}
+        speed = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": 50_000.0, "samples": [NASTY] * 2}
         lines.append({**line, "split": "train", "loss": losses(step), **speed})
         if step % 500 == 0:
             lines.append({**line, "split": "val", "loss": held_out(step)})
@@ -173,16 +172,11 @@ def test_a_run_can_be_read_while_it_is_written_but_not_if_it_is_damaged(tmp_path
         Run(str(tmp_path))
     history.write_text(whole)
     (tmp_path / "config.yaml").write_text("a: [")
-    with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/config\.yaml: cannot be read: "):
         render([Run(str(tmp_path))], {})
-
-
-@pytest.mark.parametrize("name", ["environment.jsonl", "config.yaml"])
-def test_a_run_without_one_of_its_files_is_named(tmp_path, name):
-    some_run(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(UserError, match=rf"{tmp_path}/{name}: cannot be read"):
-        render([Run(str(tmp_path))], {})
+    (tmp_path / "environment.jsonl").unlink()
+    with pytest.raises(UserError, match=rf"^{tmp_path}/environment\.jsonl: cannot be read"):
+        check(Run(str(tmp_path)), {})
 
 
 def test_a_run_of_a_few_steps_has_a_page_and_is_not_judged_yet(tmp_path, card):
@@ -207,7 +201,7 @@ def test_a_run_that_has_not_logged_its_speed_has_a_page_and_a_reference(tmp_path
 # --- the page ---
 
 
-def look(page: Path, script: str, width: int = 1000, dark: bool = False) -> dict:
+def look(page: Path, script: str, width: int) -> dict:
     """What `script`, run in the page in a browser `width` pixels wide, leaves in `seen`."""
     traced = page.with_suffix(".traced.html")
     trace = "<head><script>var errors = []; onerror = message => errors.push(message)</script>"
@@ -221,8 +215,7 @@ def look(page: Path, script: str, width: int = 1000, dark: bool = False) -> dict
     )
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-        "--window-size=1200,3000", f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-        f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", frame.as_uri(),
+        "--window-size=1200,3000", f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", frame.as_uri(),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     seen = re.search(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL)[1]
@@ -265,6 +258,12 @@ def test_a_browser_shows_the_texts_and_the_values_under_the_pointer_at_any_width
         seen.letters = parseFloat(page.getComputedStyle(label).fontSize);
         const boxes = [...page.document.querySelectorAll('.plot.large .x')].map(
             span => span.getBoundingClientRect());
+        const point = new page.DOMPoint(500, 2).matrixTransform(
+            plot.querySelector('.line').getScreenCTM());
+        const tick = (kind, text) => [...plot.querySelectorAll(kind)].find(
+            span => span.innerText === text).getBoundingClientRect();
+        const [x, y] = [tick('.x', '500'), tick('.y', '2')];
+        seen.beside = [point.x - (x.left + x.right) / 2, point.y - (y.top + y.bottom) / 2];
         seen.apart = Math.min(...boxes.slice(1).map((box, i) => box.left - boxes[i].right));
         """,
         width,
@@ -274,25 +273,10 @@ def test_a_browser_shows_the_texts_and_the_values_under_the_pointer_at_any_width
     assert seen["tip"].split("\n") == [
         "step 500", f"training: {training:.4f}", f"held-out: {held_out:.4f}",
     ]  # fmt: skip
-    assert (
-        seen["curves"] == 7
-    )  # two losses, learning rate, throughput; the dots of all but training
+    # Two losses, learning rate, throughput; the dots of all but training.
+    assert seen["curves"] == 7
+    assert seen["beside"] == pytest.approx([0, 0], abs=1)  # a value lies at its tick
     assert seen["overflow"] <= 0 and seen["letters"] >= 11 and seen["apart"] > 4
-
-
-@needs_chromium
-def test_the_page_follows_the_preferred_color_scheme(page):
-    script = """
-        const parts = (what, key) => page.getComputedStyle(what)[key].match(/[0-9.]+/g);
-        const luminance = (what, key) => parts(what, key).slice(0, 3).reduce(
-            (sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0) / 255;
-        seen.back = luminance(page.document.body, 'backgroundColor');
-        seen.text = luminance(page.document.body, 'color');
-        seen.line = luminance(page.document.querySelector('.line'), 'stroke');
-    """
-    light, dark = look(page, script), look(page, script, dark=True)
-    assert light["back"] > 0.9 > 0.5 > light["line"] > light["text"]
-    assert dark["back"] < 0.2 < 0.3 < dark["line"] < dark["text"]
 
 
 def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
@@ -315,9 +299,7 @@ def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
 
 def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):
     run = some_run(tmp_path / "a", data__path="c d.txt")
-    assert "python main.py experiment=shakespeare_cpu &#39;data.path=c d.txt&#39;" in render(
-        [run], {}
-    )
+    assert "main.py experiment=shakespeare_cpu &#39;data.path=c d.txt&#39;" in render([run], {})
     run.starts[0] |= {"overrides": None, "recipe": None}  # started by a program, not by Hydra
     assert "python main.py" not in render([run], {}) and run.changes == []
 

@@ -10,14 +10,15 @@ from test_crashes import LONG, begin, lines
 
 from engine.config.overrides import job_name
 from engine.reports.history import Run
-from engine.reports.sweep import Job, read_jobs, table
+from engine.reports.sweep import read_jobs, table
 from engine.snapshots.storage import load
 
 
-def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "finished") -> Job:
+def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "finished") -> Run:
     run = Run(str(path))
     run.step, run.val = 10, [] if loss is None else [{"step": 5, "loss": loss}]
-    return Job(run, ["a=1", *overrides], status)
+    run.job = {"overrides": ["a=1", *overrides], "status": status}
+    return run
 
 
 def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
@@ -28,21 +29,21 @@ def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     jobs = read_jobs(f"{run}.sweep")
-    assert not any(o.startswith("launch.") for job in jobs for o in job.overrides)
-    assert [job.overrides[-2] for job in jobs] == [
+    assert not any(o.startswith("launch.") for job in jobs for o in job.job["overrides"])
+    assert [job.job["overrides"][-2] for job in jobs] == [
         "optimizer.learning_rate=0.01",
         "optimizer.learning_rate=0.001",
     ]
     for found in jobs:
-        assert load(f"{found.run.path}/gpt_snapshot.pt").processes == 2
-        losses = {line["loss"]: line["step"] for line in metrics(Path(found.run.path), "val")}
-        assert (found.run.step, found.status) == (6, "finished")
-        best = found.run.best
+        assert load(f"{found.path}/gpt_snapshot.pt").processes == 2
+        losses = {line["loss"]: line["step"] for line in metrics(Path(found.path), "val")}
+        assert (found.step, found.job["status"]) == (6, "finished")
+        best = found.best
         assert (best["loss"], best["step"]) == (min(losses), losses[min(losses)])
-        assert found.run.last_loss == [*losses][-1] and found.run.characters_per_s > 0
+        assert found.last_loss == [*losses][-1] and found.characters_per_s > 0
     shown = table(jobs)
     assert shown[1].startswith("learning_rate=0.01 ") and max(map(len, shown)) < 80
-    best = f"sample      python sample.py run_dir={jobs[0].run.path}"
+    best = f"sample      python sample.py run_dir={jobs[0].path}"
     assert result.stdout.splitlines()[-len(shown) - 1 :] == [*shown, best]
 
 
@@ -63,7 +64,7 @@ def test_jobs_whose_recipe_or_name_differs_are_of_one_sweep(swept, tmp_path):
     assert result.returncode == 0, result.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.sweep"]
     jobs = read_jobs(str(tmp_path / "runs" / "run.sweep"))
-    assert [job.status for job in jobs] == ["finished"] * 2
+    assert [job.job["status"] for job in jobs] == ["finished"] * 2
     assert result.stdout.splitlines()[-4:-1] == table(jobs)
 
 
@@ -103,7 +104,10 @@ def test_a_job_of_several_processes_that_fails_stops_no_other(tmp_path):
     result = start("-m", *TINY, "launch.nproc_per_node=2", texts, f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "none.txt: no such file" in result.stderr
-    assert [job.status for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == ["finished", "failed"]
+    assert [job.job["status"] for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == [
+        "finished",
+        "failed",
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -117,7 +121,7 @@ def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(proces
     assert "Traceback" not in out and "SIGTERM: stopped after step" in out
     assert out.splitlines()[-1].endswith("stopped")
     (stopped,) = read_jobs(f"{tmp_path / 'run'}.sweep")
-    assert stopped.overrides[-1] == "trainer.seed=1" and stopped.run.step > 5
+    assert stopped.job["overrides"][-1] == "trainer.seed=1" and stopped.step > 5
 
 
 def test_a_sweep_under_a_launcher_is_refused_with_the_command_that_works(tmp_path):
@@ -151,5 +155,5 @@ def test_the_best_job_is_first_and_a_killed_one_is_read_up_to_its_incomplete_las
         (folder / "job.yaml").write_text(f"overrides: [name={name}]\nstatus: stopped\n")
         (folder / "metrics.jsonl").write_text(text)
     jobs = read_jobs(str(tmp_path / "[1]"))
-    assert [job.overrides for job in jobs] == [["name=c"], ["name=b"], ["name=a"]]
-    assert [job.run.step for job in jobs] == [3, 3, 0]
+    assert [job.job["overrides"] for job in jobs] == [["name=c"], ["name=b"], ["name=a"]]
+    assert [job.step for job in jobs] == [3, 3, 0]

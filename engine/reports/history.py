@@ -10,7 +10,7 @@ import yaml
 from engine.config.overrides import key_of, without
 from engine.config.settings import IRRELEVANT
 from engine.errors import UserError, one_line
-from engine.run.directory import CONFIG, ENVIRONMENT, METRICS
+from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS
 from engine.run.metrics import read_lines
 
 
@@ -59,7 +59,7 @@ class Run:
         """`config.yaml`, nested dictionaries. Raises `UserError` if it cannot be read."""
         path = os.path.join(self.path, CONFIG)
         try:
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 return yaml.safe_load(file)
         except (OSError, yaml.YAMLError) as error:
             raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
@@ -71,6 +71,12 @@ class Run:
         if starts := read_lines(path):
             return starts
         raise UserError(f"{path}: cannot be read; main.py writes it when a run starts")
+
+    @functools.cached_property
+    def job(self) -> dict[str, Any]:
+        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed or stopped."""
+        with open(os.path.join(self.path, JOB)) as file:
+            return yaml.safe_load(file)
 
     @property
     def total_steps(self) -> int:

@@ -11,7 +11,6 @@ import glob
 import logging
 import math
 import os
-from dataclasses import dataclass
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -70,35 +69,23 @@ def write_status(config: DictConfig, status: str) -> None:
         yaml.safe_dump({"overrides": overrides, "status": status}, file)
 
 
-@dataclass
-class Job:
-    """A job of a sweep: its run, its overrides, and "finished", "failed" or "stopped"."""
-
-    run: Run
-    overrides: list[str]
-    status: str
+def read_jobs(sweep_dir: str) -> list[Run]:
+    """The runs of the jobs started so far, lowest held-out loss first, those without one last."""
+    found = sorted(glob.glob(os.path.join(glob.escape(sweep_dir), "*", JOB)))
+    runs = [Run(os.path.dirname(path)) for path in found]
+    return sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
 
 
-def read_jobs(sweep_dir: str) -> list[Job]:
-    """The jobs started so far, lowest held-out loss first, those without one last."""
-    jobs = []
-    for path in sorted(glob.glob(os.path.join(glob.escape(sweep_dir), "*", JOB))):
-        with open(path) as file:
-            jobs.append(Job(Run(os.path.dirname(path)), **yaml.safe_load(file)))
-    return sorted(jobs, key=lambda job: job.run.best["loss"] if job.run.best else math.inf)
-
-
-def table(jobs: list[Job]) -> list[str]:
-    """The lines of a table of `jobs`, each named by the overrides in which it differs."""
-    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+def table(runs: list[Run]) -> list[str]:
+    """The lines of a table of jobs, each named by the overrides in which it differs from others."""
+    overrides = [run.job["overrides"] for run in runs]
+    shared = set.intersection(*map(set, overrides)) if len(runs) > 1 else set()
     rows = [("job", "best loss", "at step", "steps", "status")]
-    for job in jobs:
-        own = [o.partition("=") for o in job.overrides if o not in shared]
+    for run in runs:
+        own = [o.partition("=") for o in run.job["overrides"] if o not in shared]
         name = " ".join(f"{key.split('.')[-1]}={value}" for key, _, value in own)
-        best = job.run.best or {"loss": None, "step": "-"}
-        rows.append(
-            (name, format_loss(best["loss"]), f"{best['step']}", f"{job.run.step}", job.status)
-        )
+        loss, at = (format_loss(run.best["loss"]), run.best["step"]) if run.best else ("-", "-")
+        rows.append((name, loss, f"{at}", f"{run.step}", run.job["status"]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -113,5 +100,5 @@ def log_results(sweep_dir: str) -> None:
     log.info("sweep       %d jobs in %s; losses are held-out ones", len(jobs), sweep_dir)
     for line in table(jobs):
         log.info("%s", line)
-    if jobs[0].run.best:
-        log.info("sample      python sample.py run_dir=%s", relative_path(jobs[0].run.path))
+    if jobs[0].best:
+        log.info("sample      python sample.py run_dir=%s", relative_path(jobs[0].path))
