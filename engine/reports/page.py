@@ -22,7 +22,6 @@ def render(runs: list[Run], references: References) -> str:
     if len(runs) > 1:
         folder = os.path.commonpath([os.path.abspath(run.path) for run in runs])
         labels = [os.path.relpath(run.path, folder) for run in runs]
-    varied = varied_settings(runs)
     charts = draw_charts(runs, labels, references)
     is_compared = any(chart.band for chart in charts)
     environment = jinja2.Environment(
@@ -36,22 +35,24 @@ def render(runs: list[Run], references: References) -> str:
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs",
         charts=charts,
         ticks=ticks,
+        varied=varied_settings(runs),
         runs=[
-            describe(run, references, varied) | {"label": label, "hue": hue(i)}
+            describe(run, references) | {"label": label, "hue": hue(i)}
             for i, (run, label) in enumerate(zip(runs, labels, strict=True))
         ],
         reference=find_reference(runs[0], references)[0] if is_compared else None,
     )
 
 
-def varied_settings(runs: list[Run]) -> list[str]:
-    """The keys of the settings, beside names, in which `runs` differ."""
-    first, *others = [flatten(run.config) for run in runs]
+def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
+    """The settings in which `runs` differ, beside names: by key, the value of each run."""
+    flat = [flatten(run.config) for run in runs]
+    values = {key: [settings.get(key) for settings in flat] for key in flat[0]}
     names = ("run_name", "run_dir")
-    return [k for k in first if k not in names and any(o.get(k) != first[k] for o in others)]
+    return {k: v for k, v in values.items() if k not in names and any(x != v[0] for x in v)}
 
 
-def describe(run: Run, references: References, varied: list[str]) -> dict[str, Any]:
+def describe(run: Run, references: References) -> dict[str, Any]:
     """The values that the template shows for one run."""
     verdict, sentences = check(run, references)
     return {
@@ -65,7 +66,6 @@ def describe(run: Run, references: References, varied: list[str]) -> dict[str, A
             "wall time": duration(run.seconds),
             "characters/s": f"{run.characters_per_s:,.0f}" if run.characters_per_s else "-",
         },
-        "settings": {key: flatten(run.config).get(key) for key in varied},
         "samples": [line for line in run.train if line.get("samples")],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "starts": [start | {"command": command(start)} for start in run.starts],
