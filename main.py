@@ -61,7 +61,7 @@ from engine.parallel.distributed import (
     run_on_each_host,
     run_on_first,
 )
-from engine.reports.history import read_history
+from engine.reports.history import Run
 from engine.run.console import fail, log_to_console, one_line_errors
 from engine.run.directory import (
     CONFIG,
@@ -277,7 +277,7 @@ def main(composed: DictConfig) -> float | None:
         if config.launch.starts_others():
             arguments = worker_arguments(hydra_config, as_typed(hydra_config), config.run_dir)
             launch.start(config.launch, os.path.abspath(__file__), arguments)
-            return read_history(config.run_dir).last_loss
+            return Run(config.run_dir).last_loss
         loss = run_training(config)
         if slurm.is_submitit_worker() and launched_size() > 1:
             atexit.register(distributed.leave, 0)  # submitit writes down the result first

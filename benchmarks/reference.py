@@ -20,8 +20,8 @@ from engine.config.overrides import without
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.reports.history import Run
-from engine.reports.reference import describe_changes, load_references, recipe_name
-from report import REFERENCES, compose_recipe, find_runs
+from engine.reports.reference import load_references, recipe_name
+from report import REFERENCES, find_runs
 
 MIN_SEEDS = 5
 # Half-width of the band in standard deviations: 99 % of further runs fall within (Student's t
@@ -41,7 +41,7 @@ class Arguments:
 
 def main(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
-    runs = [Run.read(path, compose_recipe) for path in find_runs(None, config.run_dirs)]
+    runs = [Run(path) for path in find_runs(config.run_dirs or [])]
     name, reference = make_reference(runs)
     save_references(load_references(config.reference) | {name: reference}, config.reference)
     print(f"{name}: wrote its reference to {config.reference}")
@@ -71,8 +71,8 @@ def make_reference(runs: list[Run]) -> tuple[str, dict[str, Any]]:
             )
         if run.step != run.total_steps:
             raise UserError(f"run_dir={run.path}: is at step {run.step} of {run.total_steps}")
-        if changed := describe_changes(run):
-            raise UserError(f"run_dir={run.path}: is not the recipe as it is: {changed}")
+        if run.changes:
+            raise UserError(f"run_dir={run.path}: overrides its recipe: {', '.join(run.changes)}")
         if run.starts[-1]["text_sha256"] != start["text_sha256"]:
             raise UserError(f"run_dir={run.path}: has another text than {runs[0].path}")
     seeds = sorted({run.config["trainer"]["seed"] for run in runs})

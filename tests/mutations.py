@@ -463,6 +463,13 @@ MUTATIONS = [
         "test_report.py::test_a_run_is_judged_in_words",
     ),
     Mutation(
+        "a run is compared as if only its last start had overrides",
+        "engine/reports/history.py",
+        "for start in self.starts for o",
+        "for start in self.starts[-1:] for o",
+        "test_report.py::test_a_resumed_run_records_its_start_and_continues_its_seconds",
+    ),
+    Mutation(
         "a failed job of a sweep counts as finished",
         "engine/reports/sweep.py",
         '"finished" if done else "failed"',

@@ -3,11 +3,9 @@
 import json
 import math
 import re
-import shlex
 import shutil
 import statistics
 import subprocess
-from copy import deepcopy
 from html import unescape
 from pathlib import Path
 
@@ -19,13 +17,13 @@ from conftest import TINY, equal, metrics, start
 import report
 from benchmarks import reference
 from benchmarks.reference import band, make_reference
-from config import SCHEMA
+from config import SCHEMA, compose
 from engine.config.settings import FIXED, INCOMPARABLE, IRRELEVANT
 from engine.errors import UserError
-from engine.reports import charts as drawing
+from engine.reports.charts import draw_charts, ticks
 from engine.reports.history import Run
-from engine.reports.page import commands, describe, render
-from engine.reports.reference import OFF_TRACK, check, load_references, overfitting
+from engine.reports.page import render
+from engine.reports.reference import OFF_TRACK, check, load_references
 from engine.run.directory import choose_snapshot
 from engine.snapshots.storage import load
 from model import GPT, GPTConfig
@@ -41,44 +39,38 @@ def some_run(
     losses=lambda step: 1.4 + 3 * math.exp(-step / 200),
     held_out=lambda step: 1.5 + 3 * math.exp(-step / 200),
     steps: int = 1500,
-    rate: float = 50_000,
     recipe: str = "shakespeare_cpu",
     **changed,
 ) -> Run:
     """A run of `recipe` with these curves, `changed` settings (`__` for a dot) and texts
     that look like HTML.
     """
-    config = deepcopy(report.compose_recipe(recipe))
-    config["model"]["vocab_size"] = 65
-    config |= {"run_name": path.name, "run_dir": str(path)}
     overrides = [f"experiment={recipe}"]
+    config: dict = {"run_name": path.name, "model": {"vocab_size": 65}}
+    config |= {"run_dir": str(path), "optimizer": {}, "trainer": {}, "data": {}}
     for key, value in changed.items():
         group, name = key.split("__")
         config[group][name] = value
         overrides.append(f"{group}.{name}={value}")
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     lines = []
     for step in range(100, steps + 1, 100):
         line = {"step": step, "epoch": step / 1e5, "seconds": step / 20}
-        speed = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": rate, "samples": [NASTY] * 2}
+        speed = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": 50_000.0, "samples": [NASTY] * 2}
         lines.append({**line, "split": "train", "loss": losses(step), **speed})
         if step % 500 == 0:
             lines.append({**line, "split": "val", "loss": held_out(step)})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    begun = {
+    start = {
         "step": 0, "total_steps": 1500, "started": "2026-11-20 12:00:00 +0000",
         "recipe": recipe, "overrides": overrides, "device": NASTY, "cores": 2,
         "hosts": 1, "processes": 1, "threads": 2, "precision": "bfloat16", "compiled": False,
         "parameters": 800_000, "text_sha256": "ab", "torch": "2.13.0",
         "python": "3.11.7", "system": "Linux x86_64",
     }  # fmt: skip
-    (path / "environment.jsonl").write_text(json.dumps(begun) + "\n")
-    return read(path)
-
-
-def read(path: Path) -> Run:
-    return Run.read(str(path), report.compose_recipe)
+    (path / "environment.jsonl").write_text(json.dumps(start) + "\n")
+    return Run(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +140,15 @@ def test_a_resumed_run_records_its_start_and_continues_its_seconds(tmp_path):
     for steps in (2, 4):
         result = start(*TINY, f"trainer.max_steps={steps}", f"run_dir={tmp_path}")
         assert result.returncode == 0, result.stderr
-    run = read(tmp_path)
-    assert [(begun["step"], begun["total_steps"]) for begun in run.starts] == [(0, 2), (2, 4)]
-    assert run.starts[1]["recipe"] is None and "data=pydoc" in run.starts[1]["overrides"]
-    seconds = [line["seconds"] for line in run.lines]
-    assert seconds == sorted(seconds) and len(set(seconds)) > 4
-    assert run.step == run.total_steps == 4 and run.changes["trainer.max_steps"] == (None, 4)
+    run = Run(str(tmp_path))
+    assert [(start["step"], start["total_steps"]) for start in run.starts] == [(0, 2), (2, 4)]
+    assert run.recipe is None and "data=pydoc" in run.starts[1]["overrides"]
+    logged = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in logged]
+    assert seconds == sorted(seconds) and len(set(seconds)) > 4 and run.seconds == seconds[-1]
+    assert run.step == run.total_steps == 4 and run.last_loss == run.val[-1]["loss"]
+    assert run.changes[-2:] == ["trainer.max_steps=2", "trainer.max_steps=4"]  # of both starts
+    assert render([run], {}).count("python main.py experiment=null data=pydoc") == 2
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
@@ -167,66 +162,46 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
 
 
 def test_a_run_can_be_read_while_it_is_written_but_not_if_it_is_damaged(tmp_path):
-    some_run(tmp_path / "a")
-    history = tmp_path / "a" / "metrics.jsonl"
+    some_run(tmp_path)
+    history = tmp_path / "metrics.jsonl"
     whole = history.read_text()
     history.write_text(whole + '{"step": 1600, "spl')
-    assert read(tmp_path / "a").step == 1500
-    for line in ("oops", "3", '{"step": 1}'):
-        history.write_text(f"{line}\n{whole}")
-        with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged"):
-            read(tmp_path / "a")
+    assert Run(str(tmp_path)).step == 1500
+    history.write_text(f"oops\n{whole}")
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged"):
+        Run(str(tmp_path))
     history.write_text(whole)
-    for config in ("a: [", "a: 1", "model: {vocab_size: null}"):
-        (tmp_path / "a" / "config.yaml").write_text(config)
-        with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
-            read(tmp_path / "a")
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/config\.yaml: cannot be read: "):
+        render([Run(str(tmp_path))], {})
+    (tmp_path / "environment.jsonl").unlink()
+    with pytest.raises(UserError, match=rf"^{tmp_path}/environment\.jsonl: cannot be read"):
+        check(Run(str(tmp_path)), {})
 
 
 def test_a_run_of_a_few_steps_has_a_page_and_is_not_judged_yet(tmp_path, card):
     run = some_run(tmp_path / "a", steps=100)
+    run.step = 1
     run.train[0] |= {"step": 1, "lr": 0.0}
     html = render([run], card)
     assert "1 of 1,500" in html and "Too early to tell" in html and "On track" not in html
-    assert check(run, card) == ("too early to tell", [])
+    run.train.clear()  # nothing logged yet
+    assert check(run, card) == ("too early to tell", []) and "<svg" not in render([run], card)
 
 
 def test_a_run_that_has_not_logged_its_speed_has_a_page_and_a_reference(tmp_path):
     runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in range(5)]
     for line in (line for run in runs for line in run.train):
         del line["lr"], line["tokens_per_s"]
-    assert [chart.title for chart in drawing.charts(runs[:1], ["run"], {})] == ["Loss"]
+    assert [chart.title for chart in draw_charts(runs[:1], ["run"], {})] == ["Loss"]
     assert "1.4" in render(runs[:1], {})
     assert make_reference(runs)[1]["characters_per_s"] is None
-
-
-@pytest.mark.parametrize("name", ["environment.jsonl", "metrics.jsonl", "config.yaml"])
-def test_a_run_without_one_of_its_files_is_named(tmp_path, name):
-    some_run(tmp_path / "run")
-    (tmp_path / "run" / name).unlink()
-    with pytest.raises(UserError, match=rf"run_dir=.*run: .*{name}"):
-        read(tmp_path / "run")
-
-
-def test_the_recipe_is_the_one_that_was_asked_for_whatever_the_name(tmp_path):
-    run = some_run(tmp_path / "shakespeare_cpu")
-    run.starts[-1] |= {"recipe": None, "overrides": ["experiment=null", "run_name=shakespeare_cpu"]}
-    assert run.recipe is None
-    run.starts[-1] |= {"overrides": None}  # started by a program, not by Hydra
-    assert run.recipe == "shakespeare_cpu"
-
-
-def test_a_run_of_a_recipe_that_no_longer_exists_is_compared_with_the_defaults(tmp_path, card):
-    run = some_run(tmp_path / "shakespeare_cpu")
-    run.starts[-1]["recipe"] = "gone"
-    assert run.recipe is None and "model.n_head" in run.changes
-    assert "no reference for the defaults" in render([run], card | {"gone": {}})
 
 
 # --- the page ---
 
 
-def look(page: Path, script: str, width: int = 1000, dark: bool = False) -> dict:
+def look(page: Path, script: str, width: int) -> dict:
     """What `script`, run in the page in a browser `width` pixels wide, leaves in `seen`."""
     traced = page.with_suffix(".traced.html")
     trace = "<head><script>var errors = []; onerror = message => errors.push(message)</script>"
@@ -240,8 +215,7 @@ def look(page: Path, script: str, width: int = 1000, dark: bool = False) -> dict
     )
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-        "--window-size=1200,3000", f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-        f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", frame.as_uri(),
+        "--window-size=1200,3000", f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", frame.as_uri(),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     seen = re.search(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL)[1]
@@ -284,6 +258,12 @@ def test_a_browser_shows_the_texts_and_the_values_under_the_pointer_at_any_width
         seen.letters = parseFloat(page.getComputedStyle(label).fontSize);
         const boxes = [...page.document.querySelectorAll('.plot.large .x')].map(
             span => span.getBoundingClientRect());
+        const point = new page.DOMPoint(500, 2).matrixTransform(
+            plot.querySelector('.line').getScreenCTM());
+        const tick = (kind, text) => [...plot.querySelectorAll(kind)].find(
+            span => span.innerText === text).getBoundingClientRect();
+        const [x, y] = [tick('.x', '500'), tick('.y', '2')];
+        seen.beside = [point.x - (x.left + x.right) / 2, point.y - (y.top + y.bottom) / 2];
         seen.apart = Math.min(...boxes.slice(1).map((box, i) => box.left - boxes[i].right));
         """,
         width,
@@ -293,103 +273,73 @@ def test_a_browser_shows_the_texts_and_the_values_under_the_pointer_at_any_width
     assert seen["tip"].split("\n") == [
         "step 500", f"training: {training:.4f}", f"held-out: {held_out:.4f}",
     ]  # fmt: skip
-    assert (
-        seen["curves"] == 7
-    )  # two losses, learning rate, throughput; the dots of all but training
+    # Two losses, learning rate, throughput; the dots of all but training.
+    assert seen["curves"] == 7
+    assert seen["beside"] == pytest.approx([0, 0], abs=1)  # a value lies at its tick
     assert seen["overflow"] <= 0 and seen["letters"] >= 11 and seen["apart"] > 4
 
 
-@needs_chromium
-def test_the_page_follows_the_preferred_color_scheme(page):
-    script = """
-        const parts = (what, key) => page.getComputedStyle(what)[key].match(/[0-9.]+/g);
-        const luminance = (what, key) => parts(what, key).slice(0, 3).reduce(
-            (sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0) / 255;
-        seen.back = luminance(page.document.body, 'backgroundColor');
-        seen.text = luminance(page.document.body, 'color');
-        seen.line = luminance(page.document.querySelector('.line'), 'stroke');
-    """
-    light, dark = look(page, script), look(page, script, dark=True)
-    assert light["back"] > 0.9 > 0.5 > light["line"] > light["text"]
-    assert dark["back"] < 0.2 < 0.3 < dark["line"] < dark["text"]
-
-
-def test_several_runs_share_a_chart_and_are_named_by_their_directories(
-    tmp_path, card, capsys, monkeypatch
+def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
+    tmp_path, capsys, monkeypatch
 ):
-    for rate in (4e-3, 8e-3, 16e-3):
-        some_run(tmp_path / f"rate={rate},seed=1", optimizer__learning_rate=rate)
+    for rate, loss in ((4e-3, 2.5), (8e-3, 1.5), (16e-3, 3.5)):
+        held_out = lambda step, loss=loss: loss  # noqa: E731
+        some_run(tmp_path / f"rate={rate}", held_out=held_out, optimizer__learning_rate=rate)
     assert report.main([f"run_dirs={tmp_path}/*"]) == 0
     html = (tmp_path / "report.html").read_text()
-    for rate in ("0.004", "0.008", "0.016"):
-        assert f"rate={float(rate)},seed=1, held-out" in html and f"<td>{rate}</td>" in html
-    assert html.count('class="line faint"') == 3
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    quoted = json.dumps([str(tmp_path / name) for name in names[:2]])
-    assert report.main([f"run_dirs={quoted}", f"out={tmp_path / 'two.html'}"]) == 0
-    assert "2 runs" in (tmp_path / "two.html").read_text()
+    assert "3 runs" in html and html.count('class="line faint"') == 3
+    assert "<th>optimizer.learning_rate</th>" in html and "<th>run_name</th>" not in html
+    order = [html.index(f"<td>{rate}</td>") for rate in ("0.008", "0.004", "0.016")]
+    assert order == sorted(order) and "rate=0.004, held-out" in html
     monkeypatch.chdir(tmp_path)
-    assert report.main([f"run_dirs={json.dumps([names[0], str(tmp_path / names[1])])}"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(str(tmp_path / "report.html"))
+    assert report.main([f"run_dirs=[rate=0.004,{tmp_path}/rate=0.008]", "out=two.html"]) == 0
+    assert "2 runs" in (tmp_path / "two.html").read_text()
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/report.html", "two.html"]
 
 
-def test_the_commands_repeat_the_run_whatever_its_directory(tmp_path):
-    path = tmp_path / "optimizer.name=adamw,b='c d'" / "shakespeare_cpu"
-    run = some_run(path, optimizer__learning_rate=1e-3)
-    run.starts[-1]["processes"] = 2
-    lines = {purpose: shlex.split(command) for purpose, command in commands(run)}
-    assert lines == {
-        "Repeat": [
-            *("python", "main.py", "experiment=shakespeare_cpu", "optimizer.learning_rate=0.001"),
-            *("launch.nproc_per_node=2", "run_name=again"),
-        ],
-        "Sample": ["python", "sample.py", f"run_dir={path}"],
-    }
-    run.starts[-1]["overrides"] = None  # started by a program, not by Hydra
-    assert [purpose for purpose, _ in commands(run)] == ["Sample"]
+def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):
+    run = some_run(tmp_path / "a", data__path="c d.txt")
+    assert "main.py experiment=shakespeare_cpu &#39;data.path=c d.txt&#39;" in render([run], {})
+    run.starts[0] |= {"overrides": None, "recipe": None}  # started by a program, not by Hydra
+    assert "python main.py" not in render([run], {}) and run.changes == []
 
 
 def test_a_long_run_has_a_small_page(tmp_path):
     run = some_run(tmp_path / "a")
     run.train = [{**run.train[0], "step": step, "samples": None} for step in range(1, 50_001)]
     assert len(render([run], {})) < 500_000
-    curves = [s.points for chart in drawing.charts([run], ["run"], {}) for s in chart.series]
+    curves = [curve.points for chart in draw_charts([run], ["run"], {}) for curve in chart.curves]
     assert max(map(len, curves)) <= 1000
-    assert all(
-        y == pytest.approx(run.train[0]["loss"]) for _, y in curves[0]
-    )  # the mean keeps the height
+    # the mean keeps the height
+    assert all(y == pytest.approx(run.train[0]["loss"]) for _, y in curves[0])
 
 
 @pytest.mark.parametrize(
     "low, high", [(0, 1500), (1.41, 4.2), (1.4601, 1.4602), (0, 8e-3), (0, 3), (0, 1e6)]
 )
 def test_ticks_are_few_round_and_inside(low, high):
-    found = drawing.ticks(low, high)
-    assert 2 <= len(found) <= 6 and all(low - 1e-9 <= tick <= high for tick in found)
-    assert all(len(f"{tick:g}") <= 7 for tick in found)
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 6 and all(low - 1e-9 <= tick <= high for tick, _ in found)
+    assert all(len(label) <= 7 for _, label in found)
+
+
+def test_the_band_is_around_the_recorded_mean(tmp_path, card):
+    (loss, *_) = draw_charts([some_run(tmp_path)], ["run"], card)
+    steps = [row[0] for row in card["shakespeare_cpu"]["val"]]
+    assert [step for step, _ in loss.band[0]] == steps + steps[::-1]
+    assert loss.band[0][0][1] > card["shakespeare_cpu"]["val"][0][1] > loss.band[0][-1][1]
 
 
 # --- is it on track? ---
 
 
-def test_a_run_that_diverged_is_not_on_track(tmp_path):
-    hot = [*TINY, "optimizer.learning_rate=1e38", "report=false"]
-    for name, *settings in (
-        ("first", "trainer.log_every_steps=6"),  # not one line before
-        ("held_out", "trainer.eval_every_steps=1"),
-    ):
-        run = start(*hot, *settings, f"run_dir={tmp_path / name}")
-        assert run.returncode == 1 and "training has diverged" in run.stderr
-        said = start("check", f"run_dir={tmp_path / name}", script="report.py")
-        assert said.returncode == 1 and "It diverges: step" in said.stdout, said.stdout
-    good = start(*TINY, f"run_dir={tmp_path / 'good'}", "report=false")
-    assert good.returncode == 0, good.stderr
-    for runs in ("run_dirs=*", "run_dir=first"):
-        written = start(runs, "out=page.html", script="report.py", cwd=tmp_path)
-        assert written.returncode == 0, written.stderr
-    (tmp_path / "good" / "environment.jsonl").write_text("{\n")  # no reason to refuse a snapshot
-    sampled = start("run_dir=good", "max_new_tokens=1", script="sample.py", cwd=tmp_path)
-    assert sampled.returncode == 0, sampled.stderr
+@pytest.mark.parametrize("often", ["log_every_steps=6", "eval_every_steps=1"])
+def test_a_run_that_diverged_is_not_on_track(tmp_path, capsys, often):
+    result = start(*TINY, "optimizer.learning_rate=1e38", f"trainer.{often}", f"run_dir={tmp_path}")
+    assert result.returncode == 1 and "training has diverged" in result.stderr
+    assert report.main(["check", f"run_dir={tmp_path}"]) == 1
+    assert "It diverges: step" in capsys.readouterr().out
+    assert report.main([f"run_dir={tmp_path}"]) == 0
 
 
 def falls(step: int) -> float:
@@ -405,12 +355,7 @@ def falls(step: int) -> float:
         ({"held_out": lambda s: falls(s) + 0.2}, False, "step 1500 is 1.7017, above the reference"),
         ({"held_out": lambda s: falls(s) - 0.2}, True, "step 1500 is 1.3017, below the reference"),
         ({"losses": lambda s: 4.17}, False, "learned nothing: the training loss at step 1500"),
-        ({"losses": lambda s: 2 + abs(s - 800) / 1000}, False, "training loss was 2.0667 at step"),
-        (
-            {"losses": lambda s: None if s == 900 else 2.0},
-            False,
-            "It diverges: step 900: the loss is not finite",
-        ),
+        ({"losses": lambda s: None if s == 900 else 2.0}, False, "It diverges: step 900: the loss"),
         ({"held_out": lambda s: 1.6 + s / 2000}, False, "It overfits: the held-out loss was lowes"),
     ],
 )
@@ -421,46 +366,47 @@ def test_a_run_is_judged_in_words(tmp_path, card, changed, on_track, says):
     ), words
 
 
-def test_settings_that_can_move_the_loss_are_named_first(tmp_path, card):
+def test_overrides_that_affect_the_loss_are_named_first(tmp_path, card):
     changed = {"optimizer__learning_rate": 0.1, "trainer__threads": 1, "trainer__seed": 5}
     run = some_run(tmp_path / "run", held_out=lambda step: 2.5, **changed)
-    run.config["model"]["attention"] = run.config["explicit"] = "a setting that no longer exists"
     verdict, words = check(run, card)
-    assert verdict == OFF_TRACK and words[0] == (
-        "It differs from the recipe shakespeare_cpu: optimizer.learning_rate=0.1 (there 0.008)."
-    )
-    assert set(run.changes) == {"optimizer.learning_rate"}
+    assert verdict == OFF_TRACK
+    assert words[0] == "It overrides the recipe shakespeare_cpu: optimizer.learning_rate=0.1."
 
 
 @pytest.mark.parametrize(
-    "changed, says",
+    "overrides, text, says",
     [
-        ({}, "the text;"),
-        (
-            {"model__n_layer": 1, "data__block_size": 32},
-            "data.block_size, model.n_layer, the text;",
-        ),
+        ([], "cd", "another text"),
+        (["model.n_layer=1", "data.block_size=32"], "ab", "model.n_layer=1, data.block_size=32"),
+        (["model=gpt2"], "cd", "model=gpt2, another text"),
     ],
 )
 def test_a_run_that_is_not_comparable_with_the_reference_is_judged_on_its_own(
-    tmp_path, card, changed, says
+    tmp_path, card, overrides, text, says
 ):
-    run = some_run(tmp_path / "run", held_out=lambda step: 2.5, **changed)
-    run.starts[-1]["text_sha256"] = "cd"
+    run = some_run(tmp_path / "run", held_out=lambda step: 2.5)
+    run.starts[-1]["text_sha256"] = text
+    run.starts[-1]["overrides"] += overrides
     verdict, words = check(run, card)
-    assert verdict == "on track" and f"does not apply to another {says}" in words[-1]
-    assert not any("above" in sentence for sentence in words)
-    assert drawing.reference_band([run], card) is None
+    says = f"The reference does not apply to {says}: the run is judged on its own."
+    assert verdict == "on track" and words[-1] == says
+    assert draw_charts([run], ["run"], card)[0].band is None
 
 
-def test_a_run_without_a_reference_is_judged_on_its_own(tmp_path):
-    verdict, words = check(some_run(tmp_path / "a"), {})
-    assert (
-        verdict == "on track"
-        and "There is no reference for the recipe shakespeare_cpu" in words[-1]
-    )
-    verdict, words = check(some_run(tmp_path / "b", held_out=lambda step: 1.6 + step / 2000), {})
-    assert verdict == OFF_TRACK and "overfits" in words[0]
+@pytest.mark.parametrize(
+    "losses, held_out, says",
+    [
+        (lambda s: 1 - s / 9000, lambda s: 1.6 + s / 2000, "overfits"),
+        (lambda s: 1 + s / 9000, lambda s: 1.6 + s / 2000, ""),
+        (lambda s: 2 + abs(s - 800) / 1000, lambda s: 2 + abs(s - 800) / 1000, "diverges"),
+        (lambda s: 1 - s / 9000, lambda s: 1.6 + s / 90000, ""),  # no more than noise
+    ],
+)
+def test_a_run_without_a_reference_is_judged_on_its_own(tmp_path, losses, held_out, says):
+    verdict, words = check(some_run(tmp_path, losses=losses, held_out=held_out), {})
+    assert verdict == (OFF_TRACK if says else "on track")
+    assert words[0].startswith(f"It {says}: the held-out" if says else "There is no reference")
 
 
 def test_the_band_is_students_prediction_interval_around_the_mean():
@@ -472,16 +418,16 @@ def test_the_band_is_students_prediction_interval_around_the_mean():
     assert second == [2, 2.0, pytest.approx(first[2] / 2, rel=0.01)]  # no smaller than the median
 
 
-def test_check_ends_with_the_status_of_the_verdict(tmp_path, card):
-    for name, held_out, status in (("good", falls, 0), ("bad", lambda step: 2.5, 1)):
-        some_run(tmp_path / name, held_out=held_out)
-        file = tmp_path / "card.json"
-        file.write_text(json.dumps(card))
-        arguments = ("check", f"run_dir={tmp_path / name}", f"reference={file}")
-        result = start(*arguments, script="report.py")
-        assert result.returncode == status and result.stderr == "", result.stderr
-        first = result.stdout.splitlines()[0]
-        assert first == f"{tmp_path / name}, step 1500 of 1500: {'NOT ' * status}on track"
+def test_check_ends_with_the_status_of_the_verdict(tmp_path, card, monkeypatch, capsys):
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    monkeypatch.setattr(report, "REFERENCES", str(tmp_path / "card.json"))
+    some_run(tmp_path / "bad", held_out=lambda step: 2.5)
+    some_run(tmp_path / "good")
+    assert report.main(["check", f"run_dir={tmp_path / 'good'}"]) == 0
+    assert report.main(["check", f"run_dirs={tmp_path}/*"]) == 1
+    verdicts = [line for line in capsys.readouterr().out.splitlines() if "- " not in line]
+    good, bad = (f"{tmp_path / name}, step 1500 of 1500: " for name in ("good", "bad"))
+    assert verdicts == [f"{good}on track", f"{bad}NOT on track", f"{good}on track"]
 
 
 # --- references ---
@@ -506,7 +452,7 @@ def test_a_reference_is_made_of_finished_runs_of_one_recipe(tmp_path):
     for names, says in (
         ("1234", "4 runs with the seeds"),
         ([*"12345", "same"], "6 runs with the seeds"),
-        ([*"1234", "changed"], "is not the recipe as it is: model.n_head=4"),
+        ([*"1234", "changed"], "overrides its recipe: model.n_head=4"),
         ([*"1234", "short"], "is at step 1000 of 1500"),
         ([*"1234", "other"], "is a run of the recipe shakespeare_quick, not of shakespeare_cpu"),
         ([*"1234", "text"], "another text than"),
@@ -525,7 +471,7 @@ def test_the_published_references_match_the_recipes():
     card = load_references(report.REFERENCES)
     assert {"shakespeare_cpu", "shakespeare_quick", "nanogpt_cpu", "overfit"} <= set(card)
     for name, recorded in card.items():
-        assert report.compose_recipe(name)["trainer"]["max_steps"] == recorded["steps"]
+        assert compose([f"experiment={name}"]).trainer.max_steps == recorded["steps"]
         assert len(recorded["seeds"]) >= 5 and f"experiment={name} " in recorded["command"]
         assert recorded["val"][-1][0] == recorded["train"][-1][0] == recorded["steps"]
 
@@ -536,18 +482,15 @@ def test_the_published_references_match_the_recipes():
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["run_dir=nowhere"], "run_dir=nowhere: there is no metrics.jsonl in it"),
+        (["run_dir=nowhere"], "nowhere: no run has logged anything there"),
         (["rundir=a"], "rundir=a: not an argument; there are run_dir="),
-        (["chekc"], "chekc: not a command; there are report, check"),
+        (["chekc"], "chekc: not an argument; there are run_dir="),
         (["run_dirs=[a"], "run_dirs=[a: not a list such as"),
-        (["run_dirs=[]"], "run_dirs=[]: names no run"),
-        (["."], ".: not an argument; there are run_dir=, run_dirs=, reference=, out=; for what is"),
+        (["."], ".: not an argument; there are run_dir=, run_dirs=, out=; for what is"),
         (["check", "."], "for what is in it: run_dirs=."),
         (["check", "out=a"], "out=a: check writes no page; leave it out"),
-        (["run_dirs=010"], "run_dirs: 010 is not the directory of a run"),
-        (["run_dirs=[010,null]"], "run_dirs: 010 is not the directory of a run"),
-        (["run_dirs=nowhere/*"], "nowhere/* is not the directory of a run or a sweep, and"),
-        (["run_dir=a", "run_dirs=b"], "run_dir and run_dirs: give one of them"),
+        (["run_dirs=[010,null]"], "010: no run has logged anything there"),
+        (["run_dirs=nowhere/*"], "nowhere/*: no run has logged anything there"),
         ([], "no run under runs/ has logged"),
     ],
 )
@@ -556,12 +499,6 @@ def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
     with pytest.raises(UserError) as caught:
         report.main(arguments)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_error_is_one_line_and_a_status(tmp_path):
-    result = start("run_dir=nowhere", script="report.py", cwd=tmp_path)
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr == "error: run_dir=nowhere: there is no metrics.jsonl in it\n"
 
 
 def test_the_newest_run_is_found(tmp_path, monkeypatch):
@@ -574,7 +511,7 @@ def test_the_newest_run_is_found(tmp_path, monkeypatch):
 def test_a_missing_run_is_refused_with_the_newest(tmp_path, monkeypatch):
     some_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"jsonl in it; the newest run is runs/mine$"):
+    with pytest.raises(UserError, match=r"there; the newest run is runs/mine$"):
         report.main(["check", "run_dir=runs/another"])
     with pytest.raises(UserError, match=r"another/gpt_snapshot\.pt; the newest run is runs/mine$"):
         choose_snapshot(None, "runs/another")
@@ -589,35 +526,7 @@ def test_every_setting_in_the_list_exists():
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
     (tmp_path / "page.html").mkdir()
     monkeypatch.setattr(report, "render", lambda *_: "text")
-    monkeypatch.setattr(report.Run, "read", lambda *_: None)
     for out in (tmp_path / "page.html", tmp_path / "nowhere" / "page.html"):
-        with pytest.raises(UserError, match=f"^out={out}: cannot be written: "):
+        with pytest.raises(OSError, match=f"{out}"):
             report.write(["run"], str(out))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-
-
-# --- Figures of a page ---
-
-
-def test_a_run_has_its_last_loss_its_last_divergence_and_its_wall_time(tmp_path):
-    run = some_run(tmp_path / "a", losses=lambda step: None if step in (300, 900) else 2.0)
-    assert run.diverged[0] == 900
-    assert run.last_loss == run.val[-1]["loss"] != run.val[0]["loss"]
-    run.lines[-1]["seconds"] = 1e6
-    assert run.seconds == 1e6
-
-
-def test_overfitting_needs_a_falling_training_loss(tmp_path):
-    worse = {"held_out": lambda step: 1.6 + step / 2000}
-    assert overfitting(some_run(tmp_path / "a", losses=lambda s: 1 + s / 9000, **worse)) == ""
-    assert overfitting(some_run(tmp_path / "b", losses=lambda s: 1 - s / 9000, **worse)) != ""
-
-
-def test_a_page_has_the_last_loss_the_band_around_the_mean_and_the_best_run_first(tmp_path, card):
-    run = some_run(tmp_path / "a", held_out=lambda step: 3 - step / 1000)
-    assert describe(run, card)["facts"]["last held-out loss"] == "1.5000"
-    (_, low, high), *_ = drawing.reference_band([run], card)[0]
-    assert low < card["shakespeare_cpu"]["val"][0][1] < high
-    bad = some_run(tmp_path / "b", held_out=lambda step: 4.0, trainer__seed=9)
-    html = render([bad, run], card)
-    assert html.index("1.5000") < html.index("4.0000")

@@ -1,33 +1,24 @@
 """Sweeps: every job in its directory, and all of them in the table at the end."""
 
-import csv
 import re
 import signal
-import statistics
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import TINY, metrics, start, wait_until
 from test_crashes import LONG, begin, lines
 
 from engine.config.overrides import job_name
-from engine.errors import UserError
-from engine.reports.sweep import Job, columns, read_jobs, table, table_over_seeds
+from engine.reports.history import Run
+from engine.reports.sweep import read_jobs, table
 from engine.snapshots.storage import load
 
 
-def job(*overrides: str, loss: float | None = 2.0, status: str = "finished") -> Job:
-    return Job("here", ["a=1", *overrides], 10, loss, 5, loss, 1000.0, status)
-
-
-def folder_of(run: Path, *overrides: str) -> Path:
-    """The directory of the one job of `run`'s sweep that has these overrides."""
-    paths = Path(f"{run}.sweep").glob("*/job.yaml")
-    (path,) = [
-        p for p in paths if set(overrides) <= set(yaml.safe_load(p.read_text())["overrides"])
-    ]
-    return path.parent
+def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "finished") -> Run:
+    run = Run(str(path))
+    run.step, run.val = 10, [] if loss is None else [{"step": 5, "loss": loss}]
+    run.job = {"overrides": ["a=1", *overrides], "status": status}
+    return run
 
 
 def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
@@ -38,47 +29,32 @@ def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     jobs = read_jobs(f"{run}.sweep")
-    assert not any(o.startswith("launch.") for job in jobs for o in job.overrides)
-    assert [job.overrides[-2] for job in jobs] == [
+    assert not any(o.startswith("launch.") for job in jobs for o in job.job["overrides"])
+    assert [job.job["overrides"][-2] for job in jobs] == [
         "optimizer.learning_rate=0.01",
         "optimizer.learning_rate=0.001",
     ]
     for found in jobs:
-        folder = folder_of(run, found.overrides[-2])
-        assert load(str(folder / "gpt_snapshot.pt")).processes == 2
-        losses = {line["loss"]: line["step"] for line in metrics(folder, "val")}
-        assert (found.steps, found.status) == (6, "finished")
-        assert (found.best_loss, found.best_step) == (min(losses), losses[min(losses)])
+        assert load(f"{found.path}/gpt_snapshot.pt").processes == 2
+        losses = {line["loss"]: line["step"] for line in metrics(Path(found.path), "val")}
+        assert (found.step, found.job["status"]) == (6, "finished")
+        best = found.best
+        assert (best["loss"], best["step"]) == (min(losses), losses[min(losses)])
         assert found.last_loss == [*losses][-1] and found.characters_per_s > 0
     shown = table(jobs)
     assert shown[1].startswith("learning_rate=0.01 ") and max(map(len, shown)) < 80
-    best = f"sample      python sample.py run_dir={jobs[0].directory}"
+    best = f"sample      python sample.py run_dir={jobs[0].path}"
     assert result.stdout.splitlines()[-len(shown) - 1 :] == [*shown, best]
 
 
-def test_a_sweep_over_seeds_ends_with_mean_and_deviation_and_is_not_repeated(tmp_path):
-    sweep = [
-        *["-m", *TINY, "optimizer.learning_rate=1e-3,1e-2", "trainer.seed=1,2,3"],
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    result = start(*sweep)
-    assert result.returncode == 0, result.stderr
-    again = start(*sweep)
-    assert again.returncode == 0 and again.stdout.count("this run is finished") == 6
-    assert again.stdout.splitlines()[-10:] == result.stdout.splitlines()[-10:]  # the tables
-    for rate in ("0.001", "0.01"):
-        jobs = [(f"optimizer.learning_rate={rate}", f"trainer.seed={seed}") for seed in (1, 2, 3)]
-        folders = [folder_of(tmp_path / "run", *job) for job in jobs]
-        losses = [min(x["loss"] for x in metrics(folder, "val")) for folder in folders]
-        spread = f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
-        rows = [x for x in result.stdout.splitlines() if x.endswith(spread)]
-        assert len(rows) == 1 and rows[0].split()[:2] == [f"learning_rate={rate}", "3"]
-    with open(tmp_path / "run.sweep" / "results.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 6 and {row["status"] for row in rows} == {"finished"}
-    names = {Path(row["directory"]).name[:-9] for row in rows}
-    assert "optimizer.learning_rate=0.01,trainer.seed=3" in names and len(names) == 6
-    assert float(rows[0]["best_loss"]) == min(float(row["best_loss"]) for row in rows)
+def test_a_finished_sweep_is_not_repeated_and_ends_with_the_same_table(tmp_path):
+    sweep = ["-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}"]
+    first, again = start(*sweep), start(*sweep)
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert again.stdout.count("this run is finished") == 2
+    assert again.stdout.splitlines()[-4:] == first.stdout.splitlines()[-4:]
+    names = sorted(path.parent.name for path in tmp_path.glob("run.sweep/*/job.yaml"))
+    assert [name[: len("trainer.seed=1")] for name in names] == ["trainer.seed=1", "trainer.seed=2"]
 
 
 @pytest.mark.parametrize("swept", ["experiment=overfit,shakespeare_quick", "run_name=a,b"])
@@ -88,7 +64,7 @@ def test_jobs_whose_recipe_or_name_differs_are_of_one_sweep(swept, tmp_path):
     assert result.returncode == 0, result.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.sweep"]
     jobs = read_jobs(str(tmp_path / "runs" / "run.sweep"))
-    assert [job.status for job in jobs] == ["finished"] * 2
+    assert [job.job["status"] for job in jobs] == ["finished"] * 2
     assert result.stdout.splitlines()[-4:-1] == table(jobs)
 
 
@@ -128,7 +104,10 @@ def test_a_job_of_several_processes_that_fails_stops_no_other(tmp_path):
     result = start("-m", *TINY, "launch.nproc_per_node=2", texts, f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "none.txt: no such file" in result.stderr
-    assert [job.status for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == ["finished", "failed"]
+    assert [job.job["status"] for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == [
+        "finished",
+        "failed",
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -142,7 +121,7 @@ def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(proces
     assert "Traceback" not in out and "SIGTERM: stopped after step" in out
     assert out.splitlines()[-1].endswith("stopped")
     (stopped,) = read_jobs(f"{tmp_path / 'run'}.sweep")
-    assert stopped.overrides[-1] == "trainer.seed=1" and stopped.steps > 5
+    assert stopped.job["overrides"][-1] == "trainer.seed=1" and stopped.step > 5
 
 
 def test_a_sweep_under_a_launcher_is_refused_with_the_command_that_works(tmp_path):
@@ -160,37 +139,21 @@ def test_a_sweep_whose_directory_cannot_be_made_gets_one_line(tmp_path):
     assert (tmp_path / "run.sweep").read_text() == "my thesis\n"
 
 
-def test_the_table_names_jobs_by_the_overrides_they_do_not_share_best_first():
-    jobs = [job("lr=2", loss=1.0), job("lr=1"), job("lr=3", loss=None, status="failed")]
-    assert [line.split()[0] for line in table(jobs)] == ["job", "lr=2", "lr=1", "lr=3"]
-    assert table(jobs)[-1].split() == ["lr=3", "-", "5", "10", "failed"]
-    assert table([job("x.lr=0.2")])[1].startswith("a=1 lr=0.2 ")
+def test_the_table_names_jobs_by_the_overrides_they_do_not_share(tmp_path):
+    failed = job(tmp_path, "x.lr=3", loss=None, status="failed")
+    shown = table([job(tmp_path, "x.lr=0.2"), failed])
+    assert [line.split()[0] for line in shown] == ["job", "lr=0.2", "lr=3"]
+    assert shown[-1].split() == ["lr=3", "-", "-", "10", "failed"]
+    assert table([job(tmp_path, "x.lr=0.2")])[1].startswith("a=1 lr=0.2 ")
 
 
-def test_means_are_over_finished_jobs_that_differ_only_in_their_seed():
-    seeds = [job("lr=1", f"trainer.seed={i}", loss=float(i)) for i in (1, 2, 3)]
-    other = job("lr=2", "trainer.seed=1", loss=7.0)
-    stopped = job("lr=2", "trainer.seed=2", loss=1.0, status="stopped")
-    assert table_over_seeds([*seeds, other, stopped]) == columns(
-        [
-            ("job", "seeds", "best loss"),
-            ("lr=1", "3", "2.0000 ± 1.0000"),
-            ("lr=2", "1", "7.0000"),
-        ]
-    )
-    assert table_over_seeds([other, stopped]) == []
-
-
-def test_a_killed_job_is_read_without_its_incomplete_last_line(tmp_path):
-    folder = tmp_path / "a [1]"  # no pattern, for all that
-    folder.mkdir()
-    (folder / "job.yaml").write_text("overrides: [lr=1]\nstatus: stopped\n")
-    (folder / "metrics.jsonl").write_text(
-        '{"step": 3, "split": "val", "loss": 2.5, "seconds": 1}\n{"step": 4, "split": "tr'
-    )
-    found = Job(str(folder), ["lr=1"], 3, 2.5, 3, 2.5, None, "stopped")
-    assert read_jobs(str(tmp_path)) == [found]
-    good = '{"step": 3, "split": "val", "loss": 2.5, "seconds": 1}\n'
-    (folder / "metrics.jsonl").write_text(f"my thesis\n{good}")
-    with pytest.raises(UserError, match=r"a \[1\]/metrics.jsonl, line 1: damaged"):
-        read_jobs(str(tmp_path))
+def test_the_best_job_is_first_and_a_killed_one_is_read_up_to_its_incomplete_last_line(tmp_path):
+    line = '{"step": 3, "split": "val", "loss": %s, "seconds": 1}\n'
+    for name, text in (("a", ""), ("b", line % 2.5), ("c", line % 1.5 + '{"step": 4, "spl')):
+        folder = tmp_path / "[1]" / name  # no pattern, for all that
+        folder.mkdir(parents=True)
+        (folder / "job.yaml").write_text(f"overrides: [name={name}]\nstatus: stopped\n")
+        (folder / "metrics.jsonl").write_text(text)
+    jobs = read_jobs(str(tmp_path / "[1]"))
+    assert [job.job["overrides"] for job in jobs] == [["name=c"], ["name=b"], ["name=a"]]
+    assert [job.step for job in jobs] == [3, 3, 0]
