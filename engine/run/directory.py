@@ -24,7 +24,8 @@ METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
 JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
-OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB, storage.SET_ASIDE)
+OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
+HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # which a run from scratch must not append to
 SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 
@@ -156,22 +157,6 @@ def recorded_snapshot_path(run_dir: str) -> str | None:
         raise UserError(
             f"{path}: cannot be read: {one_line(error)}; correct it, or move it away"
         ) from error
-
-
-def check_lost_snapshot(run_dir: str, snapshot_path: str) -> None:
-    """Raises `UserError` if a run without a snapshot at `snapshot_path` has one at another path; warns if
-    it has only metrics.
-    """
-    recorded = recorded_snapshot_path(run_dir)
-    earlier = storage.snapshot_path(recorded or snapshot_path, run_dir)
-    if recorded not in (None, snapshot_path) and storage.exists(earlier):
-        raise UserError(
-            f"trainer.snapshot_path={snapshot_path}: there is no snapshot, but this run has one at "
-            f"{earlier}; resume with trainer.snapshot_path={recorded}, move it there, or "
-            "train from scratch with run_name=NEW_NAME or trainer.resume=never"
-        )
-    if is_run(run_dir):
-        log.warning("found %s but no snapshot: overwriting it and training from scratch", METRICS)
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
