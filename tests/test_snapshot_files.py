@@ -273,6 +273,14 @@ def test_a_file_system_that_is_not_there_is_named():
         load("http://127.0.0.1:1/s.pt")
 
 
+def test_a_leftover_of_a_killed_save_does_not_spoil_the_file_it_is_a_hard_link_of(path):
+    files = SnapshotStorage(path)
+    write(files, 1, best=True)
+    os.link(files.best, files.temporary)  # as of a process killed once the best was written
+    SnapshotStorage(path).prepare()
+    assert load(files.best).step == 1
+
+
 # --- beside training ---
 
 
@@ -316,7 +324,10 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     save(2, fails=True, best=True)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, None)
     assert "step 2: the snapshot was not written" in caplog.text and load(path).step == 1
+    save(3, fails=False)
+    assert (load(path).best_loss, load(path).best_step) == (None, None)  # that of step 2 is lost
     save(3, fails=False, best=True)
+    assert (load(path).best_loss, load(path).best_step) == (6.0, 3)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (0, 3, (6.0, 3))
     save(4, fails=True, best=True, latest=False)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))

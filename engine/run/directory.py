@@ -35,14 +35,10 @@ def lock_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
     in it, for as long as the block lasts.
 
     Raises `UserError` if a file cannot be written, another run holds a lock, or `snapshot_path`
-    names no file or another file of the run.
+    names no file, or one that a run has otherwise.
     """
-    if os.path.normpath(snapshot_path) in OTHER_FILES:
-        raise UserError(
-            f"trainer.snapshot_path={snapshot_path}: the run has another file of that name"
-        )
-    if not os.path.basename(snapshot_path):
-        raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file")
+    if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
+        raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file of its own")
     path = storage.snapshot_path(snapshot_path, run_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(file_lock(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
@@ -143,20 +139,19 @@ def relative_path(path: str) -> str:
     return shlex.quote(path if relative.startswith("..") else relative)
 
 
-def recorded_snapshot_path(run_dir: str) -> str | None:
-    """`trainer.snapshot_path` in the run's `config.yaml`; None without that file.
-
-    Raises `UserError` if the file cannot be read.
+def recorded_snapshot_path(run_dir: str) -> str:
+    """The path of the latest snapshot as the run's `config.yaml` has it, or by default. Raises `UserError`
+    if that file cannot be read.
     """
-    path = os.path.join(run_dir, CONFIG)
-    if not os.path.exists(path):
-        return None
+    path, name = os.path.join(run_dir, CONFIG), None
     try:
-        return OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
+        if os.path.exists(path):
+            name = OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
     except Exception as error:  # OmegaConf and YAML raise many types
         raise UserError(
             f"{path}: cannot be read: {one_line(error)}; correct it, or move it away"
         ) from error
+    return storage.snapshot_path(name or SNAPSHOT, run_dir)
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
@@ -171,7 +166,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     if snapshot is not None:
         return snapshot
     run_dir = run_dir or newest_run()
-    latest = storage.snapshot_path(recorded_snapshot_path(run_dir) or SNAPSHOT, run_dir)
+    latest = recorded_snapshot_path(run_dir)
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
             return path

@@ -136,16 +136,7 @@ class SnapshotManager:
         own = model.state_dict()
         model_state, optimizer_state = snapshot.model_state, snapshot.optimizer_state
         if snapshot.shards:
-
-            def empty(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-                like = own.get(name)  # None if model.py has changed
-                if like is None or like.shape != size:
-                    return torch.empty(size, dtype=dtype)
-                return torch.empty_like(like)
-
-            model_state, optimizer_state = read_shards(
-                self.path, snapshot.shards, empty, self.world
-            )
+            model_state, optimizer_state = read_shards(self.path, snapshot.shards, own, self.world)
         try:
             model.load_state_dict(
                 {

@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,15 +84,12 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
 
 
 def read_shards(
-    path: str,
-    shards: dict[str, Any],
-    empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor],
-    world: World,
+    path: str, shards: dict[str, Any], model: dict[str, torch.Tensor], world: World
 ) -> tuple[dict, dict]:
     """(model state, optimizer state) in the shards of the snapshot at `path`; all ranks take part.
 
-    `empty(name, size, dtype)` allocates each tensor, sharded as this run needs it. Raises `UserError`
-    for a file that is damaged.
+    The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that
+    is not in it are plain. Raises `UserError` for a file that is damaged.
     """
     from torch.distributed import checkpoint
 
@@ -111,7 +108,12 @@ def read_shards(
     metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
     for full_name, about in metadata.items():
         kind, name, *key = full_name.split("/")
-        state[full_name] = tensor = empty(name, about.size, about.properties.dtype)
+        like = model.get(name)
+        if like is not None and like.shape == about.size:
+            tensor = torch.empty_like(like)
+        else:
+            tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        state[full_name] = tensor
         if kind == "model":
             model_state[name] = tensor
         else:
@@ -163,7 +165,7 @@ def load_full(path: str) -> Snapshot:
         check_shards(path, snapshot)
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         snapshot.model_state, snapshot.optimizer_state = read_shards(
-            path, snapshot.shards, lambda _, size, dtype: torch.empty(size, dtype=dtype), alone
+            path, snapshot.shards, {}, alone
         )
         snapshot.shards = {}
     return snapshot
