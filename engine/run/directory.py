@@ -6,7 +6,6 @@ import glob
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 
 from omegaconf import OmegaConf
@@ -72,20 +71,10 @@ def file_lock(path: str, setting: str) -> Iterator[None]:
         yield
 
 
-class LogFile(logging.FileHandler):
-    """A log file that is disabled by the first record that cannot be written."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        log.removeHandler(self)
-        log.warning(
-            "cannot write %s (%s); file logging disabled", self.baseFilename, sys.exception()
-        )
-
-
 @contextlib.contextmanager
 def log_to_file(path: str) -> Iterator[None]:
     """Logs to the file at `path` during the block, including the error that ends it."""
-    handler = LogFile(path)
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
@@ -96,7 +85,7 @@ def log_to_file(path: str) -> Iterator[None]:
         raise
     finally:
         log.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk, already reported
+        with contextlib.suppress(OSError):  # a full disk
             handler.close()
 
 
