@@ -343,9 +343,15 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found"),
         ("data.block_size=${model.block_size}", "data.block_size: Recursive interpolation"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
-        ("trainer.snapshot_path=metrics.jsonl", "trainer.snapshot_path=metrics.jsonl: must name a file of"),
+        (
+            "trainer.snapshot_path=metrics.jsonl",
+            "trainer.snapshot_path=metrics.jsonl: must name a file of",
+        ),
         ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
-        ("trainer.snapshot_path=./job.yaml", "trainer.snapshot_path=./job.yaml: must name a file of"),
+        (
+            "trainer.snapshot_path=./job.yaml",
+            "trainer.snapshot_path=./job.yaml: must name a file of",
+        ),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size=10: the text has"),
         ("model.block_size=7", "model.block_size=7: must equal data.block_size"),
