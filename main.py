@@ -66,7 +66,6 @@ from engine.run.console import fail, log_to_console, one_line_errors
 from engine.run.directory import (
     CONFIG,
     REPORT,
-    check_lost_snapshot,
     lock_run,
     relative_path,
 )
@@ -108,9 +107,6 @@ def run_training(config: Config) -> float | None:
     with open_run(config, world):
         snapshots = config.trainer.open_snapshots(config.run_dir, world)
         snapshot = snapshots.found
-        if snapshot is None and config.trainer.resume != "never":
-            path = config.trainer.snapshot_path
-            run_on_first(lambda: check_lost_snapshot(config.run_dir, path), world)
         pretrained = start_from(config, snapshot, world)
         train_text, held_out = load_text(config, snapshot, world).split()
         model = build_model(config, train_text, snapshot, pretrained, world)

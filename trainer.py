@@ -31,7 +31,7 @@ from engine.machine.hardware import flops_per_token, peak_flops
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import Agreement, World, report_unresponsive_ranks
 from engine.run import trackers
-from engine.run.directory import CONFIG, ENVIRONMENT, METRICS
+from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
 from engine.run.evaluation import evaluate
 from engine.run.plan import Plan
@@ -370,7 +370,7 @@ class Trainer:
         )  # fmt: skip
 
     def _open_files(self) -> None:
-        self.snapshots.open(others=(METRICS, ENVIRONMENT, CONFIG, "tensorboard"))
+        self.snapshots.open(HISTORY)
         self.log.open(
             self.snapshots.run_dir,
             self.step,

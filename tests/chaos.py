@@ -190,7 +190,7 @@ def check_same(run_dir: Path, reference: Path) -> None:
     stray = {
         p.name
         for p in run_dir.iterdir()
-        if p.name not in extra and ".damaged" not in p.name and ".step" not in p.name
+        if p.name not in extra and not re.search(r"\.(damaged|old|step)\d+", p.name)
     }
     assert not stray, f"left behind: {stray}"
     assert len(list(run_dir.glob("*.step*.pt"))) == 2

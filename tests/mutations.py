@@ -358,6 +358,21 @@ MUTATIONS = [
         "test_snapshot_files.py::test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot",
     ),
     Mutation(
+        "a leftover of a killed save is written into",
+        "engine/snapshots/storage.py",
+        "                self._remove(leftover)",
+        "                pass",
+        "test_snapshot_files.py::"
+        "test_a_leftover_of_a_killed_save_does_not_spoil_the_file_it_is_a_hard_link_of",
+    ),
+    Mutation(
+        "a best snapshot that was not written is recorded in the next one",
+        "engine/snapshots/manager.py",
+        "        self.failures += 1\n",
+        "        self.failures, self.best = self.failures + 1, saving.best\n",
+        "test_snapshot_files.py::test_failures_in_a_row_end_the_run_and_a_success_resets_them",
+    ),
+    Mutation(
         "lines past the snapshot stay in the metrics",
         "engine/run/metrics.py",
         "if position(line) <= (step, evaluated)]",

@@ -115,25 +115,23 @@ def grow(data: bytes) -> bytes:
     return data.replace(b"K\x0c", b"J\x00\x00\x00\x40")
 
 
+def swell(name: str, data: bytes) -> bytes:
+    """An entry with 16 MiB of zeros, which compress to 16 KiB."""
+    return data + bytes(2**24 if name.endswith("/version") else 0)
+
+
 @pytest.mark.parametrize(
     "content, says",
     [
-        (lambda: archive(compression=zipfile.ZIP_DEFLATED), "an entry is compressed"),
+        (lambda: archive(swell, zipfile.ZIP_DEFLATED), "declare more bytes than the file has"),
         (lambda: with_pickle(grow(some_pickle())), "record size"),
-        (
-            lambda: with_pickle(b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."),
-            "bytearray",
-        ),
-        (lambda: saved(step="five"), "step is of type str"),
         (lambda: saved(extra=1), "unexpected keyword argument 'extra'"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
-        (lambda: with_pickle(b""), "pickle exhausted"),
+        (lambda: with_pickle(b""), "EOFError"),
         (lambda: saved(format=1), "snapshot format 1; this application reads 4 and 5"),
-        (lambda: saved(config={"data": 5}), "config.data is 5"),
-        (lambda: saved(step=-3), "its step is -3"),
     ],
 )
-def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_taken(content, says):
+def test_a_file_of_another_kind_is_refused_in_one_line_before_memory_is_taken(content, says):
     content = content()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(SnapshotError, match=f"^s.pt: .*{says}"):
@@ -145,17 +143,6 @@ def test_a_snapshot_that_declares_what_it_has_not_is_refused_before_memory_is_ta
 def some_pickle() -> bytes:
     source = zipfile.ZipFile(io.BytesIO(some_snapshot().to_bytes()))
     return source.read(next(n for n in source.namelist() if n.endswith("data.pkl")))
-
-
-def test_an_archive_that_lies_about_its_sizes_is_refused():
-    content = bytearray(archive())
-    entry = content.rindex(b"PK\x01\x02")  # the last entry of the directory; its sizes at 20 and 24
-    content[entry + 24 : entry + 28] = (2**31).to_bytes(4, "little")
-    body = bytes(content[: -len(COMMENT) - 64])
-    with pytest.raises(SnapshotError, match="declare more bytes than the file has"):
-        Snapshot.from_bytes(
-            body + COMMENT + module.hashlib.sha256(body + COMMENT).hexdigest().encode(), "s.pt"
-        )
 
 
 def test_garbage_with_a_right_digest_is_refused_whatever_it_is():

@@ -15,7 +15,6 @@ from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
 from engine.parallel.distributed import World
-from engine.run.metrics import Metrics
 from engine.run.plan import Plan
 from engine.signals import Stopped
 from engine.snapshots.snapshot import SnapshotError
@@ -490,26 +489,6 @@ def test_float16_skips_a_step_that_overflows_and_goes_on(parts, tmp_path):
     assert trainer.scaler.get_scale() == 2.0**15
 
 
-def test_the_metrics_are_json_whatever_the_numbers(parts, tmp_path):
-    metrics = Metrics(str(tmp_path), 0)
-    metrics.log(1, 0.1, "train", float("nan"), grad_norm=float("inf"))
-    metrics.close()
-    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert line["loss"] is None and line["grad_norm"] is None
-
-
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for resumed_from, steps in ((0, range(1, 7)), (4, range(5, 9))):  # killed past its snapshot
-        metrics = Metrics(str(tmp_path), resumed_from)
-        for step in steps:
-            metrics.log(step, 0.1, "train", step + resumed_from / 10)
-        metrics.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    seen = [(event.step, round(event.value, 3)) for event in events.Scalars("train/loss")]
-    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5.4), (6, 6.4), (7, 7.4), (8, 8.4)]
-
-
 # --- evaluation ---
 
 
@@ -886,7 +865,7 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
     save = trainer.snapshots.save
     trainer.snapshots.save = lambda *args: (
         save(*args),
-        trainer.snapshots._written.exception(30),
+        trainer.snapshots._saving.written.exception(30),
     )
     with pytest.raises(Stopped):
         trainer.train()

@@ -1,7 +1,6 @@
 """Console: the log on rank 0's standard output, and errors as one line."""
 
 import contextlib
-import errno
 import logging
 import signal
 import sys
@@ -18,17 +17,6 @@ from engine.parallel.distributed import launched_rank, launched_size
 log = logging.getLogger("gpt")
 
 
-class Console(logging.StreamHandler):
-    """Prints the log until its pipe is closed."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exception()
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
-            self.setLevel(logging.CRITICAL + 1)
-        else:
-            super().handleError(record)
-
-
 class LevelFormatter(logging.Formatter):
     """Messages unchanged, with the level before warnings and errors."""
 
@@ -42,9 +30,10 @@ def log_to_console() -> None:
     """Prints the log on rank 0 alone, also if ranks start as forks of this process."""
     if log.handlers:
         return
+    logging.raiseExceptions = False  # a closed pipe or a full disk: no traceback for each line
     log.propagate = False
     log.setLevel(logging.INFO)
-    handler = Console(sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(LevelFormatter())
     handler.addFilter(lambda record: launched_rank() == 0)
     log.addHandler(handler)

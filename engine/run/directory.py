@@ -6,7 +6,6 @@ import glob
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 
 from omegaconf import OmegaConf
@@ -24,7 +23,8 @@ METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
 JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
-OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB, storage.SET_ASIDE)
+OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
+HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # which a run from scratch must not append to
 SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 
@@ -34,14 +34,10 @@ def lock_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
     in it, for as long as the block lasts.
 
     Raises `UserError` if a file cannot be written, another run holds a lock, or `snapshot_path`
-    names no file or another file of the run.
+    names no file, or one that a run has otherwise.
     """
-    if os.path.normpath(snapshot_path) in OTHER_FILES:
-        raise UserError(
-            f"trainer.snapshot_path={snapshot_path}: the run has another file of that name"
-        )
-    if not os.path.basename(snapshot_path):
-        raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file")
+    if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
+        raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file of its own")
     path = storage.snapshot_path(snapshot_path, run_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(file_lock(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
@@ -75,20 +71,10 @@ def file_lock(path: str, setting: str) -> Iterator[None]:
         yield
 
 
-class LogFile(logging.FileHandler):
-    """A log file that is disabled by the first record that cannot be written."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        log.removeHandler(self)
-        log.warning(
-            "cannot write %s (%s); file logging disabled", self.baseFilename, sys.exception()
-        )
-
-
 @contextlib.contextmanager
 def log_to_file(path: str) -> Iterator[None]:
     """Logs to the file at `path` during the block, including the error that ends it."""
-    handler = LogFile(path)
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
@@ -99,7 +85,7 @@ def log_to_file(path: str) -> Iterator[None]:
         raise
     finally:
         log.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk, already reported
+        with contextlib.suppress(OSError):  # a full disk
             handler.close()
 
 
@@ -142,36 +128,19 @@ def relative_path(path: str) -> str:
     return shlex.quote(path if relative.startswith("..") else relative)
 
 
-def recorded_snapshot_path(run_dir: str) -> str | None:
-    """`trainer.snapshot_path` in the run's `config.yaml`; None without that file.
-
-    Raises `UserError` if the file cannot be read.
+def recorded_snapshot_path(run_dir: str) -> str:
+    """The path of the latest snapshot as the run's `config.yaml` has it, or by default. Raises `UserError`
+    if that file cannot be read.
     """
-    path = os.path.join(run_dir, CONFIG)
-    if not os.path.exists(path):
-        return None
+    path, name = os.path.join(run_dir, CONFIG), None
     try:
-        return OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
+        if os.path.exists(path):
+            name = OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
     except Exception as error:  # OmegaConf and YAML raise many types
         raise UserError(
             f"{path}: cannot be read: {one_line(error)}; correct it, or move it away"
         ) from error
-
-
-def check_lost_snapshot(run_dir: str, snapshot_path: str) -> None:
-    """Raises `UserError` if a run without a snapshot at `snapshot_path` has one at another path; warns if
-    it has only metrics.
-    """
-    recorded = recorded_snapshot_path(run_dir)
-    earlier = storage.snapshot_path(recorded or snapshot_path, run_dir)
-    if recorded not in (None, snapshot_path) and storage.exists(earlier):
-        raise UserError(
-            f"trainer.snapshot_path={snapshot_path}: there is no snapshot, but this run has one at "
-            f"{earlier}; resume with trainer.snapshot_path={recorded}, move it there, or "
-            "train from scratch with run_name=NEW_NAME or trainer.resume=never"
-        )
-    if is_run(run_dir):
-        log.warning("found %s but no snapshot: overwriting it and training from scratch", METRICS)
+    return storage.snapshot_path(name or SNAPSHOT, run_dir)
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
@@ -186,7 +155,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     if snapshot is not None:
         return snapshot
     run_dir = run_dir or newest_run()
-    latest = storage.snapshot_path(recorded_snapshot_path(run_dir) or SNAPSHOT, run_dir)
+    latest = recorded_snapshot_path(run_dir)
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
             return path

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-import os
 import sys
 import time
 
@@ -17,15 +16,6 @@ def escape_unencodable() -> None:
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
-
-
-def terminal_size(_=None) -> tuple[int, int]:
-    """Columns and rows that a line may fill; of 80 x 24 if the terminal reports no size."""
-    try:
-        columns, rows = os.get_terminal_size(sys.stdout.fileno())
-    except OSError:  # the terminal is gone
-        columns, rows = 0, 0
-    return (columns or 80) - 1, (rows or 24) - 1
 
 
 class Progress:
@@ -50,17 +40,14 @@ class Progress:
         class Bar(tqdm):
             monitor_interval = 0  # no thread of its own
 
-        columns, rows = terminal_size()
         self.bar = Bar(
             total=total_steps,
             initial=step,
             file=sys.stdout,
             leave=False,
-            ncols=columns,
-            nrows=rows,
+            dynamic_ncols=True,
             bar_format="{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt} | {remaining} left{desc}",
         )
-        self.bar.dynamic_ncols = terminal_size  # tqdm's own hides the bar where it reads 0 columns
         if log.handlers:  # or it would add one
             self.stack.enter_context(logging_redirect_tqdm([log], Bar))
 

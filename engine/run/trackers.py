@@ -41,22 +41,9 @@ class TensorBoard:
 
     def __init__(self, start: Start):
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
-        folder = Path(start.run_dir, "tensorboard")
-        if start.step == 0:  # an earlier start without a snapshot: its hyperparameters would stay
-            for path in folder.glob("events.*"):
-                path.unlink()
-        self.writer = SummaryWriter(str(folder), purge_step=start.step + 1)
-        simple = {
-            key: value if isinstance(value, bool | int | float) else str(value)
-            for key, value in start.hyperparameters.items()
-        }
-        # `SummaryWriter.add_hparams` would show them as a second run.
-        experiment, session, _ = hparams(simple, {"train/loss": 0, "val/loss": 0})
-        file_writer: Any = self.writer.file_writer  # annotated as None
-        file_writer.add_summary(experiment)
-        file_writer.add_summary(session)
+        folder = os.path.join(start.run_dir, "tensorboard")
+        self.writer = SummaryWriter(folder, purge_step=start.step + 1)
 
     def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
         """Logs numbers by name (`train/loss`) and sampled texts, either of which may be empty."""

@@ -2,25 +2,26 @@
 
 With `trainer.snapshot_format=sharded` the tensors lie in a folder beside the snapshot,
 `gpt_snapshot.pt.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which reshards
-them for any number of ranks. The snapshot itself holds everything else, the name of that folder, and
-size and SHA-256 of each file in it. It is written last, so it is complete only if they are.
-`python export.py snapshot=... out=single.pt` merges a sharded snapshot into one file.
+them for any number of ranks. The snapshot itself holds everything else and, in `shards`, the name of that
+`folder` and of its `files`, each with its [size, SHA-256]. It is written last, so it is complete only if
+they are. `python export.py snapshot=... out=single.pt` merges a sharded snapshot into one file.
 """
 
+import contextlib
 import dataclasses
-import functools
+import glob
 import hashlib
 import logging
 import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from engine.errors import UserError, one_line
+from engine.errors import one_line
 from engine.parallel.distributed import World, gather, run_on_first
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 from engine.snapshots.storage import (
@@ -31,7 +32,7 @@ from engine.snapshots.storage import (
     shards_folder,
 )
 
-warn_once = functools.cache(logging.getLogger("gpt").warning)
+log = logging.getLogger("gpt")
 
 
 def run_folder(path: str) -> str:
@@ -39,12 +40,26 @@ def run_folder(path: str) -> str:
     return f"{os.path.basename(path)}.shards"
 
 
+@contextlib.contextmanager
+def naming_rank(folder: str) -> Iterator[None]:
+    """Turns an error of torch.distributed.checkpoint, raised on every rank, into one line."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            raise SnapshotError(f"{folder}: rank {rank}: {one_line(cause)}") from error
+
+
 def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     """Writes the tensors of `snapshot`, plain or sharded, beside the latest one, at `path`; all ranks
     take part.
 
-    Returns the rest: `snapshot` with `shards` in place of tensors. Raises OSError on every rank if it
-    fails.
+    Returns the rest: `snapshot` with `shards` in place of tensors. Raises `UserError` on every rank if
+    it fails.
     """
     from torch.distributed import checkpoint  # a second to import, for those who use it
 
@@ -54,40 +69,27 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     unique = f"{snapshot.step:08d}-{uuid.uuid4().hex[:8]}"
     name = run_on_first(lambda: f"{run_folder(path)}/{unique}", world)
     folder = shards_folder(path, name)
-    writer = checkpoint.FileSystemWriter(folder, sync_files=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            checkpoint.save(state, storage_writer=writer, no_dist=world.size == 1)
-    except checkpoint.CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise OSError(f"rank {rank}: {one_line(cause)}") from error
-    try:
-        own = sorted(os.listdir(folder))
-    except OSError:  # maybe on this rank alone, and the others are about to gather
-        own = []
-    listings = gather(own, world)
-    if not listings[0] or any(listing != listings[0] for listing in listings):
-        raise OSError(
-            f"{folder}: not every rank sees the same files there; it must be a shared disk"
-        )
+    with naming_rank(folder):
+        writer = checkpoint.FileSystemWriter(folder, sync_files=True)
+        checkpoint.save(state, storage_writer=writer, no_dist=world.size == 1)
+    # `glob` finds nothing, and raises nothing, where a folder cannot be read; the others gather.
+    listings = gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)), world)
     files = digests(listings[0], folder, world)
-    if [None, None] in files.values():
-        raise OSError(f"{folder}: cannot read what was written")
+    if not files or None in files.values() or any(names != listings[0] for names in listings):
+        raise SnapshotError(
+            f"{folder}: not every rank can read the same files there; it must be a shared disk"
+        )
     shards = {"folder": name, "files": files}
     return dataclasses.replace(snapshot, model_state={}, optimizer_state={}, shards=shards)
 
 
 def read_shards(
-    path: str,
-    shards: dict[str, Any],
-    empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor],
-    world: World,
+    path: str, shards: dict[str, Any], model: dict[str, torch.Tensor], world: World
 ) -> tuple[dict, dict]:
     """(model state, optimizer state) in the shards of the snapshot at `path`; all ranks take part.
 
-    `empty(name, size, dtype)` allocates each tensor, sharded as this run needs it. Raises `UserError`
-    for a file that is damaged.
+    The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that
+    is not in it are plain. Raises `UserError` for a file that is damaged.
     """
     from torch.distributed import checkpoint
 
@@ -95,7 +97,7 @@ def read_shards(
     found = digests([*shards["files"]], folder, world)
     for name, expected in shards["files"].items():
         if found[name] != expected:
-            raise UserError(
+            raise SnapshotError(
                 f"{os.path.join(folder, name)}: damaged: size or SHA-256 differs from when it was written; "
                 f"move {path} away to resume from the snapshot before it"
             )
@@ -106,19 +108,32 @@ def read_shards(
     metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
     for full_name, about in metadata.items():
         kind, name, *key = full_name.split("/")
-        state[full_name] = tensor = empty(name, about.size, about.properties.dtype)
+        like = model.get(name)
+        if like is not None and like.shape == about.size:
+            tensor = torch.empty_like(like)
+        else:
+            tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        state[full_name] = tensor
         if kind == "model":
             model_state[name] = tensor
         else:
             optimizer_state.setdefault(name, {})[key[0]] = tensor
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            checkpoint.load(state, storage_reader=reader, no_dist=world.size == 1)
-        except checkpoint.CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items())
-            raise UserError(f"{folder}: cannot be read: rank {rank}: {one_line(cause)}") from error
+    with naming_rank(folder):
+        checkpoint.load(state, storage_reader=reader, no_dist=world.size == 1)
     return model_state, optimizer_state
+
+
+def digests(names: list[str], folder: str, world: World) -> dict[str, list[Any] | None]:
+    """[size, SHA-256] of each file, None for one that cannot be read; the ranks share the work."""
+    own: dict[str, list[Any] | None] = {}
+    for name in names[world.rank :: world.size]:
+        try:
+            with open(os.path.join(folder, name), "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                own[name] = [file.tell(), digest]
+        except OSError:
+            own[name] = None
+    return {name: found for part in gather(own, world) for name, found in part.items()}
 
 
 def remove_unused(storage: SnapshotStorage) -> None:
@@ -136,7 +151,7 @@ def remove_unused(storage: SnapshotStorage) -> None:
         try:
             used.add(load(path).shards.get("folder"))
         except SnapshotError as error:
-            warn_once(f"{error}; shards in {parent} are kept until that file is moved away")
+            log.warning("%s; shards in %s are kept until that file is moved away", error, parent)
             return
     for shards in os.listdir(parent):
         if f"{name}/{shards}" not in used:
@@ -150,21 +165,7 @@ def load_full(path: str) -> Snapshot:
         check_shards(path, snapshot)
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         snapshot.model_state, snapshot.optimizer_state = read_shards(
-            path, snapshot.shards, lambda _, size, dtype: torch.empty(size, dtype=dtype), alone
+            path, snapshot.shards, {}, alone
         )
         snapshot.shards = {}
     return snapshot
-
-
-def digests(names: list[str], folder: str, world: World) -> dict[str, list[Any]]:
-    """[size, SHA-256] of each file, [None, None] for one that cannot be read; the ranks share the work."""
-    own: dict[str, list[Any]] = {}
-    for name in names[world.rank :: world.size]:
-        try:
-            with open(os.path.join(folder, name), "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                own[name] = [file.tell(), digest]
-        except OSError:
-            own[name] = [None, None]
-    found = {name: value for part in gather(own, world) for name, value in part.items()}
-    return {name: found[name] for name in names}

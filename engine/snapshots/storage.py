@@ -7,6 +7,7 @@ a temporary name, is read back against its SHA-256, and then replaces the old fi
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from engine.errors import UserError, one_line
 from engine.snapshots.snapshot import DIGEST_LENGTH, Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
-SET_ASIDE = ".set_aside"  # in the run directory: trainer.resume=never has renamed the earlier files
+NUMBERED = r"\.step\d+"
 
 
 class Unreachable(SnapshotError):
@@ -51,13 +52,16 @@ def locate(path: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reaching(path: str, what: str = "reached"):
-    """Turns the errors of any file system into `Unreachable`, naming `path`."""
+    """Turns the errors of any file system into a `SnapshotError` that names `path`; those of a store into
+    `Unreachable`.
+    """
     try:
         yield
     except SnapshotError:
         raise
     except Exception as error:  # every file system has its own
-        raise Unreachable(f"{path}: cannot be {what}: {one_line(error)}") from error
+        kind = SnapshotError if is_local(path) else Unreachable
+        raise kind(f"{path}: cannot be {what}: {one_line(error)}") from error
 
 
 def exists(path: str) -> bool:
@@ -72,32 +76,42 @@ def read(path: str) -> bytes:
     """The bytes at a path or URL. Raises `SnapshotError` if there is no such file or it cannot be read,
     `Unreachable` if a store does not deliver all of it.
     """
-    try:
-        with reaching(path):
-            file_system, inner = locate(path)
-            file_system.invalidate_cache()
+    with reaching(path):
+        file_system, inner = locate(path)
+        file_system.invalidate_cache()
+        try:
             size = file_system.info(inner)["size"]
-            content = file_system.cat_file(inner)
-    except Unreachable as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, FileNotFoundError):
-            inner_cause = cause.__cause__  # fsspec reports any failure of a server as this error
-            if isinstance(inner_cause, Exception) and not isinstance(
-                inner_cause, FileNotFoundError
-            ):
-                raise Unreachable(f"{path}: cannot be reached: {one_line(inner_cause)}") from error
-            raise SnapshotError(f"{path}: no such snapshot") from error
-        if is_local(path):
-            raise SnapshotError(f"{path}: cannot be read: {one_line(cause)}") from error
-        raise
-    if len(content) != size and not is_local(path):
-        raise Unreachable(f"{path}: cannot be reached: {len(content)} of {size} bytes arrived")
+        except FileNotFoundError as error:  # fsspec's word for any failure of an HTTP server
+            why = f": {one_line(error.__cause__)}" if error.__cause__ else ""
+            raise SnapshotError(f"{path}: no such snapshot{why}") from error
+        content = file_system.cat_file(inner)
+        if len(content) != size:
+            raise OSError(f"{len(content)} of {size} bytes arrived")
     return content
 
 
 def load(path: str) -> Snapshot:
     """The verified snapshot at a path or URL. Raises `SnapshotError`, naming it."""
     return Snapshot.from_bytes(read(path), path)
+
+
+def set_aside(paths: list[str], word: str = "old") -> list[str]:
+    """Renames files to `NAME.old1.pt`, with the first number that is free for all; returns the new names."""
+    number = next(
+        number
+        for number in itertools.count(1)
+        if not any(exists(beside(path, f"{word}{number}")) for path in paths)
+    )
+    moved = [beside(path, f"{word}{number}") for path in paths]
+    for old, new in zip(paths, moved, strict=True):
+        with reaching(old, "renamed"):
+            if is_local(old):
+                os.rename(old, new)
+            else:
+                file_system, inner = locate(old)
+                file_system.cp_file(inner, locate(new)[1])
+                file_system.rm_file(inner)
+    return moved
 
 
 class SnapshotStorage:
@@ -119,6 +133,21 @@ class SnapshotStorage:
     # ----------------------------------------------------------------------------------------------
     # Writing
 
+    def prepare(self) -> None:
+        """Creates the folder of the snapshots, and removes the temporary files of a killed writer. Raises
+        `SnapshotError` if a file cannot be written or copied there; not every kind of store can copy.
+        """
+        with reaching(self.path, "written"):
+            if is_local(self.path):
+                os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
+                self._remove(leftover)
+            copy = beside(self.path, "check")
+            self._put(self.temporary, b"-")
+            self._copy(self.temporary, copy)
+            self._remove(copy)
+            self._remove(self.temporary)
+
     def write(self, content: bytes | memoryview, step: int, latest: bool, best: bool) -> None:
         """Atomic write: makes `content` the latest snapshot, the best, or both.
 
@@ -131,32 +160,16 @@ class SnapshotStorage:
             if best:  # before the latest, which records that this is the best
                 self._copy(self.temporary, self.best)
             if latest:
+                if self.keep:
+                    self._copy(self.temporary, beside(self.path, f"step{step:08d}"))
+                    for path in self.present(NUMBERED)[: -self.keep]:
+                        self._remove(path)
                 if exists(self.path):
                     self._copy(self.path, self.previous)
-                self._move(self.temporary, self.path)
+                self._replace(self.temporary, self.path)
         finally:
-            with contextlib.suppress(Exception):  # moved already, or the store is unreachable
+            with contextlib.suppress(Exception):  # renamed, or the store is unreachable
                 self._remove(self.temporary)
-        if latest and self.keep:
-            try:
-                self._copy(self.path, beside(self.path, f"step{step:08d}"))
-                for path in self.numbered()[self.keep :]:
-                    self._remove(path)
-            except Exception as error:  # the latest is written, and that is what counts
-                log.warning("%s: cannot update the numbered snapshots: %s", self.path, error)
-
-    def check_writable(self) -> None:
-        """Creates the folder of the snapshots. Raises `Unreachable` if a file cannot be written or
-        copied there; not every kind of store can copy.
-        """
-        copy = beside(self.path, "check")
-        with reaching(self.path, "written"):
-            if is_local(self.path):
-                os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            self._put(self.temporary, b"-")
-            self._copy(self.temporary, copy)
-            self._remove(copy)
-            self._remove(self.temporary)
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         if not is_local(path):
@@ -184,8 +197,6 @@ class SnapshotStorage:
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
         temporary = beside(target, "tmp")
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
         try:
             try:
                 os.link(source, temporary)
@@ -198,11 +209,10 @@ class SnapshotStorage:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(temporary)
 
-    def _move(self, source: str, target: str) -> None:
-        if not is_local(source):  # fsspec's `mv` would expand patterns in a name
+    def _replace(self, source: str, target: str) -> None:
+        """Renames on a disk; copies in a store, as fsspec's `mv` would expand patterns in a name."""
+        if not is_local(source):
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
-            with contextlib.suppress(Exception):  # `find` removes it as well
-                self._remove(source)
             return
         os.replace(source, target)
         with contextlib.suppress(OSError):  # not every file system can sync a folder
@@ -234,31 +244,22 @@ class SnapshotStorage:
         prefix = f"{folder}/" if folder else ""
         return [prefix + name for name in names if pattern.fullmatch(name)]
 
-    def numbered(self) -> list[str]:
-        """The numbered snapshots, newest first."""
-        return self.present(r"\.step\d+")[::-1]
-
     def all(self) -> list[str]:
-        """Every snapshot of the run, the latest first."""
-        single = [path for path in (self.path, self.previous) if exists(path)]
-        return single + self.numbered() + ([self.best] if exists(self.best) else [])
+        """Every snapshot of the run: the latest, the one before it, the numbered ones, the best."""
+        return [
+            path for kind in ("", r"\.prev", NUMBERED, r"\.best") for path in self.present(kind)
+        ]
 
     def find(self) -> tuple[bytes, str] | None:
-        """Recovery: content and path of the newest undamaged snapshot; None if there is no snapshot.
+        """Recovery: content and path of the latest snapshot, or of the newest undamaged one; None if there
+        is no snapshot.
 
-        Removes temporary files of a killed writer. Damaged snapshots are renamed, with a warning.
-        Raises `SnapshotError` if there are snapshots and all are damaged, since training from scratch
-        would hide the loss, and `Unreachable` if the store does not answer.
+        Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
+        training from scratch would hide the loss, and `Unreachable` if the store does not answer.
         """
-        with reaching(self.path, "written"):
-            for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
-                self._remove(leftover)
-        paths = self.all()
-        if not paths:
-            return None
         damaged: dict[str, str] = {}
         newest: tuple[int, bytes, str] | None = None
-        for path in paths:
+        for path in self.all():
             try:
                 content = read(path)
                 snapshot = Snapshot.from_bytes(content, path)
@@ -268,42 +269,21 @@ class SnapshotStorage:
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
-            if path == self.path:
-                return content, path
             if newest is None or snapshot.step > newest[0]:
                 newest = (snapshot.step, content, path)
-        if newest is None:
+            if path == self.path:
+                break
+        if damaged and newest is None:
             raise SnapshotError(
                 f"no undamaged snapshot left: {'; '.join(damaged.values())}; train from scratch with "
                 "trainer.resume=never, which keeps the files, or set run_name=NEW_NAME"
             )
+        if newest is None:
+            return None
         _, content, path = newest
-        for why, moved in zip(damaged.values(), self.set_aside([*damaged], "damaged"), strict=True):
+        for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
-        with reaching(self.path, "written"):
-            self._put(self.temporary, content)  # a copy: a hard link would share later damage
-            self._move(self.temporary, self.path)
         return content, path
-
-    def set_aside(self, paths: list[str], word: str = "old") -> list[str]:
-        """Renames `paths` to `NAME.old1.pt`, with the first number that is free for all; returns the
-        new names.
-        """
-        number = 1
-        while any(exists(beside(path, f"{word}{number}")) for path in paths):
-            number += 1
-        moved = []
-        for old in paths:
-            new = beside(old, f"{word}{number}")
-            with reaching(old):
-                file_system, inner = locate(old)
-                if is_local(old):
-                    os.rename(old, new)
-                else:
-                    file_system.cp_file(inner, locate(new)[1])
-                    file_system.rm_file(inner)
-            moved.append(new)
-        return moved
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,15 +296,8 @@ def shards_folder(path: str, folder: str) -> str:
 
 
 def check_shards(path: str, snapshot: Snapshot) -> None:
-    """Raises `SnapshotError` if a file that a sharded snapshot refers to is missing or cut off, or
-    lies outside the snapshot's own folder.
-    """
-    if not snapshot.shards:
-        return
-    folder, files = snapshot.shards["folder"], snapshot.shards["files"]
-    if {"", ".", ".."} & {*folder.split("/"), *files} or "/" in "".join(files):
-        raise SnapshotError(f"{path}: a file of {folder} is outside the snapshot's folder")
-    for name, (size, _) in files.items():
-        file = os.path.join(shards_folder(path, folder), name)
+    """Raises `SnapshotError` if a file that a sharded snapshot refers to is missing or cut off."""
+    for name, (size, _) in snapshot.shards.get("files", {}).items():
+        file = os.path.join(shards_folder(path, snapshot.shards["folder"]), name)
         if not os.path.exists(file) or os.path.getsize(file) != size:
             raise SnapshotError(f"{path}: {file} is missing or cut off")
