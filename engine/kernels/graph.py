@@ -9,15 +9,14 @@ from engine.errors import UserError, one_line
 WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
 TOLERANCE = 0.02  # relative, of a loss; compiled code draws other random numbers for dropout
 
-MicroBatch = tuple[torch.Tensor, ...]
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
 SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 
 class CapturedStep:
     """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it.
 
-    `step` takes the micro-batches of one step, tuples of tensors on the GPU whose shapes never
-    change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and
+    `step` takes the micro-batches (x, y) of one step, on the GPU, whose shapes never change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and
     whatever changes from call to call must be a tensor that it reads, or the GPU's random state.
 
     A graph repeats the launches of the step that was captured, whatever Python would have decided.
@@ -53,8 +52,8 @@ class CapturedStep:
             expected = self.loss(inputs).item()
             torch.cuda.set_rng_state(random_state)
         for captured, new in zip(self.inputs, inputs, strict=True):
-            for x, y in zip(captured, new, strict=True):
-                x.copy_(y)
+            captured[0].copy_(new[0])
+            captured[1].copy_(new[1])
         self.graph.replay()
         loss, norm = (result.clone() for result in self.results)
         if is_checked and abs(loss.item() - expected) > TOLERANCE * abs(expected):
@@ -65,7 +64,7 @@ class CapturedStep:
         return loss, norm
 
     def _capture(self, inputs: list[MicroBatch]) -> None:
-        self.inputs = [tuple(x.clone() for x in micro_batch) for micro_batch in inputs]
+        self.inputs = [(x.clone(), y.clone()) for x, y in inputs]
         try:
             # Another thread may be copying a snapshot.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

@@ -249,7 +249,7 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
 
 def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
     """Standard causal attention with torch's own fused kernels, for S = T or S = 1."""
-    B, S, C = qkv.shape
+    B, S, _ = qkv.shape
     qkv = qkv.view(B, S, 3, n_head, -1)
     v = qkv[:, :, 2]
     if rotation is None:
