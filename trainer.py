@@ -535,7 +535,6 @@ class Trainer:
 
     def _save(self, latest: bool, is_best: bool) -> None:
         self.divergence.check(self.step)
-        best = self.newest if is_best else self.best
         newest, seen = self.newest or (None, None), self.plan.windows_seen(self.step)
         snapshot = Snapshot(
             model_state=self.bare.state_dict(),
@@ -545,8 +544,6 @@ class Trainer:
             windows_seen=seen,
             seed=self.config.seed,
             scaler_state=self.scaler.state_dict(),
-            best_loss=best[0] if best else None,
-            best_step=best[1] if best else None,
             loss=newest[0],
             loss_step=newest[1],
             metrics_lines=self.log.sync(),  # first, as the snapshot vouches for these lines

@@ -1,7 +1,7 @@
 """The operations of a model, each with one signature and more than one implementation.
 
 Offers: `ops`, one function an operation, which chooses the implementation; `build.library` and
-`build.describe`, whether there are C kernels here.
+`build.describe`, whether there are C kernels here; `graph.CapturedStep`, a step as one CUDA graph.
 `native` calls the C kernels (`kernels.c`) from autograd, for `ops` alone.
 May not know: models, texts, runs. Everything works without a C compiler, in plain PyTorch.
 """

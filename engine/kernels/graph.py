@@ -16,8 +16,9 @@ SWITCH_OFF = "train with trainer.cuda_graph=false"
 class CapturedStep:
     """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it.
 
-    `step` takes the micro-batches (x, y) of one step, on the GPU, whose shapes never change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and
-    whatever changes from call to call must be a tensor that it reads, or the GPU's random state.
+    `step` takes the micro-batches (x, y) of one step, on the GPU, whose shapes never change, and
+    returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
+    changes from call to call must be a tensor that it reads, or the GPU's random state.
 
     A graph repeats the launches of the step that was captured, whatever Python would have decided.
     `loss(micro_batches)`, the same loss by itself, is therefore compared at the first replay and at
