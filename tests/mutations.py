@@ -191,8 +191,8 @@ MUTATIONS = [
     Mutation(
         "Muon without Nesterov's look ahead",
         "engine/optim/muon.py",
-        'torch._foreach_lerp(gradients, momenta, group["momentum"])',
-        "momenta",
+        "updates = gradients ",
+        "updates = list(map(torch.clone, momenta)) ",
         "test_optimizer.py::test_muon_takes_the_steps_of_torchs_muon",
     ),
     Mutation(
@@ -226,8 +226,8 @@ MUTATIONS = [
     Mutation(
         "gradients are never summed over processes",
         "trainer.py",
-        "if i + 1 < accumulation and",
         "if i < accumulation and",
+        "if i <= accumulation and",
         "test_distributed.py::test_losses_do_not_depend_on_the_number_of_processes",
     ),
     Mutation(
@@ -310,8 +310,8 @@ MUTATIONS = [
     Mutation(
         "a snapshot is taken of numbers that are not finite",
         "trainer.py",
-        "        self.divergence.check(self.step)\n        best = ",
-        "        best = ",
+        "        self.divergence.check(self.step)\n        newest, ",
+        "        newest, ",
         "test_trainer.py::test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot",
     ),
     Mutation(
@@ -403,8 +403,8 @@ MUTATIONS = [
     Mutation(
         "an evaluation computes in float32 whatever the precision",
         "trainer.py",
-        "with self._eagerly(), self._autocast():",
-        "with self._eagerly():",
+        "with self._eagerly(), self._autocast():\n            return evaluate(",
+        "with self._eagerly():\n            return evaluate(",
         "test_trainer.py::test_training_and_evaluation_compute_in_the_type_asked_for",
     ),
     Mutation(
