@@ -60,8 +60,6 @@ class Base:
 
 @dataclass
 class Derived(Base):
-    # Names, where
-    # nothing else fits
     names: list[str] = field(default_factory=list)  # in order
     mode: str = "a=b"  # = or # in it
 
@@ -72,7 +70,7 @@ def test_help_has_type_default_and_meaning_of_every_field():
     assert field_lines(Derived) == [
         ("first", "str", "", "must be given"),
         ("rate", "float", "0.0003", ""),
-        ("names", "list[str]", "[]", "Names, where nothing else fits in order"),
+        ("names", "list[str]", "[]", "in order"),
         ("mode", "str", "a=b", "= or # in it"),
         ("limit", "int | None", "1", ""),
     ]

@@ -5,7 +5,6 @@ if __name__ == "__main__":
 """
 
 import dataclasses
-import os
 import re
 import signal
 import sys
@@ -34,9 +33,8 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or name not in fields:
-            raise UserError(
-                f"{argument}: not an argument; {known_arguments(list(fields), argument)}"
-            )
+            known = ", ".join(f"{name}=" for name in fields)
+            raise UserError(f"{argument}: not an argument; there are {known}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
         if fields[name].type in (str, str | None):  # a prompt may have any character
@@ -65,17 +63,6 @@ def parse_list(argument: str, value: str) -> list[str]:
         raise UserError(f"{argument}: not a list such as [a,b]") from error
 
 
-def known_arguments(names: list[str], argument: str) -> str:
-    """The arguments that exist, and a hint for a common mistake."""
-    known = f"there are {', '.join(f'{name}=' for name in names)}"
-    several = next((name for name in ("run_dirs", "run_dir") if name in names), None)
-    if "run_dir" in names and argument.startswith("run_name="):
-        return f"{known}; a run is named by its directory: run_dir=runs/{argument[9:]}"
-    if several and os.path.isdir(argument):
-        return f"{known}; for what is in it: {several}={argument}"
-    return known
-
-
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
@@ -89,6 +76,8 @@ def explain_value(error: Exception) -> str:
         return f"{key}: must not be null"
     if re.match("Cannot convert 'list' to", first):
         return f"{key}: must be one value, not a list"
+    if "is not a ListConfig" in first:
+        return f"{key}: must be a list, as in '{key}=[a,b]'"
     if wrong := re.match(r"Value '(.*?)' .*incompatible with type hint", first):
         return f"{key}={wrong[1]}: must be a whole number or a word"
     return f"{key}: {first}"
