@@ -16,14 +16,12 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import cast
+from typing import Any
 
 import hydra
 import torch
@@ -41,10 +39,10 @@ from engine.interop.pretrained import Pretrained, check_resumed, find_pretrained
 from engine.kernels import build
 from engine.optim.schedule import learning_rate_factor
 from engine.parallel import distributed, launch, sharding, slurm
-from engine.parallel.distributed import World, join_processes, run_on_each_host, run_on_first
+from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.history import Run
 from engine.run.console import command_line, fail, log_to_console
-from engine.run.directory import CONFIG, REPORT, lock_run, relative_path
+from engine.run.directory import CONFIG, REPORT, open_run, relative_path
 from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.snapshots.probe import probe_logits
@@ -78,14 +76,15 @@ def train(composed: DictConfig) -> float | None:
 def run_training(config: Config) -> float | None:
     """Builds everything from the validated configuration and trains; returns the last held-out loss."""
     world = join_processes(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
-    with open_run(config, world):
+    with open_run(config.run_dir, config.trainer.snapshot_path, world):
+        log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = config.trainer.open_snapshots(config.run_dir, world)
         snapshot = snapshots.found
         pretrained = start_from(config, snapshot, world)
         train_text, held_out = load_text(config, snapshot, world).split()
         model = build_model(config, train_text, snapshot, pretrained, world)
         pretrained = None  # free the weights
-        bare = cast(GPT, distributed.unwrap(model))
+        bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size
         draw_samples = functools.partial(draw, bare, train_text.vocabulary, world.device)
@@ -108,17 +107,6 @@ def run_training(config: Config) -> float | None:
         if world.is_first:
             conclude(config, trainer)
     return loss
-
-
-@contextlib.contextmanager
-def open_run(config: Config, world: World) -> Iterator[None]:
-    """Locks the run directory, on rank 0, and names ranks that do not answer."""
-    with contextlib.ExitStack() as stack:
-        lock = lock_run(config.run_dir, config.trainer.snapshot_path)
-        run_on_first(lambda: stack.enter_context(lock), world)
-        stack.enter_context(distributed.report_unresponsive_ranks(world, lambda: "before training"))
-        log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        yield
 
 
 def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretrained | None:
@@ -172,11 +160,8 @@ def build_model(
     model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
     if pretrained is not None:
         load_pretrained(pretrained, model, text.vocabulary)
-    log.info(
-        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        config.optimizer.name, config.optimizer.schedule, config.optimizer.learning_rate,
-        config.optimizer.weight_decay,
-    )  # fmt: skip
+    o = config.optimizer
+    log.info("optimizer   %s, %s schedule, learning rate %g", o.name, o.schedule, o.learning_rate)
     if world.device.type == "cpu":
         log.info("kernels     %s", build.describe(dtype))
     return model
@@ -222,8 +207,7 @@ def main(composed: DictConfig) -> float | None:
             config = validate(composed)
             if not config.launch.starts_others():
                 return run_training(config)
-            arguments = worker_arguments(hydra_config, config.run_dir)
-            launch.start(config.launch, os.path.abspath(__file__), arguments)
+            launch.start(config.launch, __file__, worker_arguments(hydra_config, config.run_dir))
             return Run(config.run_dir).last_loss
     except Stopped as stopped:  # of a sweep, the other jobs, too
         distributed.leave(stopped.status)
@@ -243,9 +227,9 @@ def run() -> None:
             return
         if {"-m", "--multirun"} & set(arguments):
             launch.check_sweep(arguments)
-            slurm.share_imports(os.path.dirname(os.path.abspath(__file__)))
-        SCHEMA.check(arguments)
+            slurm.share_imports(os.path.dirname(__file__))
         sys.argv[1:] = with_recipe(arguments)
+        SCHEMA.check(sys.argv[1:])
         main()
     distributed.leave(0)
 

@@ -40,7 +40,10 @@ def test_values_have_the_types_of_their_fields_and_texts_are_taken_as_they_are()
         (["out"], "out: not an argument"),
         (["out="], "out=: is empty"),
         ([], "out: is missing; give out=VALUE"),
-        (["out=a", "number=x"], "number=x: must be a whole number"),
+        (
+            ["out=a", "number=x"],
+            "number: Value 'x' of type 'str' could not be converted to Integer",
+        ),
         (["out=a", "text=bad"], "text=bad: is bad"),
     ],
 )

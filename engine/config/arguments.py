@@ -5,7 +5,6 @@ if __name__ == "__main__":
 """
 
 import dataclasses
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -63,24 +62,12 @@ def parse_list(argument: str, value: str) -> list[str]:
         raise UserError(f"{argument}: not a list such as [a,b]") from error
 
 
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-
-
 def explain_value(error: Exception) -> str:
     """An error of OmegaConf as one line that names the key."""
-    key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
-    wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", first)
-    if wrong and wrong[2] in KINDS:
-        return f"{key}={wrong[1]}: must be {KINDS[wrong[2]]}"
-    if "is not Optional" in first:
-        return f"{key}: must not be null"
-    if re.match("Cannot convert 'list' to", first):
-        return f"{key}: must be one value, not a list"
-    if "is not a ListConfig" in first:
-        return f"{key}: must be a list, as in '{key}=[a,b]'"
-    if wrong := re.match(r"Value '(.*?)' .*incompatible with type hint", first):
-        return f"{key}={wrong[1]}: must be a whole number or a word"
-    return f"{key}: {first}"
+    first = str(error).splitlines()[0]
+    if first.endswith("is not Optional"):
+        first = "must not be null"
+    return f"{getattr(error, 'full_key', None)}: {first}"
 
 
 def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> None:

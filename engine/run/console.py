@@ -58,7 +58,6 @@ def command_line() -> Iterator[None]:
     """
     escape_unencodable()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raises errors instead of printing them
-    signals.prepare()
     signals.interruptible()
     log_to_console()
     try:
