@@ -82,8 +82,10 @@ def run_training(config: Config) -> float | None:
         snapshot = snapshots.found
         pretrained = start_from(config, snapshot, world)
         train_text, held_out = load_text(config, snapshot, world).split()
-        model = build_model(config, train_text, snapshot, pretrained, world)
-        pretrained = None  # free the weights
+        model = build_model(config, snapshot, world)
+        if pretrained is not None:
+            load_pretrained(pretrained, model, train_text.vocabulary)
+            pretrained = None  # free the weights
         bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size
@@ -146,22 +148,17 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     return dataset
 
 
-def build_model(
-    config: Config,
-    text: CharDataset,
-    snapshot: Snapshot | None,
-    pretrained: Pretrained | None,
-    world: World,
-) -> torch.nn.Module:
-    """The model on this rank's device, wrapped in DDP or sharded, with fresh or pretrained weights."""
+def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
+    """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     choices = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, config.trainer.resolve_amp_dtype(world.device, choices))
     model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
-    if pretrained is not None:
-        load_pretrained(pretrained, model, text.vocabulary)
-    o = config.optimizer
-    log.info("optimizer   %s, %s schedule, learning rate %g", o.name, o.schedule, o.learning_rate)
+    optimizer = config.optimizer
+    log.info(
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
+    )  # fmt: skip
     if world.device.type == "cpu":
         log.info("kernels     %s", build.describe(dtype))
     return model
