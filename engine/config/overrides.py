@@ -59,7 +59,7 @@ def worker_arguments(hydra: Any, run_dir: str) -> list[str]:
 
 def with_recipe(arguments: list[str]) -> list[str]:
     """`arguments`, with the recipe that fits this machine unless they name one."""
-    if any(key_of(argument) == "experiment" for argument in arguments):
+    if any(key_of(argument) in ("experiment", "--hydra-help") for argument in arguments):
         # null is the default, and not an override that Hydra has.
         return [argument for argument in arguments if argument != "experiment=null"]
     # torch's default way to ask would keep the GPU from processes that are forks of this one.
