@@ -128,7 +128,8 @@ class Schema:
             elif equals and not key.startswith("hydra"):
                 if any(f"{name}.".startswith(f"{key}.") for name in known):
                     continue
-                near = difflib.get_close_matches(key, self.keys, n=1, cutoff=0.8)
+                near = [name for name in self.keys if name.startswith(key)]
+                near += difflib.get_close_matches(key, self.keys, n=1, cutoff=0.8)
                 near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
                 hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
                 raise UserError(f"{key}: unknown key; {hint}")
