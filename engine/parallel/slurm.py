@@ -3,12 +3,16 @@
 Nothing else in the application reads the variables of these launchers.
 """
 
+import atexit
+import contextlib
 import os
 import re
 import signal
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import NoReturn
 
+from engine import signals
 from engine.errors import UserError
 
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that Linux gives to outgoing connections
@@ -75,12 +79,32 @@ def is_submitit_worker() -> bool:
     return spec is not None and spec.name == "submitit.core._submit"
 
 
-def requeue() -> int:
-    """Raises SIGUSR2 for submitit, whose handler on rank 0 puts the job back into the queue; returns
-    the exit status that it chose.
+@contextlib.contextmanager
+def submitit_job(leave: Callable[[int], NoReturn]) -> Iterator[None]:
+    """A job of a sweep: in a worker of submitit, signals act as in `main.py`, and one that is stopped as
+    its time is up goes back into the queue. `leave` ends a process. Elsewhere nothing changes.
     """
+    if not is_submitit_worker():
+        yield
+        return
+    signals.prepare()
+    signals.interruptible()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which submitit ignores
     try:
-        signal.raise_signal(signal.SIGUSR2)
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else 1
-    return 128 + signal.SIGUSR2
+        yield
+    except signals.Stopped as stopped:
+        status = stopped.status
+        if stopped.name == "SIGUSR2":
+            try:
+                signal.raise_signal(signal.SIGUSR2)  # submitit's handler on rank 0 requeues the job
+            except SystemExit as leaving:
+                status = leaving.code if isinstance(leaving.code, int) else 1
+        leave(status)
+    if "RANK" in os.environ:
+        atexit.register(leave, 0)  # submitit writes down the result first
+
+
+def share_imports(folder: str) -> None:
+    """Lets a worker of submitit, which runs in another directory, import from `folder`."""
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, others)))

@@ -2,17 +2,22 @@
 
 import contextlib
 import logging
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from engine import signals
+from engine.config.overrides import explain
 from engine.errors import UserError
 from engine.parallel import distributed
 from engine.parallel.distributed import launched_rank, launched_size
+from engine.parallel.slurm import export_torchrun_env
+from engine.run.progress import escape_unencodable
 
 log = logging.getLogger("gpt")
 
@@ -47,11 +52,16 @@ def fail(error: Exception | str, status: int = 1) -> NoReturn:
 
 
 @contextlib.contextmanager
-def one_line_errors(explain: Callable[[Exception], str]) -> Iterator[None]:
-    """Ends the process with one line for an error that a user can correct; `explain` words one of Hydra's
-    or OmegaConf's. Other errors keep their traceback.
+def command_line() -> Iterator[None]:
+    """Signals, log, rank and errors of a process started from the command line: it ends with one line for an
+    error that a user can correct. Others keep their traceback.
     """
+    escape_unencodable()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raises errors instead of printing them
+    signals.interruptible()
+    log_to_console()
     try:
+        export_torchrun_env()
         yield
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from omegaconf import OmegaConf
 
 from engine.errors import UserError, one_line
+from engine.parallel.distributed import World, report_unresponsive_ranks, run_on_first
 from engine.signals import Stopped
 from engine.snapshots import storage
 
@@ -26,6 +27,16 @@ JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
 OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
 HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # which a run from scratch must not append to
 SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
+
+
+@contextlib.contextmanager
+def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
+    """`lock_run` on rank 0 for all; names ranks that do not answer before training."""
+    with contextlib.ExitStack() as stack:
+        lock = lock_run(run_dir, snapshot_path)
+        run_on_first(lambda: stack.enter_context(lock), world)
+        stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))
+        yield
 
 
 @contextlib.contextmanager
