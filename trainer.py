@@ -265,8 +265,8 @@ class Trainer:
         one_gpu = device.type == "cuda" and self.world.size == 1
         if config.cuda_graph and one_gpu and not self.scaler.is_enabled():
             for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
-                group.setdefault("initial_lr", group["lr"])
-                group["lr"] = torch.tensor(group["lr"], device=device)
+                peak = group.setdefault("initial_lr", group["lr"])
+                group["lr"] = torch.tensor(peak, device=device)
                 if "capturable" in group:
                     group["capturable"] = True
             self.update = CapturedStep(self._update, self._loss)

@@ -203,7 +203,7 @@ def settle(snapshot):
 
 
 def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=print):
-    """Does `kills` faults to runs of `steps` steps, begun anew whenever one finishes.
+    """Does `kills` faults to runs of `steps` steps, started again whenever one finishes.
 
     Returns how often each fault was tried, and survived. Raises AssertionError if one was not.
     """
@@ -251,7 +251,7 @@ def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=p
 
 
 def newest_good_step(run_dir: Path) -> int | None:
-    """The step that the next start has to go on from."""
+    """The step that the next start resumes from."""
     steps = []
     for path in (run_dir / "gpt_snapshot.pt", *run_dir.glob("gpt_snapshot.*.pt")):
         if ".tmp." in path.name:  # not a snapshot yet, even if it is whole already

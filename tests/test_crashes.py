@@ -75,7 +75,7 @@ def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["torchrun", pytest.param("rank 1", marks=pytest.mark.slow)])
-def test_a_run_asked_to_stop_says_so_and_goes_on_where_it_stopped(tmp_path, to):
+def test_a_run_asked_to_stop_logs_it_and_resumes_there(tmp_path, to):
     process = begin(*LONG, f"run_dir={tmp_path}", nproc=2)
     wait_until(lambda: lines(tmp_path) > 5, process)
     ranks = chaos.children(process.pid)
@@ -92,7 +92,7 @@ def test_a_run_asked_to_stop_says_so_and_goes_on_where_it_stopped(tmp_path, to):
     assert f"resuming from {tmp_path}/gpt_snapshot.pt, step {step}" in result.stdout
 
 
-def test_a_second_sigint_stops_at_once_and_the_run_goes_on(tmp_path):
+def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.save_every_steps=1")
     wait_until(lambda: lines(tmp_path) > 5, process)
     process.send_signal(signal.SIGSTOP)  # so that both wait for it

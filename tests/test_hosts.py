@@ -274,14 +274,14 @@ def test_a_host_that_is_cut_off_is_left_behind_and_joins_again(hosts, tmp_path):
     wait_until(
         lambda: "changed since the snapshot: processes was 2, is 1" in hosts[0].output(), hosts
     )
-    print(f"the first went on alone after {time.monotonic() - began:.1f} s")
+    print(f"the first resumed alone after {time.monotonic() - began:.1f} s")
     says = "error (rank 1): after step"  # and not when the network is back
     wait_until(lambda: says in hosts[1].output(), hosts)
     assert "the process that holds the store has not reported" in hosts[1].output()
     hosts[1].link("eth0", "up")
     joined = "changed since the snapshot: processes was 1, is 2"
     wait_until(lambda: joined in hosts[0].output(), hosts, patience=120)
-    print(f"both went on after {time.monotonic() - began:.1f} s")
+    print(f"both resumed after {time.monotonic() - began:.1f} s")
     step = step_of(run)
     wait_until(lambda: step_of(run) > step + 50, hosts)
     hosts[0].processes[-1].terminate()

@@ -45,7 +45,7 @@ def free_port() -> int:
 # --- python main.py launch.nproc_per_node=2 ---
 
 
-def test_two_processes_from_plain_python_are_those_of_torchrun_and_a_run_goes_on_by_either(
+def test_two_processes_from_plain_python_are_those_of_torchrun_and_a_run_resumes_by_either(
     tmp_path,
 ):
     ours, theirs = tmp_path / "it's ours", tmp_path / "theirs"

@@ -263,7 +263,7 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
     assert done and requests > 5 and reached == sorted(reached)
 
 
-def test_a_run_on_a_fresh_disk_goes_on_from_the_store(network, tmp_path):
+def test_a_run_on_a_fresh_disk_resumes_from_the_store(network, tmp_path):
     settings = [*TINY, "trainer.snapshot_path=s3://bucket/run/gpt.pt", "trainer.save_every_steps=2"]
     whole = start(*TINY, f"run_dir={tmp_path / 'whole'}", "trainer.max_steps=8")
     first = start(*settings, f"run_dir={tmp_path / 'a'}")

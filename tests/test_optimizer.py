@@ -72,7 +72,7 @@ def test_muon_refuses_what_is_not_a_matrix():
         muon.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
 
-def test_a_copy_of_the_optimizer_goes_on_alone_and_takes_closures():
+def test_a_copy_of_the_optimizer_is_independent_and_takes_closures():
     idx = torch.randint(11, (4, 12))
     model = tiny("modern")
     optimizer = create_optimizer(model, OptimizerConfig(name="muon", learning_rate=0.01))

@@ -103,7 +103,7 @@ def assert_same_losses(run, alone, tolerance=1e-4):
         assert other["loss"] == pytest.approx(one["loss"], abs=tolerance)
 
 
-def test_a_run_goes_on_under_either_strategy_and_format_with_any_number_of_processes(
+def test_a_run_resumes_under_either_strategy_and_format_with_any_number_of_processes(
     alone, tmp_path
 ):
     run = tmp_path / "run"

@@ -251,7 +251,7 @@ def stopped(run: Path, cluster: dict[str, str], number: signal.Signals) -> int:
     return step
 
 
-def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_goes_on(cluster, tmp_path):
+def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_resumes(cluster, tmp_path):
     run = tmp_path / "run"
     step = stopped(run, cluster, signal.SIGUSR2)
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
@@ -334,7 +334,7 @@ def test_submitit_hands_a_sweep_to_slurm_whose_tasks_are_ranks(submitit, cluster
 
 
 @pytest.fixture
-def begun(submitit, tmp_path):
+def started(submitit, tmp_path):
     """A sweep of one long job with two tasks, which trains."""
     sweep, two = tmp_path / "run.sweep", "hydra.launcher.tasks_per_node=2"
     with open(tmp_path / "out", "w") as out:
@@ -362,8 +362,8 @@ def begun(submitit, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_of_submitit_whose_time_is_up_goes_on_in_its_next_turn(begun):
-    process, sweep = begun
+def test_a_job_of_submitit_whose_time_is_up_resumes_in_its_next_turn(started):
+    process, sweep = started
     for pid in tasks_of(sweep):  # as SLURM sends it, to all tasks
         os.kill(pid, signal.SIGUSR2)
     wait_until(lambda: "resuming from" in logs(sweep), process)
@@ -374,8 +374,8 @@ def test_a_job_of_submitit_whose_time_is_up_goes_on_in_its_next_turn(begun):
 
 
 @pytest.mark.slow  # submitit waits 15 s for a result
-def test_a_job_of_submitit_that_is_ended_saves_and_the_sweep_says_so(begun, tmp_path):
-    process, sweep = begun
+def test_a_job_of_submitit_that_is_ended_saves_and_the_sweep_says_so(started, tmp_path):
+    process, sweep = started
     for pid in tasks_of(sweep):
         os.kill(pid, signal.SIGTERM)
     assert process.wait(timeout=60) == 1

@@ -476,7 +476,7 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run_and_spares_the_best(pa
     assert (best.step, best.loss) == (3, 2.0)
 
 
-def test_float16_skips_a_step_that_overflows_and_goes_on(parts, tmp_path):
+def test_float16_skips_a_step_that_overflows_and_trains_further(parts, tmp_path):
     trainer = make(parts, tmp_path, use_amp=True, amp_dtype="float16", max_steps=8)
     forward = trainer.bare.forward
 

@@ -67,7 +67,7 @@ class CapturedStep:
     def _capture(self, inputs: list[MicroBatch]) -> None:
         self.inputs = [(x.clone(), y.clone()) for x, y in inputs]
         try:
-            # Another thread may be copying a snapshot.
+            # Prefetch threads may be pinning memory, which a global capture forbids.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.results = self.step(self.inputs)
         except RuntimeError as error:

@@ -35,10 +35,11 @@ def log_to_console() -> None:
     """Prints the log on rank 0 alone, also if ranks start as forks of this process."""
     if log.handlers:
         return
-    logging.raiseExceptions = False  # a closed pipe or a full disk: no traceback for each line
     log.propagate = False
     log.setLevel(logging.INFO)
     handler = logging.StreamHandler(sys.stdout)
+    # A closed pipe does not end the run, and prints no traceback for each line.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(LevelFormatter())
     handler.addFilter(lambda record: launched_rank() == 0)
     log.addHandler(handler)

@@ -86,6 +86,8 @@ def file_lock(path: str, setting: str) -> Iterator[None]:
 def log_to_file(path: str) -> Iterator[None]:
     """Logs to the file at `path` during the block, including the error that ends it."""
     handler = logging.FileHandler(path)
+    # A full disk does not end the run here: metrics and snapshots report it, each with a line.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
