@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharDataset, prepare_text, with_pydoc
 from config import SCHEMA, Config, check_ranks_agree, compose, help_text, plain, validate
+from engine.config import auto
 from engine.config.overrides import with_recipe, worker_arguments
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
@@ -45,6 +46,7 @@ from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import CONFIG, REPORT, open_run, relative_path
 from engine.run.provenance import record_start
 from engine.signals import Stopped
+from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.probe import probe_logits
 from engine.snapshots.snapshot import Snapshot
 from engine.text.sources import PYDOC, SHAKESPEARE_URL
@@ -78,10 +80,10 @@ def run_training(config: Config) -> float | None:
     world = join_processes(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
     with open_run(config.run_dir, config.trainer.snapshot_path, world):
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        snapshots = config.trainer.open_snapshots(config.run_dir, world)
+        snapshots = SnapshotManager(config.trainer, config.run_dir, world)
         snapshot = snapshots.found
         pretrained = start_from(config, snapshot, world)
-        train_text, held_out = load_text(config, snapshot, world).split()
+        train_text, held_out = load_text(config, snapshot, world)
         model = build_model(config, snapshot, world)
         if pretrained is not None:
             load_pretrained(pretrained, model, train_text.vocabulary)
@@ -132,33 +134,36 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
     return None
 
 
-def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
-    """The text, fetched and encoded once on each host; `config.data` then names the text that is used. A
-    run keeps the text it started on.
+def load_text(
+    config: Config, snapshot: Snapshot | None, world: World
+) -> tuple[CharDataset, CharDataset]:
+    """The text to train on and the held-out text, fetched and encoded once on each host; `config.data` then
+    names the text that is used. A run keeps the text it started on.
     """
     recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
     if recorded == PYDOC and config.data.url == SHAKESPEARE_URL:
         config.data = with_pydoc(config.data)
         log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
     config.data = run_on_each_host(lambda: prepare_text(config.data), world)
-    log.info("text        %s", config.data.path)
     dataset = CharDataset(config.data)
     check_ranks_agree(config, dataset.digest, world)
     config.model.vocab_size = dataset.vocab_size
-    return dataset
+    train_text, held_out = dataset.split()
+    log.info(
+        "text        %s: %s characters to train on, %s held out, %d distinct",
+        config.data.path, f"{len(train_text.data):,}", f"{len(held_out.data):,}", dataset.vocab_size,
+    )  # fmt: skip
+    return train_text, held_out
 
 
 def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
     """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     choices = snapshot.choices_on(world.device.type) if snapshot else {}
-    dtype = getattr(torch, config.trainer.resolve_amp_dtype(world.device, choices))
+    dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, choices))
     model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
-    optimizer = config.optimizer
-    log.info(
-        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
-    )  # fmt: skip
+    sharded = ", sharded" * sharding.is_sharded(model)
+    log.info("parameters  %s%s", f"{sum(p.numel() for p in model.parameters()):,}", sharded)
     if world.device.type == "cpu":
         log.info("kernels     %s", build.describe(dtype))
     return model
@@ -172,7 +177,18 @@ def record_run(config: Config, trainer: Trainer) -> None:
     if HydraConfig.initialized():
         recipe = HydraConfig.get().runtime.choices.get("experiment")
         overrides = list(HydraConfig.get().overrides.task)
-    record_start(config.run_dir, trainer, recipe, overrides)
+    record_start(
+        config.run_dir,
+        trainer.world,
+        trainer.step,
+        total_steps=trainer.total_steps,
+        recipe=recipe,
+        overrides=overrides,
+        precision=trainer.choices["amp_dtype"],
+        compiled=trainer.choices["compile"],
+        parameters=sum(parameter.numel() for parameter in trainer.parameters),
+        text_sha256=trainer.train_dataset.digest,
+    )
 
 
 def conclude(config: Config, trainer: Trainer) -> None:
@@ -185,9 +201,10 @@ def conclude(config: Config, trainer: Trainer) -> None:
             log.info("report      %s", relative_path(path))
         except Exception as error:  # no reason to fail
             log.warning("cannot write %s: %s", REPORT, one_line(error))
-    if trainer.best is not None:
-        path = trainer.snapshots.storage.best
-        log.info("best        held-out loss %.4f at step %d: %s", *trainer.best, path)
+    snapshots = trainer.snapshots
+    if snapshots.best is not None:
+        path = snapshots.storage.best
+        log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
     log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))
 
 

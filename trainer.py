@@ -8,9 +8,7 @@ It knows nothing of GPT nor of Hydra: `model(x, y)` returns `(anything, loss)`, 
 """
 
 import contextlib
-import dataclasses
 import hashlib
-import json
 import logging
 import math
 import time
@@ -25,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from char_dataset import MicroBatches, prefetch
 from engine.config import auto
 from engine.config.checks import check_option, check_range
+from engine.config.settings import as_plain, settings_of
 from engine.errors import UserError
 from engine.kernels.graph import CapturedStep
 from engine.machine.hardware import flops_per_token, peak_flops
+from engine.optim.schedule import set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import Agreement, World, report_unresponsive_ranks
 from engine.run import trackers
@@ -35,7 +35,7 @@ from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
 from engine.run.evaluation import evaluate
 from engine.run.plan import Plan
-from engine.run.training_log import TrainingLog, announce
+from engine.run.training_log import TrainingLog
 from engine.signals import Request, Requests, Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
 from engine.snapshots.probe import CHANGED, has_changed
@@ -53,17 +53,13 @@ OPTIONS = {
     "snapshot_format": ("single", "sharded"),
     "resume": ("auto", "must", "never"),
 }
-POSITIVE = (
-    *("max_epochs", "max_steps", "batch_size", "micro_batch_size", "grad_norm_clip", "save_every"),
-    *("save_every_steps", "keep_snapshots", "max_save_failures", "eval_every_steps"),
-    *("log_every_steps", "threads", "timeout_s"),
-)
-RANGES = {
-    "batch_size": (1, 2**20),
-    "data_loader_workers": (0, 1024),
-    "threads": (1, 1024),
-    "timeout_s": (0, 1e6),
-    "seed": (0, 2**63 - 1),
+MAY_BE_ZERO = ("data_loader_workers", "seed")
+MAXIMUM = {
+    "batch_size": 2**20,
+    "data_loader_workers": 1024,
+    "threads": 1024,
+    "timeout_s": 1e6,
+    "seed": 2**63 - 1,
 }
 
 
@@ -101,17 +97,16 @@ class TrainerConfig:
     # fmt: on
 
     def __post_init__(self):
-        # From Python as well as from YAML, where `true` needs no quotes.
-        self.compile = str(self.compile).lower()
-        self.deterministic = str(self.deterministic).lower()
+        for name in ("compile", "deterministic"):  # True, from Python and from YAML
+            setattr(self, name, str(getattr(self, name)).lower())
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
             self.snapshot_path = self.snapshot_path.removeprefix(protocol)
         for name, allowed in OPTIONS.items():
             check_option(f"trainer.{name}", getattr(self, name), allowed)
-        for name in POSITIVE:
-            check_range(f"trainer.{name}", getattr(self, name), above=0)
-        for name, (low, high) in RANGES.items():
-            check_range(f"trainer.{name}", getattr(self, name), low, high)
+        for name, value in vars(self).items():
+            if type(value) in (int, float):  # a bool is an int
+                low: Any = {"low": 0} if name in MAY_BE_ZERO else {"above": 0}
+                check_range(f"trainer.{name}", value, high=MAXIMUM.get(name), **low)
         if self.max_epochs is None and self.max_steps is None:
             raise UserError(
                 "trainer.max_epochs and trainer.max_steps are both null: one must end the run"
@@ -131,22 +126,6 @@ class TrainerConfig:
                 f"trainer.batch_size={self.batch_size}: must be divisible by the number of processes, "
                 f"{size}; the nearest that are: {nearest[0]}, {nearest[1]}"
             )
-
-    def resolve_amp_dtype(self, device: torch.device, earlier: dict[str, Any]) -> str:
-        """The type to compute in; `earlier` are the choices of the snapshot to resume from."""
-        return auto.resolve_amp_dtype(device, self.amp_dtype, self.use_amp, earlier)
-
-    def open_snapshots(self, run_dir: str, world: World) -> SnapshotManager:
-        """The snapshots of the run in `run_dir`, the newest one read. Raises `UserError`."""
-        return SnapshotManager(
-            self.snapshot_path,
-            run_dir,
-            world,
-            resume=self.resume,
-            keep=self.keep_snapshots,
-            sharded=self.snapshot_format == "sharded",
-            max_failures=self.max_save_failures,
-        )
 
 
 class _StopRequested(Exception):
@@ -207,46 +186,32 @@ class Trainer:
         )
         config.check_world_size(self.world.size)
         device, bare = self.world.device, distributed.unwrap(model)
-        self.run_config = as_plain(describe(config, bare, train_dataset) | (run_config or {}))
-        self.plan = Plan.make(
-            len(train_dataset),
-            train_dataset.block_size,
-            config.batch_size,
-            config.micro_batch_size,
-            config.max_steps,
-            config.max_epochs,
-            self.world.size,
-        )
+        settings = settings_of(trainer=config, model=bare, data=train_dataset)
+        self.run_config = settings | as_plain(run_config or {})
+        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step = 0
         self.newest: tuple[float, int] | None = None  # held-out loss and its step
-        self.snapshots = snapshots or config.open_snapshots(run_dir, self.world)
+        self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
         found = self.snapshots.found
         if found:
-            check_can_resume(
-                found,
-                self.run_config,
-                vocabulary=train_dataset.vocabulary,
-                text_digest=train_dataset.digest,
-                processes=self.world.size,
-                device=device.type,
-                path=self.snapshots.path,
-            )
+            check_can_resume(found, self.snapshots.path, self.run_config, train_dataset, self.world)
         if not sharding.is_sharded(bare):  # whose parameters are on their device already
             bare.to(device)
         earlier = found.choices_on(device.type) if found else {}
         flops = self.plan.total_steps * self.plan.characters * flops_per_token(bare)
-        self.choices = auto.resolve(
-            device,
-            config.resolve_amp_dtype(device, earlier),
-            config.compile,
-            config.deterministic,
-            flops / self.world.size if device.type == "cuda" else flops,
-            earlier,
-        )
+        if device.type == "cuda":
+            flops /= self.world.size
+        self.choices = auto.resolve(config, device, flops, earlier)
         auto.apply(self.choices, bare)
-        self.amp_dtype = getattr(torch, self.choices["amp_dtype"])
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype is torch.float16)
-        self.metrics_lines = 0
+        amp_dtype = self.choices["amp_dtype"]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == "float16")
+        self.log = TrainingLog(
+            self.world,
+            self.plan,
+            config.log_every_steps,
+            flops_per_token(bare),
+            peak_flops(device) if amp_dtype != "float32" else None,
+        )
         if found:
             self._restore(found, bare)
         self.bare, self.model = bare, model
@@ -264,20 +229,8 @@ class Trainer:
         self.update: Callable = self._update
         one_gpu = device.type == "cuda" and self.world.size == 1
         if config.cuda_graph and one_gpu and not self.scaler.is_enabled():
-            for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
-                peak = group.setdefault("initial_lr", group["lr"])
-                group["lr"] = torch.tensor(peak, device=device)
-                if "capturable" in group:
-                    group["capturable"] = True
-            self.update = CapturedStep(self._update, self._loss)
+            self.update = CapturedStep(self._update, self._loss, optimizer)
         self.save_requested = False
-        self.log = TrainingLog(
-            self.world,
-            self.plan,
-            config.log_every_steps,
-            flops_per_token(bare),
-            peak_flops(device) if self.amp_dtype.itemsize == 2 else None,
-        )
         if device.type == "cuda" and config.data_loader_workers == 0:
             datasets = [data for data in (train_dataset, test_dataset) if data is not None]
             memory = torch.cuda.get_device_properties(device).total_memory
@@ -288,11 +241,6 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         return self.plan.total_steps
-
-    @property
-    def best(self) -> tuple[float, int] | None:
-        """The lowest held-out loss that has a snapshot, and its step."""
-        return self.snapshots.best
 
     # ----------------------------------------------------------------------------------------------
     # The loop
@@ -307,12 +255,13 @@ class Trainer:
             return self.newest[0] if self.newest else None
         with self._running():
             try:
-                self._evaluate_and_save()  # a stop may have come between a step and its evaluation
+                self._save(self._evaluate())  # which were due when a stop came
                 while self.step < self.total_steps:
                     loss, grad_norm = self._train_step()
                     self.step += 1
                     self._log_step(loss, grad_norm)
-                    self._evaluate_and_save()
+                    is_best = self._evaluate()
+                    self._save(is_best)
                 self.agreement.finish()
             except _StopRequested as stop:
                 self._stop(*stop.args)
@@ -340,45 +289,34 @@ class Trainer:
         ):
             try:
                 distributed.run_on_first(self._open_files, self.world)
-                announce(self)
                 self.agreement.finish()  # of an earlier call to `train`, which was stopped
                 self.optimizer.zero_grad()
                 self.divergence = DivergenceCheck(
                     self.world, self.scaler, self._learning_rate, self.log
                 )
-                self.log.start(self.step)
+                self.log.start(self.step, self.choices)
                 self.model.train()
                 yield
             finally:
                 self.batches.close()
                 self.snapshots.close()  # after an error, too, a save in progress is worth its time
                 self.log.close()
-                self.metrics_lines = self.log.lines
 
     def _batches(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches from the next step to the end of the run."""
-        config, plan, world = self.config, self.plan, self.world
-        return prefetch(
-            MicroBatches(
-                self.train_dataset, config.seed, config.batch_size, plan.accumulation,
-                world.rank, world.size,
-            ),
-            self.step * plan.accumulation,
-            plan.total_steps * plan.accumulation,
-            config.data_loader_workers,
-            pinned=world.device.type == "cuda" and config.data_loader_workers > 0,
-        )  # fmt: skip
+        config, accumulation, world = self.config, self.plan.accumulation, self.world
+        workers, is_cuda = config.data_loader_workers, world.device.type == "cuda"
+        batches = MicroBatches(
+            self.train_dataset, config.seed, config.batch_size, accumulation, world.rank, world.size
+        )
+        first, last = self.step * accumulation, self.total_steps * accumulation
+        return prefetch(batches, first, last, workers, pinned=is_cuda and workers > 0)
 
     def _open_files(self) -> None:
         self.snapshots.open(HISTORY)
-        self.log.open(
-            self.snapshots.run_dir,
-            self.step,
-            self.newest is not None and self.newest[1] == self.step,
-            self.metrics_lines,
-            self.config.trackers,
-            self.run_config,
-        )
+        evaluated = self.newest is not None and self.newest[1] == self.step
+        run_dir, trackers = self.snapshots.run_dir, self.config.trackers
+        self.log.open(run_dir, self.step, evaluated, trackers, self.run_config)
         self.on_start()
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -386,13 +324,7 @@ class Trainer:
         device.
         """
         seed_step(self.config.seed, self.step, self.world)
-        factor = self.schedule(self.step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            rate = group.setdefault("initial_lr", group["lr"]) * factor
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        set_learning_rate(self.optimizer, self.schedule(self.step, self.total_steps))
         loss, norm = self.update(self._micro_batches())
         self.divergence.note(self.step + 1, loss, norm)
         return loss, norm
@@ -419,7 +351,7 @@ class Trainer:
                 if i < accumulation and isinstance(self.model, DDP)
                 else contextlib.nullcontext()
             ):
-                with self._autocast():
+                with auto.autocast(self.choices):
                     _, loss = self.model(x, y)
                 self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
@@ -437,24 +369,12 @@ class Trainer:
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """The mean loss of a step's micro-batches, without training on them."""
-        with self._eagerly(), self._autocast():
+        with auto.eagerly(self.choices), auto.autocast(self.choices):
             return torch.stack([self.model(x, y)[1] for x, y in micro_batches]).mean()
 
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]
         return group.get("initial_lr", group["lr"]) * self.schedule(step, self.total_steps)
-
-    def _autocast(self):
-        enabled = self.amp_dtype is not torch.float32
-        return torch.autocast(
-            self.world.device.type, dtype=self.amp_dtype if enabled else None, enabled=enabled
-        )
-
-    def _eagerly(self) -> contextlib.AbstractContextManager:
-        """Disables torch.compile, which would compile evaluation, too, and cost more than it saves."""
-        if self.choices["compile"]:
-            return torch.compiler.set_stance("force_eager")
-        return contextlib.nullcontext()
 
     def _log_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Logs the step if a line is due."""
@@ -471,27 +391,14 @@ class Trainer:
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """`function()`, which runs the model; a sharded one computes in the type it is gathered in."""
-        sharded = sharding.is_sharded(self.bare)
-        with self._eagerly(), self._autocast() if sharded else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(auto.eagerly(self.choices))
+            if sharding.is_sharded(self.bare):
+                stack.enter_context(auto.autocast(self.choices))
             return function()
 
     # ----------------------------------------------------------------------------------------------
     # Evaluating and saving
-
-    def _evaluate_and_save(self) -> None:
-        """Does what is due at this step and has not been done."""
-        evaluates = self._evaluation_is_due()
-        if not (evaluates or self._save_is_due()):
-            return
-        with self.log.paused():
-            lacks_evaluation = evaluates and self.snapshots.saved_step == self.step
-            is_best = evaluates and self._evaluate()
-            latest = lacks_evaluation or self._save_is_due()
-            if self.save_requested:
-                log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
-                self.save_requested = False
-            if latest or is_best:
-                self._save(latest, is_best)
 
     def _evaluation_is_due(self) -> bool:
         if self.test_dataset is None or (self.newest is not None and self.newest[1] == self.step):
@@ -502,6 +409,34 @@ class Trainer:
             or self.plan.is_due(self.step, every_steps, None if every_steps else 1)
         )
 
+    def _evaluate(self) -> bool:
+        """Evaluates if that is due; returns whether this is the lowest held-out loss so far."""
+        if not self._evaluation_is_due():
+            return False
+        with self.log.paused():
+            self.divergence.check(self.step)
+            started = time.perf_counter()
+            loss, characters, rank_losses = self.evaluate()
+            if not math.isfinite(loss):
+                raise self.divergence.error(self.step, f"the held-out loss is {loss}")
+            self.newest = (loss, self.step)
+            self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
+            if self.snapshots.saved_step == self.step:
+                self.snapshots.saved_step = None  # that snapshot lacks this evaluation
+            seconds = time.perf_counter() - started
+            best = self.snapshots.best
+            self.log.log_evaluation(self.step, loss, characters, rank_losses, seconds, best)
+        return best is None or loss < best[0]
+
+    def evaluate(self) -> tuple[float, int, list[float | None]]:
+        """(nats per character, characters scored, each rank's loss) of the held-out text; see
+        engine/run/evaluation.py. Raises `UserError` without a `test_dataset`.
+        """
+        if self.test_dataset is None:
+            raise UserError("evaluate: the Trainer was given no test_dataset")
+        with auto.eagerly(self.choices), auto.autocast(self.choices):
+            return evaluate(self.bare, self.test_dataset, self.world, self._check_requests)
+
     def _save_is_due(self) -> bool:
         if self.step == 0 or self.snapshots.saved_step == self.step:
             return False
@@ -511,41 +446,30 @@ class Trainer:
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
         )
 
-    def _evaluate(self) -> bool:
-        """Evaluates and logs; returns whether this is the lowest held-out loss so far."""
-        self.divergence.check(self.step)
-        started = time.perf_counter()
-        loss, characters, rank_losses = self.evaluate()
-        if not math.isfinite(loss):
-            raise self.divergence.error(self.step, f"the held-out loss is {loss}")
-        self.newest = (loss, self.step)
-        self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
-        seconds = time.perf_counter() - started
-        self.log.log_evaluation(self.step, loss, characters, rank_losses, seconds, self.best)
-        return self.best is None or loss < self.best[0]
+    def _save(self, is_best: bool) -> None:
+        """Saves the latest snapshot if that is due, and the best one."""
+        is_due = self._save_is_due()
+        if self.save_requested and is_due:
+            log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
+        self.save_requested = False
+        if is_due or is_best:
+            with self.log.paused():
+                self.snapshots.save(self._snapshot(), is_due, is_best)
 
-    def evaluate(self) -> tuple[float, int, list[float | None]]:
-        """(nats per character, characters scored, each rank's loss) of the held-out text; see
-        engine/run/evaluation.py. Raises `UserError` without a `test_dataset`.
-        """
-        if self.test_dataset is None:
-            raise UserError("evaluate: the Trainer was given no test_dataset")
-        with self._eagerly(), self._autocast():
-            return evaluate(self.bare, self.test_dataset, self.world, self._check_requests)
-
-    def _save(self, latest: bool, is_best: bool) -> None:
+    def _snapshot(self) -> Snapshot:
+        """The state of the run after this step."""
         self.divergence.check(self.step)
-        newest, seen = self.newest or (None, None), self.plan.windows_seen(self.step)
-        snapshot = Snapshot(
+        loss, loss_step = self.newest or (None, None)
+        return Snapshot(
             model_state=self.bare.state_dict(),
             optimizer_state=optimizer_state(self.bare, self.optimizer),
             finished_epoch=self.plan.finished_epochs(self.step),
             step=self.step,
-            windows_seen=seen,
+            windows_seen=self.plan.windows_seen(self.step),
             seed=self.config.seed,
             scaler_state=self.scaler.state_dict(),
-            loss=newest[0],
-            loss_step=newest[1],
+            loss=loss,
+            loss_step=loss_step,
             metrics_lines=self.log.sync(),  # first, as the snapshot vouches for these lines
             processes=self.world.size,
             vocabulary=self.train_dataset.vocabulary,
@@ -554,7 +478,6 @@ class Trainer:
             config=self.run_config,
             probe_logits=self._call_eagerly(self.probe) if self.probe else torch.empty(0),
         )
-        self.snapshots.save(snapshot, latest, is_best)
 
     # ----------------------------------------------------------------------------------------------
     # Resuming and stopping
@@ -563,7 +486,7 @@ class Trainer:
         self.snapshots.restore(snapshot, bare, self.optimizer)
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
-        self.step, self.metrics_lines = snapshot.step, snapshot.metrics_lines
+        self.step, self.log.lines = snapshot.step, snapshot.metrics_lines
         if snapshot.loss is not None and snapshot.loss_step is not None:
             self.newest = (snapshot.loss, snapshot.loss_step)
 
@@ -581,7 +504,7 @@ class Trainer:
         self.agreement.finish()
         self.snapshots.wait()
         if self.snapshots.saved_step != self.step:
-            self._save(latest=True, is_best=False)
+            self.snapshots.save(self._snapshot(), latest=True, best=False)
         self.snapshots.finish(self.step)
         stopped = Stopped(request)
         log.info(
@@ -600,18 +523,3 @@ def seed_step(seed: int, step: int, world: World) -> None:
     torch.default_generator.manual_seed(own)  # torch.manual_seed takes a stack trace at each call
     if world.device.type == "cuda":
         torch.cuda.manual_seed(own)
-
-
-def describe(config: TrainerConfig, model: nn.Module, dataset: Any) -> dict[str, Any]:
-    """The settings of trainer, model and data set, where they have a dataclass `config`."""
-    described: dict[str, Any] = {"trainer": dataclasses.asdict(config)}
-    for name, part in (("model", model), ("data", dataset)):
-        own: Any = getattr(part, "config", None)
-        if dataclasses.is_dataclass(own) and not isinstance(own, type):
-            described[name] = dataclasses.asdict(own)
-    return described
-
-
-def as_plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Plain types alone, as a snapshot holds them."""
-    return json.loads(json.dumps(config, default=str))

@@ -296,7 +296,7 @@ MUTATIONS = [
     Mutation(
         "every evaluation is the best",
         "trainer.py",
-        "return self.best is None or loss < self.best[0]",
+        "return best is None or loss < best[0]",
         "return True",
         "test_trainer.py::test_the_best_snapshot_is_that_of_the_lowest_held_out_loss",
     ),
@@ -310,8 +310,8 @@ MUTATIONS = [
     Mutation(
         "a snapshot is taken of numbers that are not finite",
         "trainer.py",
-        "        self.divergence.check(self.step)\n        newest, ",
-        "        newest, ",
+        "        self.divergence.check(self.step)\n        loss, loss_step",
+        "        loss, loss_step",
         "test_trainer.py::test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot",
     ),
     Mutation(
@@ -388,9 +388,9 @@ MUTATIONS = [
     ),
     Mutation(
         "only the first group of parameters follows the schedule",
-        "trainer.py",
-        "for group in self.optimizer.param_groups:",
-        "for group in self.optimizer.param_groups[:1]:",
+        "engine/optim/schedule.py",
+        "for group in optimizer.param_groups:",
+        "for group in optimizer.param_groups[:1]:",
         "test_trainer.py::test_every_parameter_follows_the_schedule",
     ),
     Mutation(
@@ -403,8 +403,8 @@ MUTATIONS = [
     Mutation(
         "an evaluation computes in float32 whatever the precision",
         "trainer.py",
-        "with self._eagerly(), self._autocast():\n            return evaluate(",
-        "with self._eagerly():\n            return evaluate(",
+        "with auto.eagerly(self.choices), auto.autocast(self.choices):\n            return evaluate(",
+        "with auto.eagerly(self.choices):\n            return evaluate(",
         "test_trainer.py::test_training_and_evaluation_compute_in_the_type_asked_for",
     ),
     Mutation(

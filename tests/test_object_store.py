@@ -17,6 +17,7 @@ from engine.parallel.distributed import World
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 from engine.snapshots.storage import SnapshotStorage, Unreachable, load, set_aside
+from trainer import TrainerConfig
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -193,7 +194,8 @@ def test_a_network_that_fails_while_saving_costs_a_warning_and_no_snapshot(
 ):
     write(files, 1)
     alone = World(0, 1, 0, 1, torch.device("cpu"))
-    snapshots = SnapshotManager(files.path, str(tmp_path), alone, keep=2)
+    config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
+    snapshots = SnapshotManager(config, str(tmp_path), alone)
     network.fail(fault)
     snapshots.save(some_snapshot(2), latest=True, best=False)
     snapshots.wait()

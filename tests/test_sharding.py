@@ -225,7 +225,8 @@ def kept(snapshots: SnapshotManager) -> list[int]:
 
 
 def manager(path: Path) -> SnapshotManager:
-    return SnapshotManager(str(path), str(path.parent), ALONE, sharded=True)
+    config = TrainerConfig(snapshot_path=str(path), snapshot_format="sharded")
+    return SnapshotManager(config, str(path.parent), ALONE)
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ import pickle
 import random
 import resource
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import equal, some_snapshot
 
 from engine.errors import UserError
+from engine.parallel.distributed import World
 from engine.snapshots import snapshot as module
 from engine.snapshots.snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
 
@@ -170,8 +172,8 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
     now = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 9}}
 
     def resume(config: dict, text_digest: str) -> None:
-        same = {"vocabulary": saved.vocabulary, "processes": 1, "device": "cpu", "path": "s.pt"}
-        check_can_resume(saved, config, text_digest=text_digest, **same)
+        alone = World(0, 1, 0, 1, torch.device("cpu"))
+        check_can_resume(saved, "s.pt", config, SimpleNamespace(digest=text_digest), alone)
 
     resume(now, "ab")
     now["model"]["n_layer"] = 3

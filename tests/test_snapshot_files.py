@@ -16,6 +16,7 @@ from engine.parallel.distributed import World
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 from engine.snapshots.storage import SnapshotStorage, beside, load, set_aside
+from trainer import TrainerConfig
 
 
 def write(files: SnapshotStorage, step: int, latest: bool = True, best: bool = False) -> None:
@@ -286,7 +287,8 @@ def test_a_leftover_of_a_killed_save_does_not_spoil_the_file_it_is_a_hard_link_o
 
 def manager(path: str, **settings) -> SnapshotManager:
     alone = World(0, 1, 0, 1, torch.device("cpu"))
-    return SnapshotManager(path, os.path.dirname(path), alone, **settings)
+    config = TrainerConfig(snapshot_path=path, **settings)
+    return SnapshotManager(config, os.path.dirname(path), alone)
 
 
 def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
@@ -308,7 +310,7 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
 
 
 def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypatch, caplog):
-    snapshots = manager(path, max_failures=2)
+    snapshots = manager(path, max_save_failures=2)
     put = snapshots.storage._put
 
     def fail(*_):

@@ -376,7 +376,8 @@ def test_threads_hand_on_errors_and_end_when_closed():
 
 def test_the_plan_covers_every_window_of_its_epochs():
     def total_steps(max_steps: int | None, max_epochs: int | None) -> int:
-        return Plan.make(101, 8, 10, None, max_steps, max_epochs, world_size=1).total_steps
+        config = TrainerConfig(batch_size=10, max_steps=max_steps, max_epochs=max_epochs)
+        return Plan.make(config, windows=101, block_size=8, world_size=1).total_steps
 
     assert (total_steps(None, 2), total_steps(5, 2), total_steps(500, None)) == (21, 5, 500)
 
@@ -609,10 +610,10 @@ def test_epochs_save_and_the_end_always_does(parts, tmp_path, max_epochs, save_e
         eval_every_steps=None,
     )
     saved = []
-    save = trainer._save
-    trainer._save = lambda latest, best: (
+    save = trainer.snapshots.save
+    trainer.snapshots.save = lambda snapshot, latest, best: (
         saved.extend([trainer.step] * latest),
-        save(latest, best),
+        save(snapshot, latest, best),
     )
     trainer.train()
     assert saved == steps
@@ -727,7 +728,7 @@ def test_determinism_is_switched_on_and_off_again():
 
 def test_what_cannot_be_compiled_is_not(monkeypatch):
     monkeypatch.setattr(auto, "missing_to_compile", lambda _: "a compiler")
-    chosen = auto.resolve(CPU, "float32", "true", "auto", 0, {})
+    chosen = auto.resolve(TrainerConfig(compile="true"), CPU, 0, {})
     assert chosen["compile"] is False
 
 
@@ -762,8 +763,8 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
 
     setattr(owner, name, acting)
     if moment == "save":  # is another thread's: it may come late
-        trainer.snapshots.save = lambda *args: (
-            save(*args),
+        trainer.snapshots.save = lambda *args, **named: (
+            save(*args, **named),
             trainer.step == step and done.wait(30),
         )
 
@@ -845,7 +846,7 @@ def test_the_best_is_the_lowest_loss_whose_snapshot_was_written(parts, tmp_path)
     )
     trainer.train()
     best, latest = (load(str(tmp_path / f"gpt_snapshot{x}.pt")) for x in (".best", ""))
-    assert (best.step, best.loss, trainer.best) == (5, 2.2, (2.2, 5))
+    assert (best.step, best.loss, trainer.snapshots.best) == (5, 2.2, (2.2, 5))
     assert (latest.step, latest.best_step, latest.best_loss) == (5, 5, 2.2)
 
 
@@ -863,8 +864,8 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
 
     trainer.snapshots.storage._put = once
     save = trainer.snapshots.save
-    trainer.snapshots.save = lambda *args: (
-        save(*args),
+    trainer.snapshots.save = lambda *args, **named: (
+        save(*args, **named),
         trainer.snapshots._saving.written.exception(30),
     )
     with pytest.raises(Stopped):

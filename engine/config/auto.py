@@ -1,9 +1,11 @@
 """Resolves `auto` settings once; stored in snapshots for resuming.
 
 The choices of a run are a dictionary: `device` ("cpu" or "cuda"), `amp_dtype`, `compile` and
-`deterministic`. Where a setting is `auto`, `earlier` choices from a snapshot are kept.
+`deterministic`. They follow from a `TrainerConfig`; where a setting is `auto`, `earlier` choices from a
+snapshot are kept.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -26,22 +28,12 @@ COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 4e15}
 
 
 def resolve(
-    device: torch.device,
-    amp_dtype: str,
-    compile: str,
-    deterministic: str,
-    planned_flops: float,
-    earlier: dict[str, Any],
+    config: Any, device: torch.device, planned_flops: float, earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    """Resolves all choices of a run.
-
-    Args:
-        device: the type of device counts.
-        amp_dtype: as `resolve_amp_dtype` returns it.
-        compile, deterministic: "auto", "true" or "false".
-        planned_flops: floating-point operations of the run, per GPU, or of all CPUs together.
-        earlier: the choices in a snapshot, or {}.
+    """Resolves all choices of a run of `planned_flops` floating-point operations, per GPU, or of all
+    CPUs together.
     """
+    amp_dtype = resolve_amp_dtype(config, device, earlier)
     pays = planned_flops > COMPILE_PAYS_FROM[device.type]
     if device.type == "cpu":  # the C kernels are faster
         pays = pays and amp_dtype == "float32" and build.library(torch.float32) is None
@@ -52,25 +44,25 @@ def resolve(
     choices = {
         "device": device.type,
         "amp_dtype": amp_dtype,
-        "compile": choose("compile", compile, pays),
-        "deterministic": choose("deterministic", deterministic, device.type == "cpu"),
+        "compile": choose("compile", config.compile, pays),
+        "deterministic": choose("deterministic", config.deterministic, device.type == "cpu"),
     }
     if choices["compile"] and (missing := missing_to_compile(device.type)):
-        log.warning("trainer.compile=%s: %s not found; torch.compile disabled", compile, missing)
+        log.warning(
+            "trainer.compile=%s: %s not found; torch.compile disabled", config.compile, missing
+        )
         choices["compile"] = False
     return choices
 
 
-def resolve_amp_dtype(
-    device: torch.device, setting: str, use_amp: bool, earlier: dict[str, Any]
-) -> str:
+def resolve_amp_dtype(config: Any, device: torch.device, earlier: dict[str, Any]) -> str:
     """Resolves `trainer.amp_dtype`, the type to compute in: bfloat16 where the hardware supports
     it, else float16 on GPUs and float32 on CPUs. Without `use_amp` it is float32.
     """
-    if not use_amp:
+    if not config.use_amp:
         return "float32"
-    if setting != "auto":
-        return setting
+    if config.amp_dtype != "auto":
+        return config.amp_dtype
     if earlier.get("amp_dtype"):
         return earlier["amp_dtype"]
     if hardware.computes_in_bfloat16(device):
@@ -104,3 +96,28 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
         torch.use_deterministic_algorithms(choices["deterministic"])
         torch.compiler.reset()  # a process compiles at most eight models otherwise
         model.compile(dynamic=False)
+
+
+def describe(choices: dict[str, Any]) -> str:
+    """The choices in words, for the log."""
+    return "; ".join(
+        (
+            choices["amp_dtype"] + " with loss scaling" * (choices["amp_dtype"] == "float16"),
+            "compiled (the first step waits for it)" if choices["compile"] else "not compiled",
+            "deterministic" if choices["deterministic"] else "not deterministic",
+        )
+    )
+
+
+def autocast(choices: dict[str, Any]) -> torch.autocast:
+    """Automatic mixed precision: a context that computes in the chosen type."""
+    dtype = getattr(torch, choices["amp_dtype"])
+    enabled = dtype is not torch.float32
+    return torch.autocast(choices["device"], dtype=dtype if enabled else None, enabled=enabled)
+
+
+def eagerly(choices: dict[str, Any]) -> contextlib.AbstractContextManager:
+    """A context without torch.compile, which would compile evaluation, too, and cost more than it saves."""
+    if choices["compile"]:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()

@@ -1,5 +1,7 @@
 """Settings by dotted key: which ones a resumed run may not change, and which ones affect the loss."""
 
+import dataclasses
+import json
 from typing import Any
 
 # A resumed run may not change these, nor its architecture: its result would be neither the old
@@ -48,6 +50,20 @@ def is_incomparable(key: str) -> bool:
 
 def is_architecture(key: str) -> bool:
     return key.startswith("model.") and key not in NOT_ARCHITECTURE
+
+
+def settings_of(**parts: Any) -> dict[str, Any]:
+    """The settings of each part, a dataclass or something with a dataclass `config`, as nested dictionaries
+    of plain types, which a snapshot can hold. Parts without settings are left out.
+    """
+    configs = {name: getattr(part, "config", part) for name, part in parts.items()}
+    found = {name: c for name, c in configs.items() if dataclasses.is_dataclass(c)}
+    return as_plain({name: dataclasses.asdict(c) for name, c in found.items()})  # type: ignore[call-overload]
+
+
+def as_plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The same values in plain types."""
+    return json.loads(json.dumps(config, default=str))
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

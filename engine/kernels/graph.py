@@ -14,7 +14,8 @@ SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 
 class CapturedStep:
-    """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it.
+    """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it. The learning
+    rates of its `optimizer` become tensors on the GPU.
 
     `step` takes the micro-batches (x, y) of one step, on the GPU, whose shapes never change, and
     returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
@@ -29,8 +30,14 @@ class CapturedStep:
         self,
         step: Callable[[Iterable[MicroBatch]], tuple[torch.Tensor, torch.Tensor]],
         loss: Callable[[Iterable[MicroBatch]], torch.Tensor],
+        optimizer: torch.optim.Optimizer,
     ):
         self.step, self.loss = step, loss
+        for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
+            peak = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = torch.tensor(peak, device="cuda")
+            if "capturable" in group:
+                group["capturable"] = True
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
 

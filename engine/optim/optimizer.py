@@ -1,5 +1,6 @@
 """The optimizer of a run: which parameters decay, which go to Muon, and with what settings."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from engine.config.checks import check_option, check_range
 from engine.optim.adamw import AdamW
 from engine.optim.muon import MuonWithAdamW
 from engine.optim.schedule import SCHEDULES
+
+log = logging.getLogger("gpt")
 
 
 @dataclass
@@ -93,4 +96,8 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
         optimizer = AdamW([g for g in rest if g["params"]], **adamw)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.learning_rate
+    log.info(
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
+        config.name, config.schedule, config.learning_rate, config.weight_decay,
+    )  # fmt: skip
     return optimizer

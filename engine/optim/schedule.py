@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
@@ -29,3 +31,13 @@ def learning_rate_factor(step: int, total_steps: int, config) -> float:
     if config.schedule == "cosine":
         progress = 0.5 * (1.0 - math.cos(math.pi * progress))
     return 1.0 + (config.min_lr_ratio - 1.0) * progress
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Sets each group's learning rate to `factor` times its peak, its `initial_lr` or first `lr`."""
+    for group in optimizer.param_groups:
+        rate = group.setdefault("initial_lr", group["lr"]) * factor
+        if isinstance(group["lr"], torch.Tensor):  # which a CUDA graph reads
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -1,6 +1,7 @@
 """Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,20 @@ class Plan:
     total_steps: int
 
     @classmethod
-    def make(
-        cls,
-        windows: int,
-        block_size: int,
-        batch_size: int,
-        micro_batch_size: int | None,
-        max_steps: int | None,
-        max_epochs: int | None,
-        world_size: int,
-    ) -> "Plan":
-        """The plan for a global batch that `world_size` divides. A micro-batch is the largest divisor of
-        a rank's share that `micro_batch_size` allows; the run ends at `max_steps` or `max_epochs`,
-        whichever comes first.
+    def make(cls, config: Any, windows: int, block_size: int, world_size: int) -> "Plan":
+        """The plan of a `TrainerConfig` whose `batch_size` the `world_size` divides. A micro-batch is the
+        largest divisor of a rank's share that `micro_batch_size` allows; the run ends at `max_steps` or
+        `max_epochs`, whichever comes first.
         """
-        share = batch_size // world_size
-        limit = min(micro_batch_size or share, share)
+        share = config.batch_size // world_size
+        limit = min(config.micro_batch_size or share, share)
         micro = next(size for size in range(limit, 0, -1) if share % size == 0)
-        ends = [] if max_steps is None else [max_steps]
-        if max_epochs is not None:
-            ends.append(-(-max_epochs * windows // batch_size))
-        return cls(windows, block_size, batch_size, micro, share // micro, world_size, min(ends))
+        ends = [] if config.max_steps is None else [config.max_steps]
+        if config.max_epochs is not None:
+            ends.append(-(-config.max_epochs * windows // config.batch_size))
+        return cls(
+            windows, block_size, config.batch_size, micro, share // micro, world_size, min(ends)
+        )
 
     @property
     def characters(self) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from engine.config import auto
 from engine.config.settings import flatten
 from engine.machine.hardware import device_name, peak_memory
 from engine.parallel.distributed import World
-from engine.parallel.sharding import is_sharded
 from engine.run.metrics import Metrics
 from engine.run.plan import Plan
 from engine.run.progress import Progress, Stopwatch, duration, format_loss
@@ -46,15 +46,15 @@ class TrainingLog:
         run_dir: str,
         step: int,
         evaluated: bool,
-        lines: int,
         trackers: Iterable[str],
         run_config: dict[str, Any],
     ) -> None:
         """Opens the files, on rank 0; see `Metrics`."""
-        self.metrics = Metrics(run_dir, step, evaluated, lines, trackers, flatten(run_config))
+        self.metrics = Metrics(run_dir, step, evaluated, self.lines, trackers, flatten(run_config))
 
-    def start(self, step: int) -> None:
-        """Starts the clock and the progress bar at `step`."""
+    def start(self, step: int, choices: dict[str, Any]) -> None:
+        """Logs device, precision, batch and plan; starts the clock and the progress bar at `step`."""
+        self._announce(step, choices)
         self.started_at = step
         self.stopwatch = Stopwatch(step, self.world.device)
         self.progress = Progress(step, self.plan.total_steps, shown=self.world.is_first)
@@ -151,46 +151,28 @@ class TrainingLog:
             self.lines = self.metrics.lines
             self.metrics = None
 
+    def _announce(self, step: int, choices: dict[str, Any]) -> None:
+        world, plan = self.world, self.plan
+        ranks = f"{world.size} process{'es' * (world.size > 1)}"
+        device = device_name(world.device)
+        if world.device.type == "cpu":
+            threads = torch.get_num_threads()
+            device = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
+        log.info("device      %s; %s", device, ranks)
+        log.info("precision   %s", auto.describe(choices))
+        log.info(
+            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
+            "characters per step",
+            plan.batch_size, ranks, plan.micro_batch_size, plan.accumulation, plan.block_size,
+            f"{plan.characters:,}",
+        )  # fmt: skip
+        planned = plan.total_steps * plan.characters
+        log.info(
+            "plan        %d step%s = %s characters = %.3g passes over the text%s",
+            plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}",
+            planned / (plan.windows + plan.block_size), f"; from step {step}" if step else "",
+        )  # fmt: skip
+
     def _of(self, step: int) -> str:
         total = self.plan.total_steps
         return f"step {step:{len(str(total))}d}/{total}"
-
-
-def announce(trainer: Any) -> None:
-    """Logs a `Trainer`'s device, precision, batch, split and plan, before the first step."""
-    world, plan, choices = trainer.world, trainer.plan, trainer.choices
-    ranks = f"{world.size} process{'es' * (world.size > 1)}"
-    if world.device.type == "cpu":
-        threads = torch.get_num_threads()
-        device = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
-    else:
-        device = device_name(world.device)
-    log.info(
-        "device      %s; %s%s", device, ranks, ", the model sharded" * is_sharded(trainer.bare)
-    )
-    log.info(
-        "precision   %s%s; %s; %s", choices["amp_dtype"],
-        " with loss scaling" * trainer.scaler.is_enabled(),
-        "compiled (the first step waits for it)" if choices["compile"] else "not compiled",
-        "deterministic" if choices["deterministic"] else "not deterministic",
-    )  # fmt: skip
-    log.info("parameters  %s", f"{sum(p.numel() for p in trainer.parameters):,}")
-    log.info(
-        "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
-        "characters per step",
-        plan.batch_size, ranks, plan.micro_batch_size, plan.accumulation, plan.block_size,
-        f"{plan.characters:,}",
-    )  # fmt: skip
-    characters, held_out = len(trainer.train_dataset.data), 0
-    if trainer.test_dataset is not None:
-        held_out = len(trainer.test_dataset.data)
-    log.info(
-        "split       %s characters to train on, %s held out, %d distinct",
-        f"{characters:,}", f"{held_out:,}", trainer.train_dataset.vocab_size,
-    )  # fmt: skip
-    planned = plan.total_steps * plan.characters
-    log.info(
-        "plan        %d step%s = %s characters = %.3g passes over the text%s",
-        plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}", planned / characters,
-        f"; from step {trainer.step}" if trainer.step else "",
-    )  # fmt: skip

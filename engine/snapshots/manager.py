@@ -41,13 +41,8 @@ class SaveInProgress:
 
 
 class SnapshotManager:
-    """The snapshots of the run in `run_dir`, the latest at `path` (relative to it, or a URL).
-
-    Args:
-        resume: auto, must or never, as `trainer.resume`.
-        keep: number of numbered snapshots to keep; None for none.
-        sharded: every rank writes its own part.
-        max_failures: saves in a row that may fail before the run ends.
+    """The snapshots of the run in `run_dir`. Of `config`, a `TrainerConfig`, it uses `snapshot_path`,
+    `snapshot_format`, `keep_snapshots`, `max_save_failures` and `resume`.
 
     Attributes:
         found: the snapshot to resume from, until it is restored; None to train from scratch.
@@ -58,32 +53,24 @@ class SnapshotManager:
     Raises `UserError` on every rank if the run cannot resume from the files that exist.
     """
 
-    def __init__(
-        self,
-        path: str,
-        run_dir: str,
-        world: World,
-        *,
-        resume: str = "auto",
-        keep: int | None = None,
-        sharded: bool = False,
-        max_failures: int = 3,
-    ):
-        self.run_dir, self.world, self.sharded = run_dir, world, sharded
-        self.storage = SnapshotStorage(snapshot_path(path, run_dir), keep)
-        self.max_failures, self.failures = max_failures, 0
+    def __init__(self, config: Any, run_dir: str, world: World):
+        self.config, self.run_dir, self.world = config, run_dir, world
+        path = snapshot_path(config.snapshot_path, run_dir)
+        self.storage = SnapshotStorage(path, config.keep_snapshots)
+        self.failures = 0
         self.saved_step: int | None = None
         self.best: tuple[float, int] | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._saving: SaveInProgress | None = None
         self.found: Snapshot | None = None
-        if resume != "never" or distributed.is_restart(world):  # it is for the first start alone
-            self.found = self._find(resume == "must")
+        never = config.resume == "never"
+        if not never or distributed.is_restart(world):  # it is for the first start alone
+            self.found = self._find()
         # Why the run starts from scratch; empty if it resumes, and once its files are open.
         self._from_scratch = ""
         if self.found is None:
             no_snapshot = f"there is no snapshot at {self.path}"
-            self._from_scratch = "trainer.resume=never" if resume == "never" else no_snapshot
+            self._from_scratch = "trainer.resume=never" if never else no_snapshot
 
     @property
     def path(self) -> str:
@@ -92,7 +79,7 @@ class SnapshotManager:
     # ----------------------------------------------------------------------------------------------
     # Before the first step
 
-    def _find(self, must: bool) -> Snapshot | None:
+    def _find(self) -> Snapshot | None:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
         read: list[tuple[bytes, str] | None] = []
 
@@ -103,9 +90,9 @@ class SnapshotManager:
         # In two steps, as a slow store may take longer than ranks wait in a broadcast.
         distributed.run_on_each_host(find, self.world)
         found = distributed.run_on_first(lambda: read.pop(), self.world)
-        if found is None and must:
-            raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
         if found is None:
+            if self.config.resume == "must":
+                raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
             return None
         snapshot = Snapshot.from_bytes(*found)
         log.info("resuming from %s, step %d", found[1], snapshot.step)
@@ -194,7 +181,7 @@ class SnapshotManager:
 
     def _collect(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with full tensors, on rank 0, or without any, which every rank has written."""
-        if self.sharded:
+        if self.config.snapshot_format == "sharded":
             distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
             return save_shards(self.path, snapshot, self.world)
         states = {"model_state": snapshot.model_state, "optimizer_state": snapshot.optimizer_state}
@@ -205,7 +192,7 @@ class SnapshotManager:
 
     def wait(self) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in
-        `failures`. Raises `UserError` on every rank after `max_failures` in a row.
+        `failures`. Raises `UserError` on every rank after `max_save_failures` in a row.
         """
         if self._saving is None:
             return
@@ -219,7 +206,7 @@ class SnapshotManager:
             "step %d: the snapshot was not written to %s: %s; each existing file is still complete",
             saving.step, self.path, error,
         )  # fmt: skip
-        if self.failures >= self.max_failures:
+        if self.failures >= self.config.max_save_failures:
             raise UserError(
                 f"step {saving.step}: {self.failures} snapshots in a row could not be written "
                 f"(trainer.max_save_failures): {error}; once they can, the same command resumes from "

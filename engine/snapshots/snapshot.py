@@ -18,6 +18,7 @@ import torch
 
 from engine.config.settings import flatten, is_fixed
 from engine.errors import UserError, one_line
+from engine.parallel.distributed import World
 
 log = logging.getLogger("gpt")
 
@@ -164,14 +165,7 @@ def verify(content: bytes | memoryview, name: str) -> None:
 
 
 def check_can_resume(
-    snapshot: Snapshot,
-    config: dict[str, Any],
-    *,
-    vocabulary: str,
-    text_digest: str,
-    processes: int,
-    device: str,
-    path: str,
+    snapshot: Snapshot, path: str, config: dict[str, Any], dataset: Any, world: World
 ) -> None:
     """Raises `UserError` if the run in `snapshot`, at `path`, cannot resume with these settings and this
     text, naming what differs. Logs what has changed otherwise.
@@ -182,21 +176,17 @@ def check_can_resume(
     refused = [
         f"{key} was {was!r}, is {now!r}" for key, (was, now) in changes.items() if is_fixed(key)
     ]
-    if snapshot.text_digest != text_digest:
+    if snapshot.text_digest != dataset.digest:
         refused.append(
-            f"the text has SHA-256 {text_digest[:12]}..., was {snapshot.text_digest[:12]}..."
-        )
-    if snapshot.vocabulary != vocabulary:
-        refused.append(
-            f"the vocabulary has {len(vocabulary)} characters, had {len(snapshot.vocabulary)}"
+            f"the text has SHA-256 {dataset.digest[:12]}..., was {snapshot.text_digest[:12]}..."
         )
     if refused:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
             "with run_name=NEW_NAME, or set this one aside with trainer.resume=never"
         )
-    changes["processes"] = (snapshot.processes, processes)
-    changes["device"] = (snapshot.choices.get("device", device), device)
+    changes["processes"] = (snapshot.processes, world.size)
+    changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
     for key, (was, now) in changes.items():
         if was != now and key != "trainer.resume":
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
