@@ -16,7 +16,6 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
-import dataclasses
 import functools
 import logging
 import os
@@ -50,7 +49,7 @@ from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.probe import probe_logits
 from engine.snapshots.snapshot import Snapshot
 from engine.text.sources import PYDOC, SHAKESPEARE_URL
-from model import GPT, GPTConfig, create_optimizer
+from model import GPT, create_optimizer
 from sample import draw
 from trainer import Trainer
 
@@ -117,20 +116,15 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
     """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
     without them, and for a run that resumes from its own `snapshot`.
     """
-    if snapshot is None:
-        if config.init_from is None:
-            return None
+    if snapshot is None and config.init_from is not None:
         pretrained = find_pretrained(config.init_from, world)
         config.resolve_architecture(pretrained.architecture)
         return pretrained
-    if snapshot.config.get("model"):  # fields added since have the value they had implicitly
-        recorded = GPTConfig.recorded(snapshot.model_config)
-        snapshot.config["model"] = dataclasses.asdict(recorded)
-    if config.init_from is None:
-        config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
-    else:
+    if snapshot is not None and config.init_from is not None:
         check_resumed(config.init_from, snapshot)
         config.resolve_architecture(snapshot.model_config)
+    elif snapshot is not None:
+        config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
     return None
 
 
@@ -173,17 +167,11 @@ def record_run(config: Config, trainer: Trainer) -> None:
     """Writes `config.yaml`, and a line of `environment.jsonl`."""
     with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
         OmegaConf.save(plain(config), file)
-    recipe = overrides = None
-    if HydraConfig.initialized():
-        recipe = HydraConfig.get().runtime.choices.get("experiment")
-        overrides = list(HydraConfig.get().overrides.task)
     record_start(
         config.run_dir,
         trainer.world,
         trainer.step,
         total_steps=trainer.total_steps,
-        recipe=recipe,
-        overrides=overrides,
         precision=trainer.choices["amp_dtype"],
         compiled=trainer.choices["compile"],
         parameters=sum(parameter.numel() for parameter in trainer.parameters),
