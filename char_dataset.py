@@ -101,15 +101,13 @@ def with_pydoc(config: DataConfig) -> DataConfig:
 class CharDataset(Dataset):
     """Every window of `block_size` characters of a text, each with the characters that follow.
 
-    `len(dataset) == characters - block_size`; `dataset[i]` is `(x, y)`, two int64 tensors of shape
-    `(block_size,)`, `y` being `x` one character later. `batch(indices)` is the same for many
-    windows at once. `split()` gives the training and the held-out part.
+    `dataset[i]` is `(x, y)`, two int64 tensors of shape `(block_size,)`, `y` being `x` one character
+    later; `len(dataset) == characters - block_size`.
 
     Attributes:
-        vocabulary: the distinct characters of the whole (truncated) text, sorted; their positions
-            are the ids.
+        vocabulary: the distinct characters of the (truncated) text, sorted; positions are ids.
         stoi, itos: character to id and back, as in minGPT.
-        data: the ids of the characters, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
+        data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
             is mapped from a file, read only; never copy it as a whole.
         digest: SHA-256 of the (truncated) text, hexadecimal.
 
@@ -137,10 +135,8 @@ class CharDataset(Dataset):
 
     def split(self) -> tuple["CharDataset", "CharDataset"]:
         """(training part, held-out part): the text cut once at `int(characters * train_split)`,
-        before windowing.
-
-        No character is in both, and both have the vocabulary of the whole text. Raises `UserError`
-        if either part is shorter than one window.
+        before windowing, so that no character is in both; both have the vocabulary of the whole
+        text. Raises `UserError` if either part is shorter than one window.
         """
         cut = int(len(self.data) * self.config.train_split)
         train, held_out = copy.copy(self), copy.copy(self)
@@ -158,9 +154,7 @@ class CharDataset(Dataset):
         return len(self.data) - self.block_size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        x, y = self.batch(np.array([index % len(self)]))
+        x, y = self.batch(np.array([range(len(self))[index]]))  # IndexError ends a loop over it
         return x[0], y[0]
 
     def batch(self, indices: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,12 +168,10 @@ class CharDataset(Dataset):
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `first` to `last` (excluded) of the text laid end to end: every character is a
-        target once.
+        """Windows `first` to `last` (excluded) of the text laid end to end, in which every
+        character but the first is a target once; beyond the end the target is `IGNORE`.
 
-        Returns `(x, y)`, int64 of shape (last - first, block_size). What lies beyond the end of the
-        text has the target `IGNORE`, so the last window may be a short one, and windows past the
-        end are wholly ignored.
+        Returns `(x, y)`, int64 of shape (last - first, block_size).
         """
         positions = torch.arange(
             first * self.block_size, last * self.block_size, device=self.data.device
@@ -235,15 +227,13 @@ def encode(text: str, vocabulary: str, start: int = 0) -> torch.Tensor:
 def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int = 1) -> np.ndarray:
     """Window indices at `positions` (int64) of the shuffled, endless stream of training windows.
 
-    Position p lies in epoch `p // num_windows`, and every epoch takes all windows once. It is made
-    of `stride` passes over the text, in random order, of windows that start `stride` characters
-    apart, in random order: with the block size as the stride, a pass sees every character once,
-    but for less than a window at either end, where windows drawn freely would miss a third of the
-    text. benchmarks/experiments.md has what that is worth.
+    Every epoch of `num_windows` positions takes all windows once. It is made of `stride` passes over
+    the text, in random order, of windows that start `stride` characters apart, in random order: with
+    the block size as the stride, a pass sees every character once, where windows drawn freely would
+    miss a third of the text. benchmarks/experiments.md has what that is worth.
 
-    The order is a pure function of (seed, epoch, position): nothing is stored, any position can be
-    asked for, and neither the number of processes nor a restart can change it. The memory it takes
-    does not depend on the number of windows.
+    The order is a pure function of seed and position, so that neither the number of processes nor a
+    restart changes it. Its memory does not depend on the number of windows.
     """
     positions = np.asarray(positions, dtype=np.int64)
     stride = min(stride, num_windows)
@@ -267,28 +257,23 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
 def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray, largest: int) -> np.ndarray:
     """Keyed pseudorandom permutation of the numbers below each size (Feistel, cycle walking).
 
-    A Feistel network over a domain a x b barely larger than the `largest` size there is, which must
-    not depend on what is asked for, walked until it falls inside (Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002: methods "generalised Feistel" and "cycle walking"), with the
-    mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function.
+    A Feistel network over a domain a x b barely larger than the `largest` size there is, walked until
+    it falls below the size (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), with
+    the mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function.
     """
     side = math.isqrt(largest - 1) + 1
     a, b = np.uint64(side), np.uint64(-(-largest // side))
     value, sizes = value.astype(np.uint64), sizes.astype(np.uint64)
-    value = _permute(value, a, b, keys)
-    while (outside := value >= sizes).any():
-        value[outside] = _permute(value[outside], a, b, keys[outside])
+    outside = np.full(len(value), True)
+    while outside.any():
+        left, right, key = value[outside] // b, value[outside] % b, keys[outside]
+        # Each round adds a hash of one half to the other: a bijection.
+        for number in range(0, 6, 2):
+            left = (left + _mix(right ^ _mix(key + np.uint64(number))) % a) % a
+            right = (right + _mix(left ^ _mix(key + np.uint64(number + 1))) % b) % b
+        value[outside] = left * b + right
+        outside = value >= sizes
     return value.astype(np.int64)
-
-
-def _permute(value: np.ndarray, a: np.uint64, b: np.uint64, key: np.ndarray) -> np.ndarray:
-    left: np.ndarray = value // b
-    right: np.ndarray = value % b
-    # Each round adds a hash of one half to the other: a bijection.
-    for round_number in range(0, 6, 2):
-        left = (left + _mix(right ^ _mix(key + np.uint64(round_number))) % a) % a
-        right = (right + _mix(left ^ _mix(key + np.uint64(round_number + 1))) % b) % b
-    return left * b + right
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -324,25 +309,19 @@ class MicroBatches:
         self.batch_size, self.accumulation = batch_size, accumulation
         self.size = batch_size // world_size // accumulation
         self.offset = rank * (batch_size // world_size)
+        # Two, as threads may be at work on both sides of a border.
+        self.block_order = functools.lru_cache(maxsize=2)(self._block_order)
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         step, i = divmod(k, self.accumulation)
         block, step = divmod(step, ORDER_STEPS)
-        order = _block_order(
-            block,
-            ORDER_STEPS * self.batch_size,
-            len(self.dataset),
-            self.seed,
-            self.dataset.block_size,
-        )
         first = step * self.batch_size + self.offset + i * self.size
-        return self.dataset.batch(order[first : first + self.size])
+        return self.dataset.batch(self.block_order(block)[first : first + self.size])
 
-
-@functools.lru_cache(maxsize=2)  # threads may be at work on both sides of a border
-def _block_order(block: int, size: int, num_windows: int, seed: int, stride: int) -> np.ndarray:
-    """The order of a block of `size` positions of the stream."""
-    return window_order(np.arange(block * size, (block + 1) * size), num_windows, seed, stride)
+    def _block_order(self, block: int) -> np.ndarray:
+        size = ORDER_STEPS * self.batch_size
+        positions = np.arange(block * size, (block + 1) * size)
+        return window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
 
 
 def prefetch(

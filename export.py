@@ -12,7 +12,6 @@ safetensors).
 
 import dataclasses
 import json
-import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -46,22 +45,20 @@ class ExportConfig:
             raise UserError(f"out={self.out}: must be local")
         if os.path.lexists(self.out):
             raise UserError(f"out={self.out}: already exists; give another name, or remove it")
-        parent = os.path.dirname(os.path.abspath(self.out))
-        if self.out.endswith(".pt") and not os.path.isdir(parent):
-            raise UserError(f"out={self.out}: there is no directory {parent}")
 
 
 def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
     path = choose_snapshot(config.snapshot, config.run_dir)
     snapshot = load_full(path)
-    result = ""
+    line = f"{config.out}: {path}, {snapshot}"
     if config.out.endswith(".pt"):
+        os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
         with atomic_write(config.out, "w+b") as file:
             snapshot.write(file)
     else:
-        result = f"; {export(snapshot, path, config.out)}"
-    print(f"{config.out}: {path}, {snapshot}{result}")
+        line += f"; {export(snapshot, path, config.out)}"
+    print(line)
 
 
 def export(snapshot: Snapshot, path: str, out: str) -> str:
@@ -73,14 +70,14 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     model = load_model(snapshot, "cpu")
     files = to_files(dataclasses.asdict(model.config), snapshot.model_state, snapshot.vocabulary)
     files["README.md"] = model_card(snapshot, model, path).encode()
-    parent, name = os.path.split(os.path.abspath(out))
+    parent = os.path.dirname(os.path.abspath(out))
     try:
         os.makedirs(parent, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=parent) as temporary:
-            folder = Path(temporary, name)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=parent) as temporary:
+            folder = Path(temporary, "model")
             folder.mkdir()
-            for file_name, content in files.items():
-                (folder / file_name).write_bytes(content)
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
             compared = compare(str(folder), model)
             folder.rename(out)
     except OSError as error:
@@ -120,20 +117,8 @@ def model_card(snapshot: Snapshot, model: GPT, path: str) -> str:
     """`README.md`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
-    rows = {
-        "held-out loss": held_out_loss(snapshot),
-        "optimizer steps": f"{snapshot.step:,}",
-        "characters trained on": f"{snapshot.windows_seen * config.block_size:,}",
-        "started from": snapshot.config.get("init_from") or "fresh weights",
-        "text": f"{text_name(snapshot.config.get('data', {}))}SHA-256 `{snapshot.text_digest}`",
-        "distinct characters": len(snapshot.vocabulary),
-        "characters of context": config.block_size,
-        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
-        "architecture": f"`{config.arch}`: {config.n_layer} blocks, {config.n_head} heads, "
-        f"{config.n_embd} wide",
-    }
-    table = "\n".join(f"| {row} | {value} |" for row, value in rows.items())
-    limit = "" if config.arch == "gpt2" else ", unless you set another `max_length`"
+    text = text_name(snapshot.config.get("data", {}))
+    parameters = sum(p.numel() for p in model.parameters())
     prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
 library_name: transformers
@@ -154,12 +139,17 @@ print(pipeline("text-generation", "PATH_OR_NAME")({prompt})[0]["generated_text"]
 
 | | |
 |---|---|
-{table}
+| snapshot | {snapshot} (nats per character) |
+| characters trained on | {snapshot.windows_seen * config.block_size:,} |
+| started from | {snapshot.config.get("init_from") or "fresh weights"} |
+| text | {text}SHA-256 `{snapshot.text_digest}` |
+| architecture | `{config.arch}`: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} wide |
+| parameters | {parameters:,} |
 
 One token is one character. Characters that are not in the training text become the token
 U+{ord(unknown_token(snapshot.vocabulary)):04X} (id {config.vocab_size}), which was not trained and is never generated.
 The logits for the ids below {config.vocab_size} are the trained model's; drop the last one to measure the loss above.
-Prompt and continuation together are at most {config.block_size} characters long{limit}.
+The model was trained on {config.block_size} characters of context, the default `max_length` of a generated text.
 """
 
 
@@ -168,14 +158,6 @@ def text_name(data: dict[str, Any]) -> str:
     path = data.get("url") or data.get("path") or []
     paths = path if isinstance(path, list) else [path]
     return "".join(f"{p if '://' in p else os.path.basename(p)}, " for p in paths)
-
-
-def held_out_loss(snapshot: Snapshot) -> str:
-    """The newest held-out loss, and the step it was taken at if that is another."""
-    if snapshot.loss is None:
-        return "not measured"
-    at = "" if snapshot.loss_step == snapshot.step else f", at step {snapshot.loss_step}"
-    return f"{snapshot.loss:.4f} nats per character ({snapshot.loss / math.log(2):.4f} bits){at}"
 
 
 if __name__ == "__main__":

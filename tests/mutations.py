@@ -72,9 +72,9 @@ MUTATIONS = [
     Mutation(
         "a value of the permutation is walked one round too few",
         "char_dataset.py",
-        "outside := value >= sizes",
-        "outside := value > sizes",
-        "test_char_dataset.py::test_every_small_number_of_windows_is_permuted",
+        "outside = value >= sizes",
+        "outside = value > sizes",
+        "test_char_dataset.py::test_every_epoch_is_a_permutation_of_all_windows",
     ),
     Mutation(
         "the mask lets the next character be seen",
@@ -431,8 +431,8 @@ MUTATIONS = [
     Mutation(
         "ids stay in the order of appearance",
         "engine/text/encoding.py",
-        "order = np.argsort(points)",
-        "order = np.arange(num_used)",
+        "vocabulary = np.sort(points)",
+        "vocabulary = points",
         "test_text.py::test_a_text_is_encoded_alike_in_memory_and_in_the_cache",
     ),
     Mutation(
@@ -454,7 +454,7 @@ MUTATIONS = [
         "engine/interop/transformers.py",
         "tensor.mean(dim=0, keepdim=True)",
         "tensor.sum(dim=0, keepdim=True)",
-        "test_export.py::test_the_unknown_character_is_the_mean_of_all",
+        "test_export.py::test_the_unknown_token_is_never_the_likeliest_and_never_drawn",
     ),
     Mutation(
         "reused characters get the rows of other characters",

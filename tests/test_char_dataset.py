@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -33,6 +33,7 @@ def test_windows_are_stride_1_and_targets_are_one_character_later(text_file):
         i %= len(data)
         assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (8,)
         assert data.decode(x) == text[i : i + 8] and data.decode(y) == text[i + 1 : i + 9]
+        assert torch.equal(data.encode(text[i : i + 8]), x)
     with pytest.raises(IndexError):
         data[len(data)]
 
@@ -42,25 +43,6 @@ def test_a_batch_is_its_windows(text_file):
     x, y = data.batch(np.array([5, 900, 5]))
     for row, i in enumerate((5, 900, 5)):
         assert torch.equal(x[row], data[i][0]) and torch.equal(y[row], data[i][1])
-
-
-@pytest.mark.parametrize(
-    "name, text, dtype",
-    [
-        ("chinese", "".join(chr(0x4E00 + i % 300) for i in range(900)), torch.uint16),
-        ("spanish", "El niño comió piñas; ¿cuántas? ¡Muchísimas! " * 20, torch.uint8),
-        ("40,000 characters", "".join(map(chr, range(0x10000, 0x10000 + 40_000))), torch.uint16),
-        ("emoji", "🙂🚀 é e\u0301 \U0010ffff\r\n\x00" * 60, torch.uint8),
-        ("70,000 characters", "".join(map(chr, [*range(0x10000, 0x10000 + 70_000)])), torch.uint32),
-    ],
-)
-def test_any_script_is_encoded_into_the_smallest_unsigned_type(name, text, dtype, tmp_path):
-    data = dataset(text, tmp_path, block_size=4)
-    assert data.data.dtype == dtype and data.vocab_size == len(set(text))
-    i = len(data) - 1
-    x, y = data.batch(np.array([0, i]))
-    assert data.decode(x[0]) == text[:4] and data.decode(y[1]) == text[i + 1 : i + 5]
-    assert data.decode(data.encode(text[:50])) == text[:50]
 
 
 # --- split ---
@@ -97,6 +79,8 @@ def test_evaluation_windows_score_every_held_out_character_but_the_first_once(
 @given(
     st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 50), st.sampled_from([1, 7, 64])
 )
+@example(1, 0, 0, 1024)
+@example(961, 0, 0, 63)  # a square, and a stride that does not divide it
 def test_every_epoch_is_a_permutation_of_all_windows(num_windows, seed, epoch, stride):
     positions = np.arange(epoch * num_windows, (epoch + 1) * num_windows)
     order = window_order(positions, num_windows, seed, stride)
@@ -155,12 +139,9 @@ def test_every_pass_shuffles_in_an_order_of_its_own():
         assert (a == b).sum() < 12 and abs(np.corrcoef(a, b)[0, 1]) < 0.2
 
 
-BILLION = 10**9
-
-
 def test_the_order_of_a_billion_windows_takes_constant_memory():
     peaks = []
-    for num_windows in (10**4, BILLION, 10**12):
+    for num_windows in (10**4, 10**9, 10**12):
         tracemalloc.start()
         order = window_order(np.arange(500) + num_windows - 250, num_windows, seed=1, stride=1024)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -169,20 +150,12 @@ def test_the_order_of_a_billion_windows_takes_constant_memory():
     assert max(peaks) < 2**20 and max(peaks) < 1.5 * min(peaks)
 
 
-@pytest.mark.parametrize("stride", [1, 2, 63, 64, 1024])
-def test_every_small_number_of_windows_is_permuted(stride):
-    """Primes, squares and their neighbours, and numbers that the stride does not divide."""
-    for n in [*range(1, 40), *(k + d for k in (64, 121, 256, 961, 1024, 4096) for d in (-1, 0, 1))]:
-        assert sorted(window_order(np.arange(n), n, 5, stride)) == list(range(n)), n
-
-
 @pytest.mark.parametrize("stride", [1, 128])
 def test_a_billion_windows_are_mixed_and_none_comes_twice(stride):
-    """Statistics of a fixed sample: 4 stands for four standard deviations of chance."""
-    n, bins = BILLION, 1000
-    generator = np.random.default_rng(7)
-    first = np.arange(10**5)
-    positions = np.unique(np.concatenate([first, generator.integers(0, n, 10**5), n - 1 - first]))
+    """Of a fixed sample, to four standard deviations of chance."""
+    n, bins = 10**9, 1000
+    drawn, first = np.random.default_rng(7).integers(0, n, 10**5), np.arange(10**5)
+    positions = np.unique(np.concatenate([first, drawn, n - 1 - first]))
     order = window_order(positions, n, 11, stride)
     assert len(np.unique(order)) == len(positions)
     assert order.min() >= 0 and order.max() < n
@@ -191,14 +164,6 @@ def test_a_billion_windows_are_mixed_and_none_comes_twice(stride):
         expected = len(taken) / bins
         chi_square = ((np.bincount(taken // (n // bins), minlength=bins) - expected) ** 2).sum()
         assert abs(chi_square / expected - (bins - 1)) < 4 * np.sqrt(2 * (bins - 1))
-
-    share = order[: 10**5] / n
-    limit = 4 / np.sqrt(len(share))
-    for lag in (1, 2, 64):
-        assert abs(np.corrcoef(share[:-lag], share[lag:])[0, 1]) < limit
-    assert abs(np.corrcoef(positions, order)[0, 1]) < limit
-    rising = (np.diff(share) > 0).mean()  # 1/2, with a variance of 1/12 of the number
-    assert abs(rising - 0.5) < 4 / np.sqrt(12 * len(share))
 
 
 # --- bad texts and settings ---

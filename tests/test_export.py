@@ -1,6 +1,5 @@
 """The export, read by Transformers itself, and read back."""
 
-import errno
 import json
 import os
 import re
@@ -126,14 +125,6 @@ def test_the_unknown_token_is_never_the_likeliest_and_never_drawn(exported):
     assert (drawn[:, 1:] != unknown).all() and len(drawn[:, 1:].unique()) > 20
 
 
-def test_both_continue_a_text_with_the_same_characters(exported):
-    model, _, out = exported
-    ids = AutoTokenizer.from_pretrained(out)("Aé漢", return_tensors="pt")
-    theirs = AutoModelForCausalLM.from_pretrained(out)
-    got = theirs.generate(**ids, do_sample=False)
-    assert got.tolist() == model.generate(ids["input_ids"], 21).tolist()
-
-
 def test_texts_come_back_exactly_and_an_unknown_character_shifts_nothing(exported):
     _, snapshot, out = exported
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -255,8 +246,8 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     _, weights, _ = huggingface.read(str(out))
     assert all(torch.equal(weights[name], tensor) for name, tensor in best.model_state.items())
     card = (out / "README.md").read_text()
-    assert "\n| held-out loss | 1.2500 nats per character (1.8034 bits) |\n" in card
-    assert "\n| optimizer steps | 7 |\n" in card and "\n# small\n" in card
+    assert "\n| snapshot | step 7, held-out loss 1.2500 (nats per character) |\n" in card
+    assert "\n# small\n" in card
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     again = run("out=model", cwd=tmp_path)
     assert again.returncode == 1 and again.stderr.startswith("error: out=model: already exists")
@@ -297,7 +288,6 @@ def refused(*arguments: str) -> str:
         (["out=file/x", "snapshot=small.pt"], "out=file/x: cannot be written"),
         (["out=/proc/x", "snapshot=small.pt"], "out=/proc/x: cannot be written"),
         (["out=s3://x/y"], "out=s3://x/y: must be local"),
-        (["out=none/x.pt"], "out=none/x.pt: there is no directory "),
     ],
 )
 def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
@@ -309,16 +299,6 @@ def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(UserError, match=r"out=.*model: cannot be written: .*No space left"):
-        export.export(model_snapshot("ab"), "x.pt", str(tmp_path / "model"))
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):
     (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
@@ -327,7 +307,7 @@ def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["small.pt"]
 
 
-# --- What is said of it ---
+# --- what is said of it ---
 
 
 def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported):
@@ -341,12 +321,6 @@ def test_no_folder_of_this_machine_is_named():
     assert export.text_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
 
 
-def test_a_loss_of_another_step_is_named_as_such():
-    snapshot = model_snapshot(VOCABULARY)
-    snapshot.step, snapshot.loss, snapshot.loss_step = 9, 1.5, 7
-    assert export.held_out_loss(snapshot).endswith(", at step 7")
-
-
 def test_dropout_and_temperature_are_those_of_the_run_and_of_sampling():
     pdrop = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
     for arch in ("gpt2", "modern"):
@@ -358,19 +332,3 @@ def test_dropout_and_temperature_are_those_of_the_run_and_of_sampling():
         else:
             assert settings["attention_dropout"] == 0.3
         assert files["generation_config.json"]["temperature"] == SampleConfig.temperature
-
-
-def test_the_unknown_character_is_the_mean_of_all():
-    snapshot = model_snapshot(VOCABULARY)
-    weights = huggingface.to_transformers(snapshot.model_config, snapshot.model_state)
-    embedding = weights["transformer.wte.weight"]
-    assert torch.allclose(embedding[-1], embedding[:-1].mean(dim=0))
-
-
-@pytest.mark.parametrize("off", [1, -1])
-def test_logits_that_are_all_off_by_as_much_are_other_logits(folder, off):
-    model = model_of(model_snapshot(VOCABULARY))
-    forward = model.forward
-    model.forward = lambda *a: (forward(*a)[0] + off, None)
-    with pytest.raises(UserError):
-        export.compare(str(folder), model)

@@ -42,9 +42,7 @@ class Pretrained:
 
 
 def find_pretrained(source: str, world: World) -> Pretrained:
-    """The weights at `source`, read by rank 0 and shared; all ranks must call it. Raises
-    `UserError` on every rank.
-    """
+    """`read_pretrained` on rank 0, shared with all ranks, which must all call it; logs what it read."""
     pretrained = run_on_first(lambda: read_pretrained(source), world)
     log.info("init_from   %s", pretrained.description)
     return pretrained
@@ -61,17 +59,16 @@ def read_pretrained(source: str) -> Pretrained:
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
-        return Pretrained(
-            found.model_state, found.vocabulary, found.model_config, f"{path}, {found}"
-        )
+        said = f"{path}, {found}"
+        return Pretrained(found.model_state, found.vocabulary, found.model_config, said)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error
 
 
 def check_resumed(source: str, snapshot: Snapshot) -> None:
-    """Raises `UserError` if a run that has a `snapshot` started without `init_from`. Its source
-    is not read again: it may be gone by then.
+    """Raises `UserError` if the run of `snapshot` started without `init_from`. Does not read the
+    source, which may be gone by then.
     """
     if snapshot.config.get("init_from", source) is None:  # another program may have kept nothing
         raise UserError(
@@ -108,8 +105,8 @@ def load_pretrained(pretrained: Pretrained, model: nn.Module, vocabulary: str) -
             )
         parameter.copy_(sharding.shard_like(value, parameter))
     new = "".join(character for character in vocabulary if character not in rows)
+    shown = f": {new[:40]!r}" if new else ""
     log.info(
         "vocabulary  reused %d of %d characters, dropped %d, added %d%s",
-        len(reused), len(rows), len(rows) - len(reused), len(new),
-        f": {new[:40]!r}" if new else "",
+        len(reused), len(rows), len(rows) - len(reused), len(new), shown,
     )  # fmt: skip

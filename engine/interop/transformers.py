@@ -8,10 +8,9 @@
 `arch="modern"` its `NanoChatForCausalLM`; it has no model with a `token_shift`. Transformers itself
 is not needed, `safetensors` is.
 
-Unknown characters: a tokenizer needs an id for every character, so the vocabulary ends with one more
-token, U+FFFD (Unicode's replacement character), which keeps a text's length. Its embedding and its
-row of the head are the mean of all others: its logit is the mean logit, never the highest.
-`generation_config.json` suppresses it.
+Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement
+character). Its embedding and its row of the head are the mean of all others: its logit is the mean
+logit, never the highest. `generation_config.json` suppresses it.
 """
 
 import importlib
@@ -24,11 +23,10 @@ import torch
 from engine.errors import UserError, one_line
 
 WEIGHTS = "model.safetensors"
+MODEL_TYPES = {"gpt2": "gpt2", "modern": "nanochat"}
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
 # As in model.py:
 NORM_EPS, ROPE_BASE, SOFTCAP = 1e-6, 10_000.0, 15
-
-MODEL_TYPES = {"gpt2": "gpt2", "modern": "nanochat"}
 
 # Our modules and theirs, {} being the number of the block. Where theirs are several, our matrix is
 # theirs on top of each other.
@@ -70,9 +68,7 @@ FIELDS = {
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `config.json` that are choices in Transformers, and the same in all models of
-    this architecture and size here.
-    """
+    """The fields of `config.json` that Transformers leaves open, and `arch` and sizes decide here."""
     if config["arch"] == "gpt2":
         return {
             "n_inner": None,  # 4 n_embd
@@ -105,12 +101,10 @@ def to_files(
     """
     if config["token_shift"]:
         raise UserError("model.token_shift=true: Transformers has no such model to export to")
-    tensors = to_transformers(config, weights)
-    files = {
-        name: f"{json.dumps(content, indent=2)}\n".encode()
-        for name, content in json_files(config, vocabulary).items()
-    }
-    return files | {WEIGHTS: safetensors().save(tensors, {"format": "pt"})}
+    files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
+    for name, content in json_files(config, vocabulary).items():
+        files[name] = f"{json.dumps(content, indent=2)}\n".encode()
+    return files
 
 
 def to_transformers(
@@ -180,7 +174,7 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
             "unk_token": unknown,
         },
     }
-    tokenizer_settings = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": config["block_size"],
@@ -192,7 +186,7 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
         "config.json": model,
         "generation_config.json": generation,
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": tokenizer_settings,
+        "tokenizer_config.json": settings,
     }
 
 
@@ -250,7 +244,6 @@ def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
         )
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": False}
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
-    config |= {name: int(config[name]) for name in ("n_layer", "n_head", "n_embd", "block_size")}
     for name, value in fixed_fields(config).items():
         if given.get(name) != value:
             raise UserError(f"{name}={given.get(name)}: models of this application have {value}")

@@ -32,15 +32,11 @@ UNSEEN = 2**32 - 1
 
 
 class EncodedText(NamedTuple):
-    """A text as ids.
+    """A text as ids."""
 
-    `vocabulary` has the distinct characters, sorted; `data` their positions in it, a 1-D tensor of
-    uint8, uint16 or uint32; `digest` is the SHA-256 of the text in UTF-8, hexadecimal.
-    """
-
-    vocabulary: str
-    data: torch.Tensor
-    digest: str
+    vocabulary: str  # the distinct characters, sorted
+    data: torch.Tensor  # their positions in it, 1-D, uint8, uint16 or uint32
+    digest: str  # SHA-256 of the text in UTF-8, hexadecimal
 
 
 def is_small(path: str | list[str]) -> bool:
@@ -92,8 +88,8 @@ def open_text(
 
 
 def load(stem: str) -> EncodedText | None:
-    """Memory-maps a cached text: ids in `stem`.ids, everything else in `stem`.json, written last.
-    None if it is missing or damaged.
+    """Memory-maps a cached text: ids in `stem`.ids, the rest in `stem`.json, written last. None if it
+    is missing or damaged.
     """
     try:
         with open(f"{stem}.json", encoding="utf-8") as file:
@@ -117,77 +113,44 @@ def encode(pieces: Iterable[str], truncate: float, file: BinaryIO) -> dict[str, 
     Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
     the text. Raises `UserError` if no character is left.
     """
-    ids = AppearanceIds()
-    length = 0  # in characters
+    dtype, length = np.dtype(np.uint8), 0  # of the ids in the file
+    points = np.empty(0, np.uint32)  # code points by id, in the order of first appearance
+    id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
     for text in pieces:
-        dtype = ids.dtype
-        encoded = ids.encode(text)
-        if ids.dtype != dtype:
-            rewrite(file, length, dtype, np.arange(np.iinfo(dtype).max + 1, dtype=ids.dtype))
-            file.seek(0, os.SEEK_END)
-        file.write(encoded.data)
-        length += len(encoded)
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = id_of.take(codes)
+        if len(unseen := codes[ids == UNSEEN]):
+            first = np.sort(np.unique(unseen, return_index=True)[1])
+            points = np.append(points, unseen[first])
+            id_of[points] = np.arange(len(points))
+            ids = id_of.take(codes)
+            wider = np.min_scalar_type(len(points) - 1)
+            if wider != dtype:
+                rewrite(file, length, dtype, np.arange(np.iinfo(dtype).max + 1, dtype=wider))
+                file.seek(0, os.SEEK_END)
+                dtype = wider
+        file.write(ids.astype(dtype).data)
+        length += len(ids)
 
     length = int(length * truncate)
     if not length:
         raise UserError(f"the text is empty (data.truncate={truncate})")
-    points = np.array(ids.points, np.min_scalar_type(max(ids.points)))
-    codec = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[points.itemsize]
     digest, num_used = hashlib.sha256(), 0
-    for _, chunk in chunks(file, length, ids.dtype):
-        digest.update(look_up(points, chunk).tobytes().decode(codec).encode())
-        num_used = max(num_used, int(chunk.max()) + 1)
+    for _, ids in chunks(file, length, dtype):
+        digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())
+        num_used = max(num_used, int(ids.max()) + 1)
     points = points[:num_used]  # the others appear only in what is cut off
 
-    order = np.argsort(points)
-    final = np.empty(num_used, np.min_scalar_type(num_used - 1))
-    final[order] = np.arange(num_used)
-    rewrite(file, length, ids.dtype, final)
+    vocabulary = np.sort(points)
+    final = np.searchsorted(vocabulary, points).astype(np.min_scalar_type(num_used - 1))
+    rewrite(file, length, dtype, final)
     file.truncate(length * final.itemsize)
     return {
-        "vocabulary": "".join(map(chr, points[order])),
+        "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
         "type": final.dtype.name,
         "characters": length,
         "digest": digest.hexdigest(),
     }
-
-
-class AppearanceIds:
-    """Ids in the order of first appearance. `points`: code points by id; `dtype`: the smallest type
-    that holds the ids so far.
-    """
-
-    def __init__(self):
-        self.points: list[int] = []
-        self.dtype = np.dtype(np.uint8)
-        self.id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
-        self.seen = b""  # ASCII characters that have an id
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, 1-D of type `dtype`; new characters get the next ids."""
-        if text.isascii():
-            points = np.frombuffer(text.encode(), np.uint8)
-            unseen = np.frombuffer(text.encode().translate(None, self.seen), np.uint8)
-        else:
-            points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-            unseen = points[self.id_of.take(points) == UNSEEN]
-        if len(unseen):
-            first = np.sort(np.unique(unseen, return_index=True)[1])
-            new = unseen[first].tolist()
-            self.id_of[new] = np.arange(len(self.points), len(self.points) + len(new))
-            self.points += new
-            self.dtype = np.min_scalar_type(len(self.points) - 1)
-            self.seen += bytes(point for point in new if point < 128)
-        if points.dtype == self.dtype == np.uint8:
-            return look_up(self.id_of[:256].astype(np.uint8), points)
-        return self.id_of.take(points).astype(self.dtype)
-
-
-def look_up(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """`table[ids]`, with a fast path where both are uint8."""
-    if table.dtype == ids.dtype == np.uint8:
-        return np.frombuffer(ids.tobytes().translate(table.tobytes().ljust(256)), np.uint8)
-    return table.take(ids)
 
 
 def chunks(
@@ -208,4 +171,4 @@ def rewrite(file: BinaryIO, length: int, dtype: np.dtype, table: np.ndarray) -> 
     """
     for start, ids in chunks(file, length, dtype, backwards=table.itemsize > dtype.itemsize):
         file.seek(start * table.itemsize)
-        file.write(look_up(table, ids).data)
+        file.write(table.take(ids).data)

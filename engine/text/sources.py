@@ -32,9 +32,7 @@ PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no downloa
 PIECE = 2**18  # bytes read at once
 PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
-VERSION = re.compile(
-    "size|mtime|created|modified|updated|etag|md5|generation|blobid", re.IGNORECASE
-)
+VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|generation|blobid")
 
 
 class Unreadable(UserError):
@@ -77,10 +75,8 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
         if not matches:
             raise Unreadable(f"{name}: no file matches this pattern")
         for file in matches:
-            if file.path.endswith(".zst"):
-                file.compression = (
-                    "zstd"  # fsspec infers it only with its own zstd reader installed
-                )
+            if file.path.endswith(".zst"):  # fsspec infers it only where zstandard is installed
+                file.compression = "zstd"
         files += matches
     return files
 
@@ -127,8 +123,8 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
 
 
 def read_zst(stream: Any) -> Iterator[bytes]:
-    """Yields the content of a .zst file of one or more frames. fsspec's reader stops after the first
-    frame and does not detect truncated files.
+    """Yields the content of a .zst file; fsspec's reader stops after its first frame, and does not
+    notice where a file was cut off.
     """
     from zstandard import ZstdDecompressor
 
@@ -186,15 +182,14 @@ def pydoc_text() -> str:
 def download(url: str, path: str, sha256: str | None) -> None:
     """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed.
 
-    A compressed file stays compressed if `path` has its extension. Raises `Unreadable` for a `url`
-    that cannot be read, `UserError` for a wrong SHA-256 or a `path` that cannot be written.
+    Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
+    that cannot be written.
     """
     files = find_files(url)
     if len(files) > 1:
         raise UserError(f"data.url={url}: matches {len(files)} files; must be one")
+    files[0].compression = None  # kept as it is
     folder, name = os.path.split(os.path.abspath(path))
-    if os.path.splitext(name)[1] == os.path.splitext(files[0].path)[1]:
-        files[0].compression = None
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
