@@ -69,13 +69,18 @@ class DataConfig:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 
 
-def prepare_text(config: DataConfig) -> DataConfig:
+def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:
     """Downloads and caches the text; call it in one process per host.
 
     Downloads it if `path` does not exist, and encodes it into the cache unless it is small. Returns
     the configuration of the text that is there: the default text, without a network, is replaced by
-    `pydoc:topics`. Raises `UserError` for any other text that is not there.
+    `pydoc:topics`, which a run then keeps: `recorded` is the path in its snapshot. Raises `UserError`
+    for any other text that is not there.
     """
+    pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
+    if recorded == PYDOC and config.url == SHAKESPEARE_URL:
+        log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
+        return pydoc
     if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
         try:
             download(config.url, config.path, config.sha256)
@@ -87,15 +92,10 @@ def prepare_text(config: DataConfig) -> DataConfig:
                 "it at %s",
                 error, PYDOC, os.path.abspath(config.path),
             )  # fmt: skip
-            config = with_pydoc(config)
+            return pydoc
     if not is_small(config.path):
         open_text(config.path, config.sha256, config.truncate, config.cache_dir)
     return config
-
-
-def with_pydoc(config: DataConfig) -> DataConfig:
-    """The same configuration with the text that comes with Python."""
-    return dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
 
 
 class CharDataset(Dataset):

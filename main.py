@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import CharDataset, prepare_text, with_pydoc
+from char_dataset import CharDataset, prepare_text
 from config import SCHEMA, Config, check_ranks_agree, compose, help_text, plain, validate
 from engine.config import auto
 from engine.config.overrides import with_recipe, worker_arguments
@@ -48,7 +48,6 @@ from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.probe import probe_logits
 from engine.snapshots.snapshot import Snapshot
-from engine.text.sources import PYDOC, SHAKESPEARE_URL
 from model import GPT, create_optimizer
 from sample import draw
 from trainer import Trainer
@@ -135,10 +134,7 @@ def load_text(
     names the text that is used. A run keeps the text it started on.
     """
     recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
-    if recorded == PYDOC and config.data.url == SHAKESPEARE_URL:
-        config.data = with_pydoc(config.data)
-        log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
-    config.data = run_on_each_host(lambda: prepare_text(config.data), world)
+    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded), world)
     dataset = CharDataset(config.data)
     check_ranks_agree(config, dataset.digest, world)
     config.model.vocab_size = dataset.vocab_size
