@@ -1,10 +1,9 @@
 """The command lines of the small programs."""
 
-import subprocess
 from dataclasses import dataclass, field
 
 import pytest
-from conftest import command, start
+from conftest import start
 
 from engine.config import arguments
 from engine.config.fields import field_lines
@@ -86,10 +85,3 @@ def test_a_program_explains_itself(program, tmp_path):
     wrong = start("no=argument", script=f"{program}.py", cwd=tmp_path)
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: no=argument: not an argument")
     assert wrong.stderr.count("\n") == 1
-
-
-def test_help_into_a_closed_pipe_prints_no_traceback():
-    line = [*command("--help", script="export.py")]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait(60) != 1

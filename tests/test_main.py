@@ -283,58 +283,37 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
     "override, says",
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
-        (
-            "learning_rate=1",
-            "learning_rate: unknown key; did you mean optimizer.learning_rate?",
-        ),
+        ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("optimizer.lr=1", "optimizer.lr: unknown key; python main.py --help lists all"),
-        (
-            "trainer.batch_size=many",
-            "trainer.batch_size: Value 'many' of type 'str' could not be converted to Integer",
-        ),
-        ("optimizer.learning_rate=fast", "optimizer.learning_rate: Value 'fast' of type"),
+        ("trainer.batch_size=many", "trainer.batch_size: Value 'many' of type 'str' could not be"),
         ("report=perhaps", "report: Value 'perhaps' is not a valid bool"),
         ("model.model_type=gpt-mini", "model.n_layer=null model.n_head=null model.n_embd=null"),
         ("data.path=book.txt", "for another text: data=text data.path=book.txt"),
         ("trainer.trackers=wandb", "trainer.trackers: Invalid value assigned: str is not a List"),
-        (
-            "experiment=overfitt",
-            "experiment=overfitt: no such file; choose from mingpt_ddp, ",
-        ),
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
         ("data=book.txt", "a text of your own: data=text data.path=FILE"),
         ("trainer.seed", "trainer.seed: settings are KEY=VALUE, without spaces"),
-        ("--max_steps=5", "--max_steps=5: settings are KEY=VALUE, without dashes"),
         ("--data.block-size=64", "--data.block-size=64: settings are KEY=VALUE, without dashes"),
         ("model=null", "model=null: must name a file in conf/model"),
         ("=3", "=3: settings are KEY=VALUE, without spaces"),
-        (
-            "~trainer.max_steps",
-            "trainer.max_steps: TrainerConfig (DictConfig) does not support deletion",
-        ),
+        ("~trainer.max_steps", "trainer.max_steps: TrainerConfig (DictConfig) does not support"),
         ("run_name=", "run_name: must not be empty"),
         ("run_name=../x", "run_name=../x: leads out of runs/; run_dir= may be anywhere"),
         ("init_from=", "init_from: must not be empty"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
-        (
-            "trainer.batch_size=2000000",
-            "trainer.batch_size=2000000: must be at least 1 and at most 1048576",
-        ),
+        ("trainer.batch_size=2000000", "=2000000: must be at least 1 and at most 1048576"),
         ("optimizer.schedule=[wsd]", "optimizer.schedule: Cannot convert 'list' to string"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate=inf: must be above 0 and at most"),
-        (
-            "optimizer.weight_decay=inf",
-            "optimizer.weight_decay=inf: must be at least 0 and at most 1000",
-        ),
-        (
-            "launch.nproc_per_node=1.5",
-            "launch.nproc_per_node: Value '1.5' of type 'float' is incompatible",
-        ),
+        ("launch.nproc_per_node=1.5", "launch.nproc_per_node: Value '1.5' of type 'float' is"),
+        ("launch.nproc_per_node=0", "launch.nproc_per_node=0: must be a number of processes"),
+        ("launch.nproc_per_node=two", "launch.nproc_per_node=two: must be a number of processes"),
+        ("launch.nproc_per_node=gpu", "launch.nproc_per_node=gpu: no GPU that this build"),
+        ("launch.max_restarts=-1", "launch.max_restarts=-1: must not be negative"),
+        ("launch.nproc=2", "unknown key; did you mean launch.nproc_per_node?"),
         ("data=text", "data.path: missing"),
         ("model.n_embd=10", "model.n_embd=10: must be divisible by model.n_head=4"),
         ("model.n_embd=12", "heads 3 wide: rotary positions"),
         ("data.train_split=1.5", "data.train_split=1.5: must lie between 0 and 1"),
-        ("data=text data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("+trainer.foo={}", "trainer.foo: unknown key"),
@@ -344,26 +323,16 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found"),
         ("data.block_size=${model.block_size}", "data.block_size: Recursive interpolation"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
-        (
-            "trainer.snapshot_path=metrics.jsonl",
-            "trainer.snapshot_path=metrics.jsonl: must name a file of",
-        ),
         ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
-        (
-            "trainer.snapshot_path=./job.yaml",
-            "trainer.snapshot_path=./job.yaml: must name a file of",
-        ),
+        ("trainer.snapshot_path=./job.yaml", "./job.yaml: must name a file of"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size: follows from the text; leave it null"),
         ("model.block_size=7", "model.block_size=7: must equal data.block_size"),
     ],
 )
 def test_a_bad_setting_gets_one_line(override, says, tmp_path):
-    if "cuda" in override:
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("this machine has a GPU")
+    if override.endswith(("cuda", "gpu")) and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
     settings = ["experiment=overfit", *(["data=pydoc"] if not override.startswith("data") else [])]
     refuse(*settings, f"run_dir={tmp_path / 'run'}", *override.split(), says=says, cwd=tmp_path)
     left = set(os.listdir(tmp_path / "run")) if (tmp_path / "run").exists() else set()

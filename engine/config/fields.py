@@ -1,7 +1,4 @@
-"""Field help: type, default and meaning of each field of a dataclass, for `--help`.
-
-A field is one line, `name: type = default  # meaning`.
-"""
+"""Field help: type, default and meaning of each field of a dataclass, for `--help`."""
 
 import dataclasses
 import inspect
@@ -9,6 +6,7 @@ import json
 import re
 from typing import Any
 
+# A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
@@ -29,10 +27,9 @@ def default_of(field: Any) -> str:
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
-    if isinstance(value, str):
-        return value
-    is_plain = value is None or isinstance(value, bool | int | float | list)
-    return json.dumps(value) if is_plain else ""
+    if value is dataclasses.MISSING:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def field_table(cls: Any, prefix: str = "") -> str:

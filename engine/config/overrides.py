@@ -39,16 +39,14 @@ def quoted(value: str) -> str:
 
 
 def worker_arguments(hydra: Any, run_dir: str) -> list[str]:
-    """The command line of each process that this one starts, which composes the same configuration from
-    `hydra`, Hydra's own one, in `run_dir`.
+    """The command line of a child process, which composes the same configuration in `run_dir`; `hydra`
+    is Hydra's own configuration.
     """
     sources = {source.provider: source.path for source in hydra.runtime.config_sources}
-    result = ["--config-path", sources["main"], "--config-name", hydra.job.config_name]
-    if "command-line" in sources:
-        result += ["--config-dir", sources["command-line"]]
-    result += [o for o in hydra.overrides.hydra if o.lstrip("+").startswith("hydra.searchpath=")]
     return [
-        *result,
+        *("--config-path", sources["main"], "--config-name", hydra.job.config_name),
+        *(("--config-dir", sources["command-line"]) if "command-line" in sources else ()),
+        *(o for o in hydra.overrides.hydra if o.lstrip("+").startswith("hydra.searchpath=")),
         "experiment=null",  # a worker must not choose a recipe
         *without(hydra.overrides.task, "launch."),
         f"run_dir={quoted(run_dir)}",
@@ -129,7 +127,6 @@ class Schema:
                 if any(f"{name}.".startswith(f"{key}.") for name in known):
                     continue
                 near = [name for name in self.keys if name.startswith(key)]
-                near += difflib.get_close_matches(key, self.keys, n=1, cutoff=0.8)
                 near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
                 hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
                 raise UserError(f"{key}: unknown key; {hint}")

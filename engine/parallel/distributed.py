@@ -1,8 +1,7 @@
 """Process group: rank, device, collectives.
 
-Works the same for one process without a launcher. The environment variables RANK, WORLD_SIZE,
-LOCAL_RANK and LOCAL_WORLD_SIZE decide whether there is a process group: torchrun and Accelerate set
-them, and `slurm.export_torchrun_env` under srun. Only this module and `slurm` read them.
+The environment variables RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE decide whether there is
+one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under srun.
 """
 
 import atexit
@@ -32,11 +31,8 @@ _joined_in: int | None = None  # the id of the process that has called `join_pro
 
 @dataclass(frozen=True)
 class World:
-    """The process group as this rank sees it: `rank` of `size`, `local_rank` of `local_size` on its
-    host, and the `device` it computes on.
-
-    `store` still connects the ranks when a collective operation has failed; None where another
-    program made the process group.
+    """The process group as this rank sees it. `store` still connects the ranks when a collective
+    operation has failed; None where another program made the process group.
     """
 
     rank: int
@@ -63,11 +59,9 @@ def launched_rank() -> int:
 
 
 def is_restart(world: World) -> bool:
-    """Whether these processes replace failed ones (`torchrun --max-restarts`), or SLURM has
-    started their job again.
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this host
-    return any(gather(restarts > 0 or slurm.is_restart(), world))
+    """Whether torchrun has restarted the processes of any host, or SLURM their job."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(gather(any(os.environ.get(name, "0") != "0" for name in counts), world))
 
 
 def join_processes(
@@ -80,7 +74,13 @@ def join_processes(
     host's cores divided by its processes; `timeout_s` bounds every wait for another process.
     Raises `UserError`.
     """
-    check_not_forked()
+    global _joined_in
+    if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
+        raise UserError(
+            "forked after torch started its threads: restart the session, and start the processes "
+            "before anything else trains in it"
+        )
+    _joined_in = os.getpid()
     rank, size = launched_rank(), launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -108,27 +108,11 @@ def join_processes(
                 device_id=chosen if chosen.type == "cuda" else None,
             )
         except RuntimeError as error:
-            reason = one_line(error)[-300:]
-            if isinstance(error, dist.DistStoreError) or re.search("timed? ?out", reason, re.I):
-                reason = (
-                    f"the {size} processes did not find each other within {timeout_s:g} s "
-                    f"(trainer.timeout_s): {reason}"
-                )
-            raise UserError(reason) from error
+            raise UserError(
+                f"the {size} processes did not find each other within {timeout_s:g} s "
+                f"(trainer.timeout_s): {one_line(error)[-300:]}"
+            ) from error
     return World(rank, size, local_rank, local_size, chosen, store)
-
-
-def check_not_forked() -> None:
-    """Raises `UserError` in a fork of a process that has trained, as in a notebook: OpenMP's
-    threads are not copied, and the first operation that uses them would wait forever.
-    """
-    global _joined_in
-    if _joined_in not in (None, os.getpid()):
-        raise UserError(
-            "forked after torch started its threads: restart the session, and start the processes "
-            "before anything else trains in it"
-        )
-    _joined_in = os.getpid()
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
@@ -192,7 +176,7 @@ def gather(value: Any, world: World) -> list[Any]:
 
 
 def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Adds up `tensor` over all ranks, in place, and returns it."""
+    """Sums `tensor` over all ranks, in place; returns it."""
     if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -241,10 +225,8 @@ def _first_result(outcomes: list[tuple[Any, str | None]]) -> Any:
 
 
 class Agreement:
-    """Asynchronous all-reduce (MAX): returns the result of the previous call.
-
-    The exchange runs in the background between two calls, so that no step waits for it. Every rank
-    must call equally often. A single process gets its own number at once.
+    """Asynchronous all-reduce (MAX): a call returns the result of the one before, so that no step
+    waits. Every rank must call equally often. A single process gets its own number at once.
     """
 
     def __init__(self, world: World):
@@ -285,9 +267,8 @@ def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterato
         verb = "has" if len(ranks) == 1 else "have"
         # Without the position in gloo's source, and its advice.
         message = re.sub(r"^\[\S+\] |\. This is typically.*", "", message)
-        raise UserError(
-            f"{doing()}: {', '.join(ranks)} {verb} not reported within 3 s: {message}"
-        ) from error
+        silent = f"{', '.join(ranks)} {verb} not reported within 3 s"
+        raise UserError(f"{doing()}: {silent}: {message}") from error
 
 
 def unresponsive_ranks(world: World) -> list[str]:

@@ -1,7 +1,4 @@
-"""Local launcher: torchrun, called by `main.py` itself.
-
-python main.py launch.nproc_per_node=2
-"""
+"""Local launcher: torchrun, called by `main.py` itself for `launch.nproc_per_node=2`."""
 
 import logging
 import os
@@ -47,7 +44,7 @@ class LaunchConfig:
         return self.processes() > 1 or self.max_restarts > 0
 
     def check_starts_none(self) -> None:
-        """Raises `UserError` if these settings start child processes."""
+        """Raises `UserError` if training would run in child processes."""
         if self.starts_others():
             raise UserError(
                 f"launch.nproc_per_node={self.nproc_per_node}, launch.max_restarts="
@@ -55,17 +52,12 @@ class LaunchConfig:
                 "process; leave them out, or start python main.py without a launcher"
             )
 
-    def check(self) -> None:
-        """`check_starts_none`, if a launcher has started this process."""
-        if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-            self.check_starts_none()
-
 
 def start(config: LaunchConfig, script: str, arguments: list[str]) -> None:
     """Runs `python SCRIPT ARGUMENTS...` in `config.processes()` processes and waits for them.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR2 are forwarded. Raises `Stopped` if a signal stopped the
-    processes, and `UserError` if one of them failed.
+    Signals are forwarded. Raises `Stopped` if one stopped the processes, and `UserError` if a process
+    failed.
     """
     from torch.distributed import run as torchrun  # only a launcher needs it
     from torch.distributed.elastic.multiprocessing import SignalException
