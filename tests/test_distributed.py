@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, RUN_FILES, TINY, metrics, start, wait_until
 from test_crashes import begin
+from test_sharding import EXACT
 
 from engine.errors import UserError
 from engine.parallel import distributed
@@ -19,8 +20,6 @@ from engine.parallel.distributed import World
 from engine.parallel.rendezvous import name_start
 from engine.run import evaluation
 from engine.snapshots.storage import load
-
-EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 
 
 @pytest.fixture(scope="module")

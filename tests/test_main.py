@@ -3,12 +3,11 @@
 import os
 import re
 import subprocess
-import time
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
+from conftest import ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
 from hydra import compose, initialize_config_dir
 
 from char_dataset import DataConfig
@@ -72,73 +71,42 @@ def test_every_recipe_runs_two_steps(recipe, tmp_path):
     assert metrics(tmp_path)[-1]["step"] == 2
 
 
+def values(config, names: str) -> list:
+    return [getattr(config, name) for name in names.split()]
+
+
+SIZES = "arch n_layer n_head n_embd bias tie_weights"
+DROPOUT = "embd_pdrop resid_pdrop attn_pdrop"
+
+
 def test_the_ancestors_recipe_has_its_hyperparameters():
     c = composed("experiment=mingpt_ddp")
-    m, t, d, o = c.model, c.trainer, c.data, c.optimizer
-    assert (m.arch, m.n_layer, m.n_head, m.n_embd, m.tie_weights, m.bias) == (
-        "gpt2",
-        8,
-        8,
-        512,
-        False,
-        True,
-    )
-    assert (m.embd_pdrop, m.resid_pdrop, m.attn_pdrop) == (0.1, 0.1, 0.1)
-    assert (d.block_size, d.train_split, d.truncate) == (128, 0.9, 0.02)
-    assert (t.max_epochs, t.max_steps, t.batch_size, t.grad_norm_clip, t.save_every, t.use_amp) == (
-        10,
-        None,
-        216,
-        1.0,
-        3,
-        True,
-    )
-    assert (o.name, o.learning_rate, o.weight_decay, o.schedule, o.warmup_steps) == (
-        "adamw",
-        3e-4,
-        0.1,
-        "constant",
-        0,
-    )
+    assert values(c.model, SIZES) == ["gpt2", 8, 8, 512, True, False]
+    assert values(c.model, DROPOUT) == [0.1] * 3
+    assert values(c.data, "block_size train_split truncate") == [128, 0.9, 0.02]
+    assert values(c.trainer, "max_epochs max_steps save_every") == [10, None, 3]
+    assert values(c.trainer, "batch_size grad_norm_clip use_amp") == [216, 1.0, True]
+    assert values(c.optimizer, "name learning_rate weight_decay") == ["adamw", 3e-4, 0.1]
+    assert values(c.optimizer, "schedule warmup_steps") == ["constant", 0]
 
 
 @pytest.mark.parametrize(
-    "recipe, model, steps, batch, block, dropout",
+    "recipe, sizes, steps, batch, block, dropout",
     [
-        ("nanogpt_cpu", (4, 4, 128), 2000, 12, 64, 0.0),
-        ("nanogpt_baby", (6, 6, 384), 5000, 64, 256, 0.2),
+        ("nanogpt_cpu", [4, 4, 128], 2000, 12, 64, 0.0),
+        ("nanogpt_baby", [6, 6, 384], 5000, 64, 256, 0.2),
     ],
 )
-def test_nanogpts_recipes_have_its_hyperparameters(recipe, model, steps, batch, block, dropout):
+def test_nanogpts_recipes_have_its_hyperparameters(recipe, sizes, steps, batch, block, dropout):
     c = composed(f"experiment={recipe}")
-    m, t, o = c.model, c.trainer, c.optimizer
-    assert (m.arch, (m.n_layer, m.n_head, m.n_embd), m.bias, m.tie_weights) == (
-        "gpt2",
-        model,
-        False,
-        True,
-    )
-    assert m.embd_pdrop == m.resid_pdrop == m.attn_pdrop == dropout
-    assert (t.max_steps, t.max_epochs, t.batch_size, t.grad_norm_clip, c.data.block_size) == (
-        steps,
-        None,
-        batch,
-        1.0,
-        block,
-    )
-    assert (o.name, o.learning_rate, o.weight_decay, o.beta1, o.beta2) == (
-        "adamw",
-        1e-3,
-        0.1,
-        0.9,
-        0.99,
-    )
-    assert (o.schedule, o.warmup_steps, o.min_lr_ratio, o.decay_embeddings) == (
-        "cosine",
-        100,
-        0.1,
-        True,
-    )
+    assert values(c.model, SIZES) == ["gpt2", *sizes, False, True]
+    assert values(c.model, DROPOUT) == [dropout] * 3 and c.data.block_size == block
+    trainer = values(c.trainer, "max_steps max_epochs batch_size grad_norm_clip")
+    assert trainer == [steps, None, batch, 1.0]
+    optimizer = values(c.optimizer, "name learning_rate weight_decay beta1 beta2")
+    assert optimizer == ["adamw", 1e-3, 0.1, 0.9, 0.99]
+    schedule = values(c.optimizer, "schedule warmup_steps min_lr_ratio decay_embeddings")
+    assert schedule == ["cosine", 100, 0.1, True]
 
 
 def test_overfit_learns_its_text_by_heart(tmp_path):
@@ -197,11 +165,8 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
     run = tmp_path / "deep" / "run"
     result = start(*TINY, f"run_dir={run}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    present = {p.name for p in run.iterdir()} - {"tensorboard"}
-    assert present == RUN_FILES
-    assert [p.name for p in tmp_path.iterdir()] == [
-        "deep"
-    ]  # nothing beside it, no outputs/, no .hydra
+    assert {p.name for p in run.iterdir()} - {"tensorboard"} == RUN_FILES
+    assert os.listdir(tmp_path) == ["deep"]  # nothing beside it, no outputs/, no .hydra
     config = yaml.safe_load((run / "config.yaml").read_text())
     snapshot = load(str(run / "gpt_snapshot.pt"))
     assert config == snapshot.config and config["model"]["vocab_size"] == len(snapshot.vocabulary)
@@ -211,19 +176,13 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
 def test_the_directory_of_hydra_is_the_directory_of_the_run(tmp_path):
     result = start(*TINY, f"hydra.run.dir={tmp_path / 'here'}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "here" / "gpt_snapshot.pt").exists() and [*tmp_path.iterdir()] == [
-        tmp_path / "here"
-    ]
+    assert (tmp_path / "here" / "gpt_snapshot.pt").exists()
+    assert os.listdir(tmp_path) == ["here"]
 
 
 def test_a_sweep_gives_each_job_its_directory(tmp_path):
-    result = start(
-        "-m",
-        *TINY,
-        "optimizer.learning_rate=1e-3,3e-3",
-        f"run_dir={tmp_path / 'run'}",
-        cwd=tmp_path,
-    )
+    rates = "optimizer.learning_rate=1e-3,3e-3"
+    result = start("-m", *TINY, rates, f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     jobs = [path.parent for path in tmp_path.glob("run.sweep/*/metrics.jsonl")]
     assert sorted(metrics(job, "train")[0]["lr"] for job in jobs) == [1e-3, 3e-3]
@@ -302,6 +261,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("init_from=", "init_from: must not be empty"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
         ("trainer.batch_size=2000000", "=2000000: must be at least 1 and at most 1048576"),
+        ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("optimizer.schedule=[wsd]", "optimizer.schedule: Cannot convert 'list' to string"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate=inf: must be above 0 and at most"),
         ("launch.nproc_per_node=1.5", "launch.nproc_per_node: Value '1.5' of type 'float' is"),
@@ -352,15 +312,8 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
 def test_a_bad_text_gets_one_line(content, overrides, says, tmp_path):
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
-    refuse(
-        "experiment=overfit",
-        "data=text",
-        f"data.path={path}",
-        "data.truncate=1",
-        *overrides,
-        f"run_dir={tmp_path / 'run'}",
-        says=says,
-    )
+    text = ["data=text", f"data.path={path}", "data.truncate=1", *overrides]
+    refuse("experiment=overfit", *text, f"run_dir={tmp_path / 'run'}", says=says)
 
 
 def test_an_unreachable_url_gets_one_line(tmp_path):
@@ -376,10 +329,7 @@ def test_an_unreachable_url_gets_one_line(tmp_path):
 @pytest.mark.parametrize(
     "override, says",
     [
-        (
-            "trainer.batch_size=13",
-            "trainer.batch_size=13: must be divisible by the number of processes, 2",
-        ),
+        ("trainer.batch_size=13", "=13: must be divisible by the number of processes, 2"),
         ("data.block_size=2000", "data.block_size=2000: the held-out part has"),
         pytest.param("model.n_layr=3", "did you mean model.n_layer?", marks=pytest.mark.slow),
     ],
@@ -397,20 +347,14 @@ def test_a_snapshot_that_is_not_one_is_not_overwritten(tmp_path):
 
 def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_path):
     assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
-    before = {
-        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"
-    }
-    refuse(*TINY, f"run_dir={tmp_path}", "model.n_layer=3", says="model.n_layer was 2, is 3")
-    refuse(
-        *TINY,
-        f"run_dir={tmp_path}",
-        "data.path=pydoc:topics",
-        "data.truncate=0.03",
-        says="data.truncate was 0.02, is 0.03",
-    )
-    assert before == {
-        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"
-    }
+    kept = [p for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"]
+    before = {path: path.read_bytes() for path in kept}
+    for change, says in (
+        ("model.n_layer=3", "model.n_layer was 2, is 3"),
+        ("data.truncate=0.03", "data.truncate was 0.02, is 0.03"),
+    ):
+        refuse(*TINY, f"run_dir={tmp_path}", change, says=says)
+    assert before == {path: path.read_bytes() for path in kept}
 
 
 def test_a_snapshot_from_before_a_field_of_the_model_has_it_at_its_default(tmp_path):
@@ -450,10 +394,7 @@ def test_two_runs_do_not_share_their_snapshots(tmp_path):
         command(*settings, f"run_dir={tmp_path / 'a'}"), cwd=ROOT, stdout=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "a" / "metrics.jsonl").exists():
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until((tmp_path / "a" / "metrics.jsonl").exists, first)
         refuse(*settings, f"run_dir={tmp_path / 'b'}", says="shared.pt: another run is using it")
     finally:
         first.kill()

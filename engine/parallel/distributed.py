@@ -68,17 +68,15 @@ def join_processes(
     device: str = "auto", threads: int | None = None, timeout_s: float = 600
 ) -> World:
     """Chooses the device, and joins the process group if there are several processes: gloo for
-    CPUs, NCCL for GPUs.
+    CPUs, NCCL for GPUs. Raises `UserError`.
 
     `device` is auto, cpu or cuda; `threads` is the number per process on a CPU, None for the
     host's cores divided by its processes; `timeout_s` bounds every wait for another process.
-    Raises `UserError`.
     """
     global _joined_in
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
         raise UserError(
-            "forked after torch started its threads: restart the session, and start the processes "
-            "before anything else trains in it"
+            "forked after torch started its threads: restart the session, and start the processes first"
         )
     _joined_in = os.getpid()
     rank, size = launched_rank(), launched_size()
@@ -120,8 +118,7 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise UserError(
-            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu "
-            "or auto"
+            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu or auto"
         )
     if not gpus:
         return torch.device("cpu")
@@ -130,17 +127,14 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     if local_size > gpus:
         raise UserError(
             f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start "
-            f"--nproc_per_node={gpus} (srun --ntasks-per-node={gpus}), "
-            "or set trainer.device=cpu"
+            f"--nproc_per_node={gpus} (srun --ntasks-per-node={gpus}), or set trainer.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with exit status `status`; with 0 it leaves the process group first.
-
-    Skips the interpreter's tear-down, in which gloo's threads, which may outlive their group, now
-    and then abort the process (torch 2.13.0), and which takes half a second.
+    """Ends the process with exit status `status`; with 0 it leaves the process group first. Skips the
+    interpreter's tear-down, in which gloo's threads may abort the process (torch 2.13.0).
     """
     if not dist.is_initialized():
         atexit._run_exitfuncs()
@@ -183,9 +177,8 @@ def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def run_on_first(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank.
-
-    A `UserError` or `OSError` there is raised as a `UserError` on every rank.
+    """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank. A `UserError` or
+    `OSError` there is raised as a `UserError` on every rank.
     """
     outcome = [_attempt(action) if world.is_first else (None, None)]
     if world.size > 1:
@@ -194,10 +187,8 @@ def run_on_first(action: Callable[[], Any], world: World) -> Any:
 
 
 def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on the first process of every host; returns rank 0's result on every rank.
-
-    Errors are raised as in `run_on_first`. A download may take longer than ranks wait for each
-    other, so `action` runs in a thread, and they exchange whether it is done.
+    """Runs `action` on the first process of every host; returns and raises as `run_on_first`. A download
+    may take longer than ranks wait for each other, so they exchange whether it is done.
     """
     if world.size == 1:
         return run_on_first(action, world)
@@ -253,8 +244,8 @@ class Agreement:
 
 @contextlib.contextmanager
 def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterator[None]:
-    """Turns a failed collective operation into a `UserError` that names the ranks that have not
-    reported it; `doing()` says what was being done.
+    """Turns a failed collective operation, during `doing()`, into a `UserError` that names the ranks that
+    have not noticed it.
     """
     try:
         yield
@@ -272,10 +263,8 @@ def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterato
 
 
 def unresponsive_ranks(world: World) -> list[str]:
-    """The ranks that have not noticed a failure within 3 s of this one, with process and host.
-
-    gloo and NCCL report that a connection was closed or a wait timed out, but not by whom. Every
-    rank that notices sets a key in the store.
+    """The ranks that have not noticed a failure within 3 s of this one, with process and host: gloo and
+    NCCL do not say whose connection failed. A rank that notices sets a key in the store.
     """
     store = world.store
     if store is None:

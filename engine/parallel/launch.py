@@ -23,9 +23,7 @@ class LaunchConfig:
     def __post_init__(self):
         n = self.nproc_per_node
         if n != "gpu" and (isinstance(n, str) or n < 1):
-            raise UserError(
-                f"launch.nproc_per_node={n}: must be a number of processes, at least 1, or gpu"
-            )
+            raise UserError(f"launch.nproc_per_node={n}: must be a number of processes, or gpu")
         if self.max_restarts < 0:
             raise UserError(f"launch.max_restarts={self.max_restarts}: must not be negative")
 
@@ -47,9 +45,8 @@ class LaunchConfig:
         """Raises `UserError` if training would run in child processes."""
         if self.starts_others():
             raise UserError(
-                f"launch.nproc_per_node={self.nproc_per_node}, launch.max_restarts="
-                f"{self.max_restarts}: must be 1 and 0 under a launcher and in train(), which is one "
-                "process; leave them out, or start python main.py without a launcher"
+                f"launch.nproc_per_node={self.nproc_per_node}, launch.max_restarts={self.max_restarts}: "
+                "must be 1 and 0 under a launcher and in train(), which is one process; leave them out"
             )
 
 
@@ -84,10 +81,9 @@ def start(config: LaunchConfig, script: str, arguments: list[str]) -> None:
             for number, request in SIGNALS.items():
                 if failure.exitcode == 128 + number:  # sent to one rank, which stopped all
                     raise Stopped(request) from None
+            how = f"ended with status {failure.exitcode}; see its error above"
             if failure.exitcode < 0:
                 how = f"was ended by {failure.signal_name()}; the same command resumes it"
-            else:
-                how = f"ended with status {failure.exitcode}; see its error above"
             raise UserError(f"rank {rank} (process {failure.pid}) {how}") from None
         finally:
             for number, handler in handlers.items():
