@@ -6,7 +6,7 @@ import pytest
 from conftest import start
 
 from engine.config import arguments
-from engine.config.fields import field_lines
+from engine.config.fields import field_table
 from engine.errors import UserError
 
 
@@ -69,12 +69,12 @@ class Derived(Base):
 
 
 def test_help_has_type_default_and_meaning_of_every_field():
-    assert field_lines(Derived) == [
-        ("first", "str", "", "must be given"),
-        ("rate", "float", "0.0003", ""),
-        ("names", "list[str]", "[]", "in order"),
-        ("mode", "str", "a=b", "= or # in it"),
-        ("limit", "int | None", "1", ""),
+    assert field_table(Derived, "x.").splitlines() == [
+        "  x.first=       str         must be given",
+        "  x.rate=0.0003  float",
+        "  x.names=[]     list[str]   in order",
+        "  x.mode=a=b     str         = or # in it",
+        "  x.limit=1      int | None",
     ]
 
 
