@@ -1,8 +1,6 @@
 """The configuration: the dataclasses of all groups joined, checked once.
 
-Hydra composes it from `conf/` and the command line; `validate` turns the result into these dataclasses.
-The home of a field is its dataclass: type, default, unit and meaning in one line. `python main.py --help`
-prints them all.
+A field's dataclass has its type, default, unit and meaning in one line; `conf/` only what differs.
 """
 
 import dataclasses
@@ -87,19 +85,12 @@ def compose(overrides: list[str]) -> DictConfig:
 
 
 def validate(composed: DictConfig) -> Config:
-    """The dataclasses of a composed configuration, after every check that needs no text.
-
-    Raises `UserError` naming the key, for a missing value, a wrong type, or an impossible value or
-    combination; before any process group or download.
+    """The dataclasses of a composed configuration, after every check that needs no text. Raises
+    `UserError` naming a key whose value is missing, of a wrong type, or impossible.
     """
     try:
-        OmegaConf.to_container(composed, resolve=True)
-        if missing := OmegaConf.missing_keys(composed):
-            raise UserError(
-                f"{', '.join(sorted(missing))}: missing; give a value, such as {min(missing)}=VALUE"
-            )
         config = cast(Config, OmegaConf.to_object(composed))
-    except (OmegaConfBaseException, RecursionError) as error:
+    except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     if config.model.block_size not in (None, config.data.block_size):
         raise UserError(
@@ -122,7 +113,8 @@ def validate(composed: DictConfig) -> Config:
             f"trainer.snapshot_path={path}: every job of a sweep has its own; leave it relative, or put "
             "${run_dir} into it"
         )
-    config.launch.check()
+    if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        config.launch.check_starts_none()
     config.trainer.check_world_size(launched_size() * config.launch.processes())
     return config
 

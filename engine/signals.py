@@ -1,8 +1,4 @@
-"""Signals as requests: SIGUSR1 saves; SIGHUP, SIGTERM, SIGUSR2 and SIGINT save and stop.
-
-A signal reaches one process, at any moment. The trainer takes requests between micro-batches, where
-all ranks agree on the highest one.
-"""
+"""Signals as requests, which the trainer takes between micro-batches, where all ranks agree on one."""
 
 import ctypes
 import os
@@ -33,9 +29,7 @@ SIGNALS = {
 
 
 class Stopped(Exception):
-    """Training stopped as requested, after saving. `status` is the shell's exit status for the
-    signal: 128 and its number.
-    """
+    """Training stopped as requested, after saving. `status` is the shell's, 128 + the signal."""
 
     def __init__(self, request: Request):
         number = next(number for number, meant in SIGNALS.items() if meant == request)
@@ -44,11 +38,10 @@ class Stopped(Exception):
 
 
 class Requests:
-    """Context manager that records signals as requests instead of ending the process.
+    """Context manager that records signals as requests; a second SIGINT ends the process at once.
 
-    A second SIGINT ends it at once. Signals that are ignored (under nohup, in a shell's background)
-    stay ignored, except SIGUSR1. Outside the main thread, where Python allows no handlers, nothing
-    changes.
+    Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1.
+    Outside the main thread, where Python allows no handlers, nothing changes.
     """
 
     def __init__(self):
@@ -82,8 +75,8 @@ class Requests:
 
 
 def prepare() -> None:
-    """Prepares a process for signals before its imports, which take seconds: with nothing to save
-    yet, SIGUSR1 is ignored, and SIGINT ends it without a traceback until `interruptible`.
+    """Before the imports, which take seconds: SIGUSR1 is ignored, with nothing to save yet, and SIGINT
+    ends the process without a traceback until `interruptible`.
 
     On Linux a worker of torchrun also gets SIGTERM when torchrun dies; it would otherwise train on
     and hold the run directory. (If torchrun died before this, the rendezvous fails.)

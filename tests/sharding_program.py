@@ -64,8 +64,6 @@ def case(name: str, arch: str, optimizer: str, dtype=torch.float32, **settings):
     torch.manual_seed(1)
     shared = sharding.build(lambda: GPT(config(arch, **settings)), world, "fsdp", dtype)
     fresh = difference(shared, plain)
-    if settings.get("compile"):
-        shared.compile(dynamic=False)
     amp = None if dtype is torch.float32 else dtype
     results = []
     for model, share in ((shared, True), (plain, False)):

@@ -3,12 +3,11 @@
 import os
 import re
 import subprocess
-import time
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, RUN_FILES, TINY, command, metrics, start
+from conftest import ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
 from hydra import compose, initialize_config_dir
 
 from char_dataset import DataConfig
@@ -72,73 +71,42 @@ def test_every_recipe_runs_two_steps(recipe, tmp_path):
     assert metrics(tmp_path)[-1]["step"] == 2
 
 
+def values(config, names: str) -> list:
+    return [getattr(config, name) for name in names.split()]
+
+
+SIZES = "arch n_layer n_head n_embd bias tie_weights"
+DROPOUT = "embd_pdrop resid_pdrop attn_pdrop"
+
+
 def test_the_ancestors_recipe_has_its_hyperparameters():
     c = composed("experiment=mingpt_ddp")
-    m, t, d, o = c.model, c.trainer, c.data, c.optimizer
-    assert (m.arch, m.n_layer, m.n_head, m.n_embd, m.tie_weights, m.bias) == (
-        "gpt2",
-        8,
-        8,
-        512,
-        False,
-        True,
-    )
-    assert (m.embd_pdrop, m.resid_pdrop, m.attn_pdrop) == (0.1, 0.1, 0.1)
-    assert (d.block_size, d.train_split, d.truncate) == (128, 0.9, 0.02)
-    assert (t.max_epochs, t.max_steps, t.batch_size, t.grad_norm_clip, t.save_every, t.use_amp) == (
-        10,
-        None,
-        216,
-        1.0,
-        3,
-        True,
-    )
-    assert (o.name, o.learning_rate, o.weight_decay, o.schedule, o.warmup_steps) == (
-        "adamw",
-        3e-4,
-        0.1,
-        "constant",
-        0,
-    )
+    assert values(c.model, SIZES) == ["gpt2", 8, 8, 512, True, False]
+    assert values(c.model, DROPOUT) == [0.1] * 3
+    assert values(c.data, "block_size train_split truncate") == [128, 0.9, 0.02]
+    assert values(c.trainer, "max_epochs max_steps save_every") == [10, None, 3]
+    assert values(c.trainer, "batch_size grad_norm_clip use_amp") == [216, 1.0, True]
+    assert values(c.optimizer, "name learning_rate weight_decay") == ["adamw", 3e-4, 0.1]
+    assert values(c.optimizer, "schedule warmup_steps") == ["constant", 0]
 
 
 @pytest.mark.parametrize(
-    "recipe, model, steps, batch, block, dropout",
+    "recipe, sizes, steps, batch, block, dropout",
     [
-        ("nanogpt_cpu", (4, 4, 128), 2000, 12, 64, 0.0),
-        ("nanogpt_baby", (6, 6, 384), 5000, 64, 256, 0.2),
+        ("nanogpt_cpu", [4, 4, 128], 2000, 12, 64, 0.0),
+        ("nanogpt_baby", [6, 6, 384], 5000, 64, 256, 0.2),
     ],
 )
-def test_nanogpts_recipes_have_its_hyperparameters(recipe, model, steps, batch, block, dropout):
+def test_nanogpts_recipes_have_its_hyperparameters(recipe, sizes, steps, batch, block, dropout):
     c = composed(f"experiment={recipe}")
-    m, t, o = c.model, c.trainer, c.optimizer
-    assert (m.arch, (m.n_layer, m.n_head, m.n_embd), m.bias, m.tie_weights) == (
-        "gpt2",
-        model,
-        False,
-        True,
-    )
-    assert m.embd_pdrop == m.resid_pdrop == m.attn_pdrop == dropout
-    assert (t.max_steps, t.max_epochs, t.batch_size, t.grad_norm_clip, c.data.block_size) == (
-        steps,
-        None,
-        batch,
-        1.0,
-        block,
-    )
-    assert (o.name, o.learning_rate, o.weight_decay, o.beta1, o.beta2) == (
-        "adamw",
-        1e-3,
-        0.1,
-        0.9,
-        0.99,
-    )
-    assert (o.schedule, o.warmup_steps, o.min_lr_ratio, o.decay_embeddings) == (
-        "cosine",
-        100,
-        0.1,
-        True,
-    )
+    assert values(c.model, SIZES) == ["gpt2", *sizes, False, True]
+    assert values(c.model, DROPOUT) == [dropout] * 3 and c.data.block_size == block
+    trainer = values(c.trainer, "max_steps max_epochs batch_size grad_norm_clip")
+    assert trainer == [steps, None, batch, 1.0]
+    optimizer = values(c.optimizer, "name learning_rate weight_decay beta1 beta2")
+    assert optimizer == ["adamw", 1e-3, 0.1, 0.9, 0.99]
+    schedule = values(c.optimizer, "schedule warmup_steps min_lr_ratio decay_embeddings")
+    assert schedule == ["cosine", 100, 0.1, True]
 
 
 def test_overfit_learns_its_text_by_heart(tmp_path):
@@ -197,11 +165,8 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
     run = tmp_path / "deep" / "run"
     result = start(*TINY, f"run_dir={run}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    present = {p.name for p in run.iterdir()} - {"tensorboard"}
-    assert present == RUN_FILES
-    assert [p.name for p in tmp_path.iterdir()] == [
-        "deep"
-    ]  # nothing beside it, no outputs/, no .hydra
+    assert {p.name for p in run.iterdir()} - {"tensorboard"} == RUN_FILES
+    assert os.listdir(tmp_path) == ["deep"]  # nothing beside it, no outputs/, no .hydra
     config = yaml.safe_load((run / "config.yaml").read_text())
     snapshot = load(str(run / "gpt_snapshot.pt"))
     assert config == snapshot.config and config["model"]["vocab_size"] == len(snapshot.vocabulary)
@@ -211,19 +176,13 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
 def test_the_directory_of_hydra_is_the_directory_of_the_run(tmp_path):
     result = start(*TINY, f"hydra.run.dir={tmp_path / 'here'}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "here" / "gpt_snapshot.pt").exists() and [*tmp_path.iterdir()] == [
-        tmp_path / "here"
-    ]
+    assert (tmp_path / "here" / "gpt_snapshot.pt").exists()
+    assert os.listdir(tmp_path) == ["here"]
 
 
 def test_a_sweep_gives_each_job_its_directory(tmp_path):
-    result = start(
-        "-m",
-        *TINY,
-        "optimizer.learning_rate=1e-3,3e-3",
-        f"run_dir={tmp_path / 'run'}",
-        cwd=tmp_path,
-    )
+    rates = "optimizer.learning_rate=1e-3,3e-3"
+    result = start("-m", *TINY, rates, f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     jobs = [path.parent for path in tmp_path.glob("run.sweep/*/metrics.jsonl")]
     assert sorted(metrics(job, "train")[0]["lr"] for job in jobs) == [1e-3, 3e-3]
@@ -283,58 +242,38 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
     "override, says",
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
-        (
-            "learning_rate=1",
-            "learning_rate: unknown key; did you mean optimizer.learning_rate?",
-        ),
+        ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("optimizer.lr=1", "optimizer.lr: unknown key; python main.py --help lists all"),
-        (
-            "trainer.batch_size=many",
-            "trainer.batch_size: Value 'many' of type 'str' could not be converted to Integer",
-        ),
-        ("optimizer.learning_rate=fast", "optimizer.learning_rate: Value 'fast' of type"),
+        ("trainer.batch_size=many", "trainer.batch_size: Value 'many' of type 'str' could not be"),
         ("report=perhaps", "report: Value 'perhaps' is not a valid bool"),
         ("model.model_type=gpt-mini", "model.n_layer=null model.n_head=null model.n_embd=null"),
         ("data.path=book.txt", "for another text: data=text data.path=book.txt"),
         ("trainer.trackers=wandb", "trainer.trackers: Invalid value assigned: str is not a List"),
-        (
-            "experiment=overfitt",
-            "experiment=overfitt: no such file; choose from mingpt_ddp, ",
-        ),
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
         ("data=book.txt", "a text of your own: data=text data.path=FILE"),
         ("trainer.seed", "trainer.seed: settings are KEY=VALUE, without spaces"),
-        ("--max_steps=5", "--max_steps=5: settings are KEY=VALUE, without dashes"),
         ("--data.block-size=64", "--data.block-size=64: settings are KEY=VALUE, without dashes"),
         ("model=null", "model=null: must name a file in conf/model"),
         ("=3", "=3: settings are KEY=VALUE, without spaces"),
-        (
-            "~trainer.max_steps",
-            "trainer.max_steps: TrainerConfig (DictConfig) does not support deletion",
-        ),
+        ("~trainer.max_steps", "trainer.max_steps: TrainerConfig (DictConfig) does not support"),
         ("run_name=", "run_name: must not be empty"),
         ("run_name=../x", "run_name=../x: leads out of runs/; run_dir= may be anywhere"),
         ("init_from=", "init_from: must not be empty"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
-        (
-            "trainer.batch_size=2000000",
-            "trainer.batch_size=2000000: must be above 0 and at most 1048576",
-        ),
+        ("trainer.batch_size=2000000", "=2000000: must be above 0 and at most 1048576"),
+        ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("optimizer.schedule=[wsd]", "optimizer.schedule: Cannot convert 'list' to string"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate=inf: must be above 0 and at most"),
-        (
-            "optimizer.weight_decay=inf",
-            "optimizer.weight_decay=inf: must be at least 0 and at most 1000",
-        ),
-        (
-            "launch.nproc_per_node=1.5",
-            "launch.nproc_per_node: Value '1.5' of type 'float' is incompatible",
-        ),
+        ("launch.nproc_per_node=1.5", "launch.nproc_per_node: Value '1.5' of type 'float' is"),
+        ("launch.nproc_per_node=0", "launch.nproc_per_node=0: must be a number of processes"),
+        ("launch.nproc_per_node=two", "launch.nproc_per_node=two: must be a number of processes"),
+        ("launch.nproc_per_node=gpu", "launch.nproc_per_node=gpu: no GPU that this build"),
+        ("launch.max_restarts=-1", "launch.max_restarts=-1: must not be negative"),
+        ("launch.nproc=2", "unknown key; did you mean launch.nproc_per_node?"),
         ("data=text", "data.path: missing"),
         ("model.n_embd=10", "model.n_embd=10: must be divisible by model.n_head=4"),
         ("model.n_embd=12", "heads 3 wide: rotary positions"),
         ("data.train_split=1.5", "data.train_split=1.5: must lie between 0 and 1"),
-        ("data=text data.path=nowhere.txt", "error: nowhere.txt: no such file"),
         ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("+trainer.foo={}", "trainer.foo: unknown key"),
@@ -344,26 +283,16 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found"),
         ("data.block_size=${model.block_size}", "data.block_size: Recursive interpolation"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
-        (
-            "trainer.snapshot_path=metrics.jsonl",
-            "trainer.snapshot_path=metrics.jsonl: must name a file of",
-        ),
         ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
-        (
-            "trainer.snapshot_path=./job.yaml",
-            "trainer.snapshot_path=./job.yaml: must name a file of",
-        ),
+        ("trainer.snapshot_path=./job.yaml", "./job.yaml: must name a file of"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
         ("model.vocab_size=10", "model.vocab_size: follows from the text; leave it null"),
         ("model.block_size=7", "model.block_size=7: must equal data.block_size"),
     ],
 )
 def test_a_bad_setting_gets_one_line(override, says, tmp_path):
-    if "cuda" in override:
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("this machine has a GPU")
+    if override.endswith(("cuda", "gpu")) and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
     settings = ["experiment=overfit", *(["data=pydoc"] if not override.startswith("data") else [])]
     refuse(*settings, f"run_dir={tmp_path / 'run'}", *override.split(), says=says, cwd=tmp_path)
     left = set(os.listdir(tmp_path / "run")) if (tmp_path / "run").exists() else set()
@@ -383,15 +312,8 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
 def test_a_bad_text_gets_one_line(content, overrides, says, tmp_path):
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
-    refuse(
-        "experiment=overfit",
-        "data=text",
-        f"data.path={path}",
-        "data.truncate=1",
-        *overrides,
-        f"run_dir={tmp_path / 'run'}",
-        says=says,
-    )
+    text = ["data=text", f"data.path={path}", "data.truncate=1", *overrides]
+    refuse("experiment=overfit", *text, f"run_dir={tmp_path / 'run'}", says=says)
 
 
 def test_an_unreachable_url_gets_one_line(tmp_path):
@@ -407,10 +329,7 @@ def test_an_unreachable_url_gets_one_line(tmp_path):
 @pytest.mark.parametrize(
     "override, says",
     [
-        (
-            "trainer.batch_size=13",
-            "trainer.batch_size=13: must be divisible by the number of processes, 2",
-        ),
+        ("trainer.batch_size=13", "=13: must be divisible by the number of processes, 2"),
         ("data.block_size=2000", "data.block_size=2000: the held-out part has"),
         pytest.param("model.n_layr=3", "did you mean model.n_layer?", marks=pytest.mark.slow),
     ],
@@ -428,20 +347,14 @@ def test_a_snapshot_that_is_not_one_is_not_overwritten(tmp_path):
 
 def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_path):
     assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
-    before = {
-        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"
-    }
-    refuse(*TINY, f"run_dir={tmp_path}", "model.n_layer=3", says="model.n_layer was 2, is 3")
-    refuse(
-        *TINY,
-        f"run_dir={tmp_path}",
-        "data.path=pydoc:topics",
-        "data.truncate=0.03",
-        says="data.truncate was 0.02, is 0.03",
-    )
-    assert before == {
-        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"
-    }
+    kept = [p for p in tmp_path.iterdir() if p.is_file() and p.name != "main.log"]
+    before = {path: path.read_bytes() for path in kept}
+    for change, says in (
+        ("model.n_layer=3", "model.n_layer was 2, is 3"),
+        ("data.truncate=0.03", "data.truncate was 0.02, is 0.03"),
+    ):
+        refuse(*TINY, f"run_dir={tmp_path}", change, says=says)
+    assert before == {path: path.read_bytes() for path in kept}
 
 
 def test_the_plain_configuration_is_plain():
@@ -468,10 +381,7 @@ def test_two_runs_do_not_share_their_snapshots(tmp_path):
         command(*settings, f"run_dir={tmp_path / 'a'}"), cwd=ROOT, stdout=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "a" / "metrics.jsonl").exists():
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until((tmp_path / "a" / "metrics.jsonl").exists, first)
         refuse(*settings, f"run_dir={tmp_path / 'b'}", says="shared.pt: another run is using it")
     finally:
         first.kill()

@@ -68,10 +68,10 @@ def test_half_precision_is_that_of_a_whole_model_to_its_rounding(seen, case):
     assert seen[case]["weights"] < 0.02
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_process_keeps_its_share_of_weights_and_optimizer_state(seen, case):
-    for what in ("share_of_weights", "share_of_state"):
-        assert seen[case][what] == pytest.approx(1 / seen["processes"], rel=0.05)
+def test_each_process_keeps_its_share_of_weights_and_optimizer_state(seen):
+    for case in CASES:
+        for what in ("share_of_weights", "share_of_state"):
+            assert seen[case][what] == pytest.approx(1 / seen["processes"], rel=0.05)
 
 
 def test_an_overflow_in_one_share_makes_all_leave_the_step_out(seen):
@@ -95,12 +95,6 @@ def alone(tmp_path_factory):
     run = tmp_path_factory.mktemp("alone")
     begin(run, *MUON, nproc=0)
     return run
-
-
-def assert_same_losses(run, alone, tolerance=1e-4):
-    for one, other in zip(metrics(alone), metrics(run), strict=True):
-        assert (one["step"], one["split"]) == (other["step"], other["split"])
-        assert other["loss"] == pytest.approx(one["loss"], abs=tolerance)
 
 
 def test_a_run_resumes_under_either_strategy_and_format_with_any_number_of_processes(
@@ -177,9 +171,7 @@ def test_fsdp_resumes_bit_for_bit(tmp_path):
     settings = [FSDP, *MUON, "model=modern", "model.n_layer=2", "model.n_head=2"]
     settings += ["model.n_embd=16", "model.model_type=null"]
     begin(tmp_path / "whole", *settings, nproc=2)
-    begin(
-        tmp_path / "parts", *settings, "trainer.max_steps=3", "trainer.eval_every_steps=3", nproc=2
-    )
+    begin(tmp_path / "parts", *settings, "trainer.max_steps=3", nproc=2)
     begin(tmp_path / "parts", *settings, nproc=2)
     first, second = (load(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "parts"))
     for name, value in first.model_state.items():
@@ -189,22 +181,13 @@ def test_fsdp_resumes_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_fsdp_compiles(alone, tmp_path):
     begin(tmp_path, *MUON, FSDP, "trainer.compile=true", nproc=2)
-    assert_same_losses(tmp_path, alone)
+    for one, other in zip(metrics(alone), metrics(tmp_path), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "settings, says",
-    [
-        ({"strategy": "zero"}, "trainer.strategy=zero: must be one of ddp, fsdp"),
-        (
-            {"snapshot_format": "sharded", "snapshot_path": "memory://x/a.pt"},
-            "needs a folder that all hosts see",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(settings, says):
-    with pytest.raises(UserError, match=says):
-        TrainerConfig(**settings)
+def test_shards_are_not_written_to_a_store():
+    with pytest.raises(UserError, match="needs a folder that all hosts see"):
+        TrainerConfig(snapshot_format="sharded", snapshot_path="memory://x/a.pt")
 
 
 # --- which shards belong to whom ---

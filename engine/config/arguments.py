@@ -1,18 +1,13 @@
-"""Command lines of the small programs: `name=value` arguments, the fields of a dataclass.
-
-if __name__ == "__main__":
-    run_program(main, ExportConfig)     # main calls parse(ExportConfig, arguments)
-"""
+"""Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from engine.config.fields import field_table
 from engine.errors import UserError
@@ -21,10 +16,9 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], arguments: list[str]) -> T:
-    """An instance of the dataclass `cls`, its fields given as `name=value`.
-
-    Strings are verbatim, lists are `[a,b]` or a single value; of other types, `null` is None. Raises
-    `UserError` naming an argument that is unknown, empty, missing or of the wrong type.
+    """An instance of the dataclass `cls`. Strings are verbatim, lists are `[a,b]` or a single value; of
+    other types, `null` is None. Raises `UserError` naming an argument that is unknown, empty, missing
+    or of the wrong type.
     """
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     verbatim: dict[str, str | list[str]] = {}
@@ -64,10 +58,12 @@ def parse_list(argument: str, value: str) -> list[str]:
 
 def explain_value(error: Exception) -> str:
     """An error of OmegaConf as one line that names the key."""
-    first = str(error).splitlines()[0]
+    key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
     if first.endswith("is not Optional"):
         first = "must not be null"
-    return f"{getattr(error, 'full_key', None)}: {first}"
+    if isinstance(error, MissingMandatoryValue):
+        first = f"missing; give {key}=VALUE"
+    return f"{key}: {first}"
 
 
 def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> None:
@@ -76,7 +72,6 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
         print((sys.modules[program.__module__].__doc__ or "").strip())
         for config in configs:
             print(f"\n{config.__doc__}\n\n{field_table(config)}")

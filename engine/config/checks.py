@@ -1,5 +1,6 @@
 """Checks of a setting's value, each one line that names the setting, its value and what is allowed."""
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,15 +25,13 @@ def check_range(
     """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the
     bounds that are given. None is accepted, and nan is not.
     """
-    if value is None:
-        return
     bounds = [
-        (low, lambda bound: value >= bound, "at least"),
-        (above, lambda bound: value > bound, "above"),
-        (high, lambda bound: value <= bound, "at most"),
-        (below, lambda bound: value < bound, "below"),
+        ("at least", operator.ge, low),
+        ("above", operator.gt, above),
+        ("at most", operator.le, high),
+        ("below", operator.lt, below),
     ]
-    given = [(bound, holds, words) for bound, holds, words in bounds if bound is not None]
-    if not all(holds(bound) for bound, holds, _ in given):
-        must = " and ".join(f"{words} {bound}" for bound, _, words in given)
+    given = [(words, holds, bound) for words, holds, bound in bounds if bound is not None]
+    if value is not None and not all(holds(value, bound) for _, holds, bound in given):
+        must = " and ".join(f"{words} {bound}" for words, _, bound in given)
         raise UserError(f"{key}={value}: must be {must}")

@@ -1,7 +1,4 @@
-"""Field help: type, default and meaning of each field of a dataclass, for `--help`.
-
-A field is one line, `name: type = default  # meaning`.
-"""
+"""Field help: type, default and meaning of each field of a dataclass, for `--help`."""
 
 import dataclasses
 import inspect
@@ -9,36 +6,30 @@ import json
 import re
 from typing import Any
 
+# A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
-def field_lines(cls: Any) -> list[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each field of a dataclass but nested ones, inherited ones first.
-    The default is written as on a command line, and is "" for a field that has none.
+def field_table(cls: Any, prefix: str = "") -> str:
+    """The fields of a dataclass but nested ones, inherited ones first, as lines for a terminal:
+    `name=default`, type and meaning in columns.
     """
     found: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__[:-1]):  # without `object`
         for line in inspect.getsource(base).splitlines():
             if own := FIELD.fullmatch(line):
                 found[own[1]] = own[2], own[3] or ""
-    own_fields = (f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type))
-    return [(f.name, found[f.name][0], default_of(f), found[f.name][1]) for f in own_fields]
+    fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)]
+    rows = [(f"{prefix}{f.name}={default_of(f)}", *found[f.name]) for f in fields]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"  {a:{first}}  {b:{second}}  {c}".rstrip() for a, b, c in rows)
 
 
 def default_of(field: Any) -> str:
+    """The default as on a command line; empty for a field that has none."""
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
-    if isinstance(value, str):
-        return value
-    is_plain = value is None or isinstance(value, bool | int | float | list)
-    return json.dumps(value) if is_plain else ""
-
-
-def field_table(cls: Any, prefix: str = "") -> str:
-    """The fields as lines for a terminal: `name=default`, type and meaning in columns."""
-    rows = [
-        (f"{prefix}{n}={default}", kind, meaning) for n, kind, default, meaning in field_lines(cls)
-    ]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"  {a:{first}}  {b:{second}}  {c}".rstrip() for a, b, c in rows)
+    if value is dataclasses.MISSING:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)

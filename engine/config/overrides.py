@@ -39,16 +39,14 @@ def quoted(value: str) -> str:
 
 
 def worker_arguments(hydra: Any, run_dir: str) -> list[str]:
-    """The command line of each process that this one starts, which composes the same configuration from
-    `hydra`, Hydra's own one, in `run_dir`.
+    """The command line of a child process, which composes the same configuration in `run_dir`; `hydra`
+    is Hydra's own configuration.
     """
     sources = {source.provider: source.path for source in hydra.runtime.config_sources}
-    result = ["--config-path", sources["main"], "--config-name", hydra.job.config_name]
-    if "command-line" in sources:
-        result += ["--config-dir", sources["command-line"]]
-    result += [o for o in hydra.overrides.hydra if o.lstrip("+").startswith("hydra.searchpath=")]
     return [
-        *result,
+        *("--config-path", sources["main"], "--config-name", hydra.job.config_name),
+        *(("--config-dir", sources["command-line"]) if "command-line" in sources else ()),
+        *(o for o in hydra.overrides.hydra if o.lstrip("+").startswith("hydra.searchpath=")),
         "experiment=null",  # a worker must not choose a recipe
         *without(hydra.overrides.task, "launch."),
         f"run_dir={quoted(run_dir)}",
@@ -80,9 +78,8 @@ def with_recipe(arguments: list[str]) -> list[str]:
 
 
 def job_name(overrides: list[str], swept: str = "") -> str:
-    """The directory of one job of a sweep: the overrides of the keys in `swept` (separated by spaces; all
-    without it), and a digest of all. Those of `launch` do not count. The same overrides give the same
-    name, so that the same sweep resumes its jobs.
+    """The directory of one job of a sweep, the same for the same overrides but those of `launch`: the ones
+    whose keys are in `swept` (separated by spaces; all without it), and a digest of all.
     """
     own = sorted(without(overrides, "launch."))
     shown = ",".join(o for o in own if not swept or key_of(o) in swept.split()) or "defaults"
@@ -96,9 +93,7 @@ OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 
 @dataclass
 class Schema:
-    """What overrides can name: the dotted `keys`, and those of the `architecture`, which a pretrained
-    model has already.
-    """
+    """What overrides can name: the dotted `keys`, of which a pretrained model has the `architecture`."""
 
     keys: list[str]
     architecture: frozenset[str]
@@ -112,7 +107,6 @@ class Schema:
         pretrained = [a for a in arguments if key_of(a) == "init_from" and not a.endswith("=null")]
         for argument in arguments:
             key, equals, value = argument.lstrip("+~-").partition("=")
-            key = key.split("@")[0].replace("/", ".")
             last = key.rpartition(".")[2]
             if argument.startswith("-"):
                 if last.replace("-", "_") in by_last_name:
@@ -122,14 +116,11 @@ class Schema:
             elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
                 raise UserError(f"{argument}: must name a file in conf/{key}")
             elif pretrained and key in self.architecture and value != "null":
-                raise UserError(
-                    f"{argument}: the pretrained model of init_from= has its own; leave it out"
-                )
+                raise UserError(f"{argument}: the model of init_from= has its own; leave it out")
             elif equals and not key.startswith("hydra"):
                 if any(f"{name}.".startswith(f"{key}.") for name in known):
                     continue
                 near = [name for name in self.keys if name.startswith(key)]
-                near += difflib.get_close_matches(key, self.keys, n=1, cutoff=0.8)
                 near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
                 hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
                 raise UserError(f"{key}: unknown key; {hint}")
@@ -142,11 +133,7 @@ def explain(error: Exception) -> str:
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
     if isinstance(error, OverrideParseException):
-        if "=" not in error.override[1:]:
-            return f"{error.override}: settings are KEY=VALUE, without spaces around the ="
-        return (
-            f"{error.override}: quote special characters for Hydra and for the shell, as in "
-            "\"data.path='a b.txt'\""
-        )
+        how = "without spaces, or quoted for Hydra and for the shell as in \"data.path='a b.txt'\""
+        return f"{error.override}: settings are KEY=VALUE, {how}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     return explain_value(cause) if getattr(cause, "full_key", None) else one_line(cause)

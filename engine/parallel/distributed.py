@@ -1,8 +1,7 @@
 """Process group: rank, device, collectives.
 
-Works the same for one process without a launcher. The environment variables RANK, WORLD_SIZE,
-LOCAL_RANK and LOCAL_WORLD_SIZE decide whether there is a process group: torchrun and Accelerate set
-them, and `slurm.export_torchrun_env` under srun. Only this module and `slurm` read them.
+The environment variables RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE decide whether there is
+one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under srun.
 """
 
 import atexit
@@ -32,11 +31,8 @@ _joined_in: int | None = None  # the id of the process that has called `join_pro
 
 @dataclass(frozen=True)
 class World:
-    """The process group as this rank sees it: `rank` of `size`, `local_rank` of `local_size` on its
-    host, and the `device` it computes on.
-
-    `store` still connects the ranks when a collective operation has failed; None where another
-    program made the process group.
+    """The process group as this rank sees it. `store` still connects the ranks when a collective
+    operation has failed; None where another program made the process group.
     """
 
     rank: int
@@ -63,24 +59,26 @@ def launched_rank() -> int:
 
 
 def is_restart(world: World) -> bool:
-    """Whether these processes replace failed ones (`torchrun --max-restarts`), or SLURM has
-    started their job again.
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of this host
-    return any(gather(restarts > 0 or slurm.is_restart(), world))
+    """Whether torchrun has restarted the processes of any host, or SLURM their job."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(gather(any(os.environ.get(name, "0") != "0" for name in counts), world))
 
 
 def join_processes(
     device: str = "auto", threads: int | None = None, timeout_s: float = 600
 ) -> World:
     """Chooses the device, and joins the process group if there are several processes: gloo for
-    CPUs, NCCL for GPUs.
+    CPUs, NCCL for GPUs. Raises `UserError`.
 
     `device` is auto, cpu or cuda; `threads` is the number per process on a CPU, None for the
     host's cores divided by its processes; `timeout_s` bounds every wait for another process.
-    Raises `UserError`.
     """
-    check_not_forked()
+    global _joined_in
+    if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
+        raise UserError(
+            "forked after torch started its threads: restart the session, and start the processes first"
+        )
+    _joined_in = os.getpid()
     rank, size = launched_rank(), launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -108,27 +106,11 @@ def join_processes(
                 device_id=chosen if chosen.type == "cuda" else None,
             )
         except RuntimeError as error:
-            reason = one_line(error)[-300:]
-            if isinstance(error, dist.DistStoreError) or re.search("timed? ?out", reason, re.I):
-                reason = (
-                    f"the {size} processes did not find each other within {timeout_s:g} s "
-                    f"(trainer.timeout_s): {reason}"
-                )
-            raise UserError(reason) from error
+            raise UserError(
+                f"the {size} processes did not find each other within {timeout_s:g} s "
+                f"(trainer.timeout_s): {one_line(error)[-300:]}"
+            ) from error
     return World(rank, size, local_rank, local_size, chosen, store)
-
-
-def check_not_forked() -> None:
-    """Raises `UserError` in a fork of a process that has trained, as in a notebook: OpenMP's
-    threads are not copied, and the first operation that uses them would wait forever.
-    """
-    global _joined_in
-    if _joined_in not in (None, os.getpid()):
-        raise UserError(
-            "forked after torch started its threads: restart the session, and start the processes "
-            "before anything else trains in it"
-        )
-    _joined_in = os.getpid()
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
@@ -136,8 +118,7 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise UserError(
-            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu "
-            "or auto"
+            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu or auto"
         )
     if not gpus:
         return torch.device("cpu")
@@ -146,17 +127,14 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     if local_size > gpus:
         raise UserError(
             f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start "
-            f"--nproc_per_node={gpus} (srun --ntasks-per-node={gpus}), "
-            "or set trainer.device=cpu"
+            f"--nproc_per_node={gpus} (srun --ntasks-per-node={gpus}), or set trainer.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with exit status `status`; with 0 it leaves the process group first.
-
-    Skips the interpreter's tear-down, in which gloo's threads, which may outlive their group, now
-    and then abort the process (torch 2.13.0), and which takes half a second.
+    """Ends the process with exit status `status`; with 0 it leaves the process group first. Skips the
+    interpreter's tear-down, in which gloo's threads may abort the process (torch 2.13.0).
     """
     if not dist.is_initialized():
         atexit._run_exitfuncs()
@@ -192,16 +170,15 @@ def gather(value: Any, world: World) -> list[Any]:
 
 
 def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Adds up `tensor` over all ranks, in place, and returns it."""
+    """Sums `tensor` over all ranks, in place; returns it."""
     if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def run_on_first(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank.
-
-    A `UserError` or `OSError` there is raised as a `UserError` on every rank.
+    """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank. A `UserError` or
+    `OSError` there is raised as a `UserError` on every rank.
     """
     outcome = [_attempt(action) if world.is_first else (None, None)]
     if world.size > 1:
@@ -210,10 +187,8 @@ def run_on_first(action: Callable[[], Any], world: World) -> Any:
 
 
 def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on the first process of every host; returns rank 0's result on every rank.
-
-    Errors are raised as in `run_on_first`. A download may take longer than ranks wait for each
-    other, so `action` runs in a thread, and they exchange whether it is done.
+    """Runs `action` on the first process of every host; returns and raises as `run_on_first`. A download
+    may take longer than ranks wait for each other, so they exchange whether it is done.
     """
     if world.size == 1:
         return run_on_first(action, world)
@@ -241,10 +216,8 @@ def _first_result(outcomes: list[tuple[Any, str | None]]) -> Any:
 
 
 class Agreement:
-    """Asynchronous all-reduce (MAX): returns the result of the previous call.
-
-    The exchange runs in the background between two calls, so that no step waits for it. Every rank
-    must call equally often. A single process gets its own number at once.
+    """Asynchronous all-reduce (MAX): a call returns the result of the one before, so that no step
+    waits. Every rank must call equally often. A single process gets its own number at once.
     """
 
     def __init__(self, world: World):
@@ -271,8 +244,8 @@ class Agreement:
 
 @contextlib.contextmanager
 def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterator[None]:
-    """Turns a failed collective operation into a `UserError` that names the ranks that have not
-    reported it; `doing()` says what was being done.
+    """Turns a failed collective operation, during `doing()`, into a `UserError` that names the ranks that
+    have not noticed it.
     """
     try:
         yield
@@ -285,16 +258,13 @@ def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterato
         verb = "has" if len(ranks) == 1 else "have"
         # Without the position in gloo's source, and its advice.
         message = re.sub(r"^\[\S+\] |\. This is typically.*", "", message)
-        raise UserError(
-            f"{doing()}: {', '.join(ranks)} {verb} not reported within 3 s: {message}"
-        ) from error
+        silent = f"{', '.join(ranks)} {verb} not reported within 3 s"
+        raise UserError(f"{doing()}: {silent}: {message}") from error
 
 
 def unresponsive_ranks(world: World) -> list[str]:
-    """The ranks that have not noticed a failure within 3 s of this one, with process and host.
-
-    gloo and NCCL report that a connection was closed or a wait timed out, but not by whom. Every
-    rank that notices sets a key in the store.
+    """The ranks that have not noticed a failure within 3 s of this one, with process and host: gloo and
+    NCCL do not say whose connection failed. A rank that notices sets a key in the store.
     """
     store = world.store
     if store is None:

@@ -1,7 +1,4 @@
-"""Local launcher: torchrun, called by `main.py` itself.
-
-python main.py launch.nproc_per_node=2
-"""
+"""Local launcher: torchrun, called by `main.py` itself for `launch.nproc_per_node=2`."""
 
 import logging
 import os
@@ -26,9 +23,7 @@ class LaunchConfig:
     def __post_init__(self):
         n = self.nproc_per_node
         if n != "gpu" and (isinstance(n, str) or n < 1):
-            raise UserError(
-                f"launch.nproc_per_node={n}: must be a number of processes, at least 1, or gpu"
-            )
+            raise UserError(f"launch.nproc_per_node={n}: must be a number of processes, or gpu")
         if self.max_restarts < 0:
             raise UserError(f"launch.max_restarts={self.max_restarts}: must not be negative")
 
@@ -47,25 +42,19 @@ class LaunchConfig:
         return self.processes() > 1 or self.max_restarts > 0
 
     def check_starts_none(self) -> None:
-        """Raises `UserError` if these settings start child processes."""
+        """Raises `UserError` if training would run in child processes."""
         if self.starts_others():
             raise UserError(
-                f"launch.nproc_per_node={self.nproc_per_node}, launch.max_restarts="
-                f"{self.max_restarts}: must be 1 and 0 under a launcher and in train(), which is one "
-                "process; leave them out, or start python main.py without a launcher"
+                f"launch.nproc_per_node={self.nproc_per_node}, launch.max_restarts={self.max_restarts}: "
+                "must be 1 and 0 under a launcher and in train(), which is one process; leave them out"
             )
-
-    def check(self) -> None:
-        """`check_starts_none`, if a launcher has started this process."""
-        if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-            self.check_starts_none()
 
 
 def start(config: LaunchConfig, script: str, arguments: list[str]) -> None:
     """Runs `python SCRIPT ARGUMENTS...` in `config.processes()` processes and waits for them.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR2 are forwarded. Raises `Stopped` if a signal stopped the
-    processes, and `UserError` if one of them failed.
+    Signals are forwarded. Raises `Stopped` if one stopped the processes, and `UserError` if a process
+    failed.
     """
     from torch.distributed import run as torchrun  # only a launcher needs it
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -92,10 +81,9 @@ def start(config: LaunchConfig, script: str, arguments: list[str]) -> None:
             for number, request in SIGNALS.items():
                 if failure.exitcode == 128 + number:  # sent to one rank, which stopped all
                     raise Stopped(request) from None
+            how = f"ended with status {failure.exitcode}; see its error above"
             if failure.exitcode < 0:
                 how = f"was ended by {failure.signal_name()}; the same command resumes it"
-            else:
-                how = f"ended with status {failure.exitcode}; see its error above"
             raise UserError(f"rank {rank} (process {failure.pid}) {how}") from None
         finally:
             for number, handler in handlers.items():

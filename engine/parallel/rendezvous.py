@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The store of this start, with the process id and host of each rank.
-
-    Raises RuntimeError after `timeout`, or sooner if torchrun has died.
+    """The store of this start, with the process id and host of each rank. Raises RuntimeError after
+    `timeout`, or sooner if torchrun has died.
     """
     # torchrun's own store listens before its processes start. Otherwise rank 0 opens one.
     held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -28,11 +27,11 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
 
 def name_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name for this start, the same on all ranks once all have arrived.
+    """A name for this start, the same on all ranks: made of a random number of each, and settled when
+    every rank has seen the same numbers.
 
     torchrun's store outlives its processes, and what they left in it would mislead those that replace
-    them (pytorch/pytorch#135712; hosts do not count restarts alike). So the name is made of a random
-    number of each process, and counts when every rank has seen the same numbers.
+    them (pytorch/pytorch#135712; hosts do not count restarts alike).
     """
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"arrived/{rank}", uuid.uuid4().hex)
@@ -48,10 +47,8 @@ def name_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> s
 
 def choose_interface(store: dist.Store, rank: int, size: int) -> None:
     """Sets GLOO_SOCKET_IFNAME, unless set, to the interface that leads to rank 0's host, or from
-    there to another host.
-
-    gloo's own choice is the address of the host's name, which is 127.0.1.1 on Debian and Ubuntu:
-    no other host can reach it.
+    there to another. gloo's own choice is the address of the host's name, which on Debian and Ubuntu
+    is 127.0.1.1: no other host can reach it.
     """
     address = address_towards(os.environ["MASTER_ADDR"])
     store.set(f"address/{rank}", address)

@@ -1,11 +1,8 @@
 """FSDP2 (Zhao et al., "PyTorch FSDP", 2023): each rank keeps a shard of every parameter, gradient
 and optimizer state.
 
-    model = build(lambda: GPT(config), world, "fsdp", torch.bfloat16)
-
 A sharded parameter is a `DTensor` (torch.distributed.tensor), cut along its first dimension.
-`full_tensor` and `shard_like` convert it to the plain tensor that a snapshot holds and back, so that
-snapshots do not depend on how a run was sharded.
+`full_tensor` and `shard_like` convert it to the plain tensor that a snapshot holds and back.
 """
 
 import logging
@@ -30,8 +27,8 @@ def build(
     """The model that `make()` makes, on this rank's device, wrapped in DDP or sharded with FSDP2 as
     `strategy` (ddp or fsdp) says; a single process wraps nothing.
 
-    For FSDP2 the model is made without memory and sharded; then `init_weights()` draws the weights
-    that `make()` alone would have drawn, one parameter at a time. No rank ever holds all of them.
+    For FSDP2 it is made without memory and sharded; then `init_weights()` draws the same weights, one
+    parameter at a time, so that no rank ever holds all of them.
     """
     if strategy == "ddp" or world.size == 1:
         return distributed.wrap(make(), world)
@@ -45,28 +42,21 @@ def build(
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
     """Shards the parameters of `model` in place. Each member of a `ModuleList`, a block, is gathered
-    on its own, and the remaining parameters together, as in pytorch/torchtitan.
-
-    Parameters are float32; they are gathered and used in `dtype`, and gradients are averaged in
-    float32.
+    on its own, and the remaining parameters together, as in pytorch/torchtitan. They are gathered and
+    used in `dtype`; gradients are averaged in float32.
     """
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
     # gloo has no all-to-all, and torch warns that it gathers instead.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
-    settings: dict[str, Any] = {
-        "mesh": init_device_mesh(world.device.type, (world.size,)),
-        "mp_policy": fsdp.MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-    }
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                fsdp.fully_shard(block, **settings)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = [block for module in lists for block in module]
     # By default the root stays gathered after a forward pass, with other parameters than before.
-    fsdp.fully_shard(model, **settings, reshard_after_forward=True)
+    for module in (*blocks, model):
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if world.device.type == "cpu":  # or the heap would grow to more than a full model
         hardware.return_freed_memory()
 
@@ -87,8 +77,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """A nested dictionary of tensors with full ones in place of shards, in rank 0's host memory;
-    None in their place on other ranks. Every rank must call it. One tensor is gathered at a time.
+    """A nested dictionary of tensors with full ones in place of shards, one gathered at a time, in rank
+    0's host memory; None in their place on other ranks. Every rank must call it.
     """
     result: dict[str, Any] = {}
     for name, value in state.items():

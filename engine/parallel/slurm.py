@@ -1,7 +1,4 @@
-"""SLURM and submitit: their environment variables, translated to torchrun's.
-
-Nothing else in the application reads the variables of these launchers.
-"""
+"""SLURM and submitit: their environment variables, translated to torchrun's."""
 
 import atexit
 import contextlib
@@ -15,8 +12,6 @@ from typing import NoReturn
 from engine import signals
 from engine.errors import UserError
 
-FIRST_PORT, PORTS = 10_000, 20_000  # below those that Linux gives to outgoing connections
-
 
 def export_torchrun_env(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT where srun
@@ -25,7 +20,7 @@ def export_torchrun_env(environment: MutableMapping[str, str] = os.environ) -> N
     A launcher between srun and Python (torchrun, Accelerate) has set RANK, and wins; so does a
     MASTER_ADDR or MASTER_PORT of the batch script. A batch script itself, a shell of salloc and
     `srun --pty` are one process: they have SLURM_PROCID, and SLURM_NTASKS of the whole job, but
-    no step of several tasks. Raises `UserError` that names the variable that cannot be read.
+    no step of several tasks. Raises `UserError` for a variable that is missing.
     """
     if "RANK" in environment:
         return
@@ -37,35 +32,27 @@ def export_torchrun_env(environment: MutableMapping[str, str] = os.environ) -> N
     if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
 
-    def read(name: str, pattern: str = r"\d+", example: str = "7") -> str:
-        value = environment.get(name, "")
-        if not re.fullmatch(pattern, value):
-            raise UserError(f"{name}={value}: must be like {example}; srun sets it for every task")
-        return value
+    def read(name: str) -> str:
+        if name not in environment:
+            raise UserError(f"{name}: is not set; srun sets it for every task")
+        return environment[name]
 
-    host, tasks = r"(?:[\w.-]|\[\w[\w,-]*\])+", r"(\d+)(?:\(x(\d+)\))?"
-    hosts = read("SLURM_STEP_NODELIST", f"{host}(,{host})*", "node[01-03,07],gpu5")
-    first_host = re.sub(r"\[(\w+)[^]]*\]", r"\1", re.findall(host, hosts)[0])
-    counts = read("SLURM_STEP_TASKS_PER_NODE", f"{tasks}(,{tasks})*", "4(x2),2")
-    tasks_per_node = [
-        int(n) for n, nodes in re.findall(tasks, counts) for _ in range(int(nodes or 1))
-    ]
-    # The port: the same for all tasks of a step, another for the next step or job on a host.
-    port = FIRST_PORT + (int(read("SLURM_JOB_ID")) + 7919 * int(read("SLURM_STEP_ID"))) % PORTS
+    # node[01-03,07],gpu5
+    first_host = re.sub(r"\[(\w+)[^]]*\]", r"\1", read("SLURM_STEP_NODELIST")).split(",")[0]
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", read("SLURM_STEP_TASKS_PER_NODE"))  # 4(x2),2
+    tasks_per_node = [n for n, nodes in counts for _ in range(int(nodes or 1))]
+    # The port: the same for all tasks of a step, another for the next step or job on a host; below
+    # those that Linux gives to outgoing connections.
+    port = 10_000 + (int(read("SLURM_JOB_ID")) + 7919 * int(read("SLURM_STEP_ID"))) % 20_000
     ranks = {
         "RANK": read("SLURM_PROCID"),
         "WORLD_SIZE": read("SLURM_STEP_NUM_TASKS"),
         "LOCAL_RANK": read("SLURM_LOCALID"),
-        "LOCAL_WORLD_SIZE": str(tasks_per_node[int(read("SLURM_NODEID"))]),
+        "LOCAL_WORLD_SIZE": tasks_per_node[int(read("SLURM_NODEID"))],
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
     environment.update(ranks)
-
-
-def is_restart() -> bool:
-    """Whether SLURM has put this job back into its queue and started it again."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def shows_own_gpus() -> bool:
@@ -81,8 +68,8 @@ def is_submitit_worker() -> bool:
 
 @contextlib.contextmanager
 def submitit_job(leave: Callable[[int], NoReturn]) -> Iterator[None]:
-    """A job of a sweep: in a worker of submitit, signals act as in `main.py`, and one that is stopped as
-    its time is up goes back into the queue. `leave` ends a process. Elsewhere nothing changes.
+    """A job of a sweep: in a worker of submitit, signals act as in `main.py`, and a job whose time is up
+    goes back into the queue. `leave` ends a process. Elsewhere nothing changes.
     """
     if not is_submitit_worker():
         yield

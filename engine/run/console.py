@@ -26,9 +26,8 @@ class LevelFormatter(logging.Formatter):
     """Messages unchanged, with the level before warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
-        named = record.levelno >= logging.WARNING
-        return f"{record.levelname.lower()}: {message}" if named else message
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return level + super().format(record)
 
 
 def log_to_console() -> None:
@@ -54,8 +53,8 @@ def fail(error: Exception | str, status: int = 1) -> NoReturn:
 
 @contextlib.contextmanager
 def command_line() -> Iterator[None]:
-    """Signals, log, rank and errors of a process started from the command line: it ends with one line for an
-    error that a user can correct. Others keep their traceback.
+    """A process started from the command line: its signals, log and rank, and one line for an error that
+    a user can correct. Others keep their traceback.
     """
     escape_unencodable()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raises errors instead of printing them
@@ -73,10 +72,9 @@ def command_line() -> Iterator[None]:
             raise
         fail(" ".join(str(error).splitlines()[:2]))  # the rest is what the job has printed
     except OSError as error:
-        given = any(a.startswith(("hydra.", "-m", "--multirun")) for a in sys.argv)
-        if error.filename is None or not given:
+        if error.filename is None:
             raise
-        fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not create
+        fail(f"{error.filename}: {error.strerror}")  # as of a directory that Hydra could not create
     except KeyboardInterrupt:
         fail(
             "interrupted; the same command resumes from the last snapshot, if there is one",
