@@ -67,28 +67,6 @@ def test_a_normalized_update_has_rows_of_one_size_and_is_as_large_as_an_orthogon
 def test_muon_refuses_what_is_not_a_matrix():
     with pytest.raises(ValueError, match=r"not for a shape of \(3,\)"):
         Muon([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    muon = Muon([torch.nn.Parameter(torch.ones(3, 3))], lr=0.1)
-    with pytest.raises(ValueError, match=r"not for a shape of \(3,\)"):
-        muon.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-
-
-def test_a_copy_of_the_optimizer_is_independent_and_takes_closures():
-    idx = torch.randint(11, (4, 12))
-    model = tiny("modern")
-    optimizer = create_optimizer(model, OptimizerConfig(name="muon", learning_rate=0.01))
-
-    def loss(of):
-        of.zero_grad()
-        value = of(idx, idx)[1]
-        value.backward()
-        return value.item()
-
-    first = optimizer.step(lambda: loss(model))
-    other, copied = copy.deepcopy((model, optimizer))
-    assert optimizer.step(lambda: loss(model)) < first
-    after = loss(model)
-    copied.step(lambda: loss(other))
-    assert loss(model) == after == loss(other)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -111,7 +89,7 @@ def test_every_group_has_what_the_configuration_says(name):
         momentum=0.77, normalize=True, decay_embeddings=True,
     )  # fmt: skip
     groups = create_optimizer(tiny("gpt2", tie_weights=False), config).param_groups
-    assert all(group["lr"] == group["initial_lr"] == 0.007 for group in groups)
+    assert all(group["lr"] == 0.007 for group in groups)
     if name == "muon":
         muon, *groups = groups
         assert (muon["momentum"], muon["normalize"], muon["weight_decay"]) == (0.77, True, 0.03)

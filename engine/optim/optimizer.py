@@ -69,8 +69,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, lis
 def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW, or Muon for the hidden matrices and AdamW for the rest.
 
-    Weight decay is decoupled, and applies to `hidden` and `decay` of `parameter_groups`. Each group's
-    peak learning rate is its `initial_lr`, which the trainer multiplies by the schedule.
+    Weight decay is decoupled, and applies to `hidden` and `decay` of `parameter_groups`.
     """
     groups = parameter_groups(model, config)
     betas = (config.beta1, config.beta2)
@@ -79,18 +78,13 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
         {"params": groups["decay"], "weight_decay": config.weight_decay},
         {"params": groups["no_decay"], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer
-    if config.name == "muon":
-        muon = {
-            "lr": config.learning_rate,
-            "momentum": config.momentum,
-            "weight_decay": config.weight_decay,
-            "normalize": config.normalize,
-        }
-        optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
-    else:
+    if config.name == "adamw":
         rest[0]["params"] = groups["hidden"] + rest[0]["params"]
-        optimizer = AdamW([g for g in rest if g["params"]], **adamw)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = config.learning_rate
-    return optimizer
+        return AdamW([g for g in rest if g["params"]], **adamw)
+    muon = {
+        "lr": config.learning_rate,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "normalize": config.normalize,
+    }
+    return MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
