@@ -492,8 +492,8 @@ def test_a_snapshot_of_before_has_the_model_that_it_was_made_with():
         ({"n_embd": 10, "n_head": 3}, "model.n_embd=10: must be divisible by model.n_head=3"),
         ({"arch": "modern", "n_embd": 12, "n_head": 4}, "heads 3 wide: rotary positions"),
         ({"arch": "modern", "bias": True}, "model.bias=true"),
-        ({"arch": "gpt3"}, "model.arch=gpt3: must be gpt2 or modern"),
-        ({"model_type": "gpt-huge"}, "model.model_type=gpt-huge: must be null or one of gpt2"),
+        ({"arch": "gpt3"}, "model.arch=gpt3: must be one of gpt2, modern"),
+        ({"model_type": "gpt-huge"}, "model.model_type=gpt-huge: must be one of gpt2"),
         (
             {"model_type": "gpt-mini", "n_layer": 4, "n_head": 2, "n_embd": 128},
             "to have .6, 6, 192.: model.n_layer=null model.n_head=null model.n_embd=null",

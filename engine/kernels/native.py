@@ -6,6 +6,7 @@ neither type nor shape.
 
 import ctypes
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from engine.kernels.build import library
 WIDTH = 16  # row lengths are a multiple of this, except for `cross_entropy`
 NORM_EPS, LAYER_NORM_EPS = 1e-6, 1e-5  # as in kernels.c
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+Rotation = tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines (T, D / 2)
 
 
 def supports(x: torch.Tensor, multiple: int = WIDTH) -> bool:
@@ -56,21 +59,17 @@ def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
     return kernel
 
 
-class _NoContext:
-    """The `ctx` of a forward pass without a backward pass."""
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
+# The `ctx` of a forward pass without a backward pass.
+NO_CONTEXT = SimpleNamespace(
+    save_for_backward=lambda *_: None, set_materialize_grads=lambda _: None
+)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`; without gradients, `forward` alone, which makes `generate` a fifth faster."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
-    return function.forward(_NoContext(), *arguments)
+    return function.forward(NO_CONTEXT, *arguments)
 
 
 class _Attention(torch.autograd.Function):
@@ -125,7 +124,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         x, rows = x.contiguous(), x.numel() // x.size(-1)
-        y, r = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        y = torch.empty_like(x)
+        r = None if ctx is NO_CONTEXT else x.new_empty(rows, dtype=torch.float32)
         _call(x.dtype, "rms_norm", rows, x.size(-1), x, y, r)
         ctx.save_for_backward(y, r)
         return y
@@ -213,22 +213,19 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None, None
 
 
-def attention(
-    qkv: torch.Tensor, n_head: int, rotation: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+def attention(qkv: torch.Tensor, n_head: int, rotation: Rotation) -> torch.Tensor:
     """Causal attention: (B, T, C) from queries, keys and values (B, T, 3 C).
 
-    With `rotation`, float32 cosines and sines (T, D / 2), queries and keys are rotated and
-    normalized first. The weight matrix is never stored, as in FlashAttention (Dao et al., 2022).
+    With `rotation`, in float32, queries and keys are rotated and normalized first. The weight matrix
+    is never stored, as in FlashAttention (Dao et al., 2022).
     """
-    cosine, sine = rotation if rotation is not None else (None, None)
-    return _apply(_Attention, qkv, n_head, cosine, sine)
+    return _apply(_Attention, qkv, n_head, *(rotation or (None, None)))
 
 
 def attention_step(
     qkv: torch.Tensor,
     n_head: int,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    rotation: Rotation,
     keys: torch.Tensor,
     values: torch.Tensor,
     past: int,
@@ -238,10 +235,9 @@ def attention_step(
     `past`. Not differentiable.
     """
     B, D = qkv.size(0), keys.size(3)
-    cosine, sine = rotation if rotation is not None else (None, None)
     qkv, out = qkv.contiguous(), qkv.new_empty(B, 1, n_head * D)
-    sizes = (B, n_head, D, keys.size(2), past)
-    _call(qkv.dtype, "attention_step", *sizes, qkv, cosine, sine, keys, values, out)
+    sizes, tables = (B, n_head, D, keys.size(2), past), rotation or (None, None)
+    _call(qkv.dtype, "attention_step", *sizes, qkv, *tables, keys, values, out)
     return out
 
 
@@ -251,18 +247,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     not depend on the other rows.
     """
     if x.dtype is torch.float32:
-        return _Linear.forward(_NoContext(), x, weight, bias)
+        return _Linear.forward(NO_CONTEXT, x, weight, bias)
     return _apply(_Linear, x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """RMSNorm over the last dimension, without weights."""
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x)
-    x, C = x.contiguous(), x.size(-1)
-    y = torch.empty_like(x)
-    _call(x.dtype, "rms_norm", x.numel() // C, C, x, y, None)
-    return y
+    return _apply(_RMSNorm, x)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Hardware: device names, peak rates, memory, bfloat16 support, malloc settings."""
 
 import ctypes
-import functools
 import platform
 import re
 import resource
@@ -39,11 +38,8 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-@functools.cache
 def is_by_amd() -> bool:
-    """Whether the CPU is AMD's. (torch multiplies float32 matrices with MKL, which is fastest on
-    Intel's.)
-    """
+    """Whether the CPU is AMD's."""
     return "AuthenticAMD" in _cpuinfo()
 
 
