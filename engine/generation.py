@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 class LayerCache:
@@ -30,9 +31,9 @@ class LayerCache:
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.last = torch.zeros(batch_size, 1, config.n_embd, device=device, dtype=dtype)
         self.length = 0
-        self.weights: list[torch.Tensor] | None = None
+        self.weights: list[Tensor] | None = None
 
-    def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values (B, H, S, D) of the next characters; returns all so far, (B, H,
         length, D).
         """
@@ -49,7 +50,7 @@ class KVCache:
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
         self.layers = [LayerCache(config, batch_size, device, dtype) for _ in range(config.n_layer)]
-        self.rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.rotation: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -57,9 +58,7 @@ class KVCache:
         return self.layers[0].length
 
 
-def generate(
-    model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int, **options: Any
-) -> torch.Tensor:
+def generate(model: torch.nn.Module, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
     """Continues `idx` (B, T >= 1) by `max_new_tokens` characters: (B, T + max_new_tokens). Options
     and errors are those of `stream`.
     """
@@ -70,7 +69,7 @@ def generate(
 @torch.no_grad()
 def stream(
     model: torch.nn.Module,
-    idx: torch.Tensor,
+    idx: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
     do_sample: bool = False,
@@ -79,7 +78,7 @@ def stream(
     seed: int | None = None,
     first_row: int = 0,
     use_cache: bool = True,
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
     row, int64 (B,), `max_new_tokens` times. The model sees the last `block_size` characters, in
     evaluation mode.
@@ -136,12 +135,12 @@ def stream(
 
 
 def pick(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     generators: list[np.random.Generator],
-) -> torch.Tensor:
+) -> Tensor:
     """One id (B,) per row of `logits` (B, V), drawn with the row's generator, or the likeliest if
     there are no generators; see `stream`.
     """

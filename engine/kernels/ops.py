@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from engine.kernels import native
 from engine.kernels.build import instructions
@@ -29,7 +30,7 @@ MAX_PLAIN_ATTENTION = 256  # characters; on a CPU matrix products are faster up 
 COMPARED_LENGTHS = (256, 1024, 4096, 16384, 65536)  # of contexts, in `fused`
 
 
-def rms_norm(x: torch.Tensor, eps: float = native.NORM_EPS) -> torch.Tensor:
+def rms_norm(x: Tensor, eps: float = native.NORM_EPS) -> Tensor:
     """Root mean square normalization (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) over the
     last dimension; same shape.
     """
@@ -43,9 +44,7 @@ def rms_norm(x: torch.Tensor, eps: float = native.NORM_EPS) -> torch.Tensor:
     return x * torch.rsqrt(mean + eps).to(x.dtype)
 
 
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer normalization (Ba et al., 2016) of x (..., C) with `weight` and `bias` (C,)."""
     # FSDP2 gathers weights in the type that is computed in; the kernel's are float32.
     fits = weight.dtype is torch.float32 and weight.shape == x.shape[-1:]
@@ -54,7 +53,7 @@ def layer_norm(
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al., "RoFormer", 2021): rotates the pairs (x[i], x[i + D / 2]) of x
     (..., T, D) by the angles of their positions, given as cosines and sines (T, D / 2).
     """
@@ -63,7 +62,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
+def squared_relu(x: Tensor) -> Tensor:
     """Squared ReLU (So et al., "Primer", 2021): max(x, 0)^2."""
     if x.numel() >= MIN_KERNEL_ELEMENTS and native.supports(x):
         return native.squared_relu(x)
@@ -71,19 +70,17 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return positive * positive  # square() goes to float32 under autocast on a GPU
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
+def gelu(x: Tensor) -> Tensor:
     """GELU (Hendrycks and Gimpel, 2016), exact: x Phi(x)."""
     return native.gelu(x) if native.supports(x) else F.gelu(x)
 
 
-def dropout(x: torch.Tensor, p: float, training: bool = True) -> torch.Tensor:
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """Dropout (Srivastava et al., 2014). Not called where it does nothing: 4 % of `generate`."""
     return F.dropout(x, p) if training and p else x
 
 
-def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, softcap: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, softcap: int = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
     (...), int64, that are not -1; take no gradients of it with respect to these logits.
     """
@@ -94,7 +91,7 @@ def cross_entropy(
     return logits, loss
 
 
-def cap(logits: torch.Tensor, softcap: int) -> torch.Tensor:
+def cap(logits: Tensor, softcap: int) -> Tensor:
     """Soft cap (Gemma Team, "Gemma 2", 2024): softcap tanh(logits / softcap), unless that is 0, in
     float32.
     """
@@ -106,14 +103,14 @@ def cap(logits: torch.Tensor, softcap: int) -> torch.Tensor:
 # Linear layers
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Linear layer: x (..., C) times `weight` (columns, C) transposed, plus `bias` (columns)."""
     if _linear_is_faster(x, weight, bias):
         return native.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _linear_is_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _linear_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel can compute this and beats torch (benchmarks/experiments.md): large
     products only, in bfloat16 under its autocast, in float32 without autocast and gradients.
     """
@@ -140,7 +137,7 @@ def _linear_is_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     )
 
 
-def _is_dense_float32(x: torch.Tensor) -> bool:
+def _is_dense_float32(x: Tensor) -> bool:
     return native.holds_memory(x) and x.dtype is torch.float32 and x.is_contiguous()
 
 
@@ -151,15 +148,16 @@ def _products_are_slow(dtype: torch.dtype) -> bool:
     """
     if dtype is torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()
-    amd = hardware.is_by_amd() and torch.backends.mkl.is_available()
-    return amd and instructions(torch.float32) == "AVX512"
+    by_amd = "AuthenticAMD" in hardware.cpuinfo()
+    mkl = torch.backends.mkl.is_available()
+    return by_amd and mkl and instructions(torch.float32) == "AVX512"
 
 
 # --------------------------------------------------------------------------------------------------
 # Attention
 
 
-def fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorates attention written in plain PyTorch: dispatches to a fused implementation that gives
     the same results, where there is one.
 
@@ -183,8 +181,8 @@ def fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     is_standard._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @functools.wraps(attention)
-    def dispatch(*arguments: Any, **named: Any) -> torch.Tensor:
-        if len(arguments) == 5 and not named and type(arguments[0]) is torch.Tensor:
+    def dispatch(*arguments: Any, **named: Any) -> Tensor:
+        if len(arguments) == 5 and not named and type(arguments[0]) is Tensor:
             qkv, n_head, rotation, cache, pdrop = arguments
             width = qkv.size(2) // 3 // n_head
             length = qkv.size(1) if cache is None else qkv.size(1) + cache.length
@@ -201,8 +199,8 @@ def fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _choose_kernel(
-    qkv: torch.Tensor, width: int, length: int, rotation: native.Rotation, cache: Any, pdrop: float
-) -> Callable[..., torch.Tensor] | None:
+    qkv: Tensor, width: int, length: int, rotation: native.Rotation, cache: Any, pdrop: float
+) -> Callable[..., Tensor] | None:
     """The fused attention for heads of this width and a context of this length. None where plain
     matrix products are faster, or where the attention weights are recorded.
     """
@@ -232,7 +230,7 @@ def _fits(rotation: native.Rotation, S: int, width: int) -> bool:
     )
 
 
-def _native_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
+def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
     if cache is None:
         return native.attention(qkv, n_head, rotation)
     y = native.attention_step(qkv, n_head, rotation, cache.keys, cache.values, cache.length)
@@ -240,7 +238,7 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
     return y
 
 
-def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
+def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
     """Standard causal attention with torch's own fused kernels, for S = T or S = 1."""
     B, S, _ = qkv.shape
     qkv = qkv.view(B, S, 3, n_head, -1)
@@ -257,7 +255,7 @@ def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> torch.Tensor:
 
 @functools.cache
 def _agrees(
-    attention: Callable[..., torch.Tensor], n_head: int, width: int, rotated: bool, length: int
+    attention: Callable[..., Tensor], n_head: int, width: int, rotated: bool, length: int
 ) -> bool:
     """Whether `attention` and `_torch_attention` give the same results and gradients on random inputs,
     in float32 on the CPU: for a whole context, for a short one with dropout, and for the last of
@@ -265,7 +263,7 @@ def _agrees(
     """
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
     def agree(S: int, past: int = 0, pdrop: float = 0.0) -> bool:

@@ -34,16 +34,11 @@ def device_name(device: torch.device) -> str:
     """The model name of a GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = re.findall(r"^model name\s*: (.*)$", _cpuinfo(), re.MULTILINE)
+    names = re.findall(r"^model name\s*: (.*)$", cpuinfo(), re.MULTILINE)
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def is_by_amd() -> bool:
-    """Whether the CPU is AMD's."""
-    return "AuthenticAMD" in _cpuinfo()
-
-
-def _cpuinfo() -> str:
+def cpuinfo() -> str:
     """The kernel's description of the CPUs; empty except on Linux."""
     try:
         with open("/proc/cpuinfo") as file:
