@@ -144,14 +144,14 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer normalization (Ba et al., 2016), with weights."""
+    """Layer normalization, with weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization (Zhang and Sennrich, 2019), without weights."""
+    """Root mean square normalization, without weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x)
@@ -300,8 +300,7 @@ class GPT(nn.Module):
         full = torch.empty(shape, device="cpu")
         onto_residual_stream = name.endswith("c_proj.weight")
         if len(shape) == 1:
-            is_norm = name.endswith("weight") and not name.endswith(".shift.weight")
-            return full.fill_(float(is_norm))
+            return full.fill_(float(name.endswith("weight") and ".shift." not in name))
         if self.config.arch == "gpt2":  # Radford et al., 2019, section 2.3
             scale = math.sqrt(2 * self.config.n_layer) if onto_residual_stream else 1.0
             return full.normal_(std=0.02 / scale)
@@ -353,9 +352,7 @@ class GPT(nn.Module):
         return ops.cross_entropy(logits, targets, self.softcap)
 
     def compile(self, *args, **kwargs) -> None:
-        """Compiles the blocks, which share their compiled code: half the time of compiling the model as
-        a whole, and within 5 % as fast.
-        """
+        """Compiles the blocks alone, which share their code: half the time, and within 5 % as fast."""
         for block in self.blocks:
             block.compile(*args, **kwargs)
 

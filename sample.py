@@ -124,9 +124,8 @@ def is_small(model: GPT, num_texts: int) -> bool:
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     """Yields `num_samples` texts as iterables: the prompt, then characters. A single text is streamed.
-    Samples for a seed do not depend on `num_samples`, up to rounding.
-
-    Raises `UserError` for a prompt that cannot be read, is empty, or has an unknown character.
+    Samples for a seed do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt
+    that cannot be read, is empty, or has an unknown character.
     """
     vocabulary = snapshot.vocabulary
     prompt = read_prompt(config, vocabulary)
@@ -157,8 +156,7 @@ def read_prompt(config: SampleConfig, vocabulary: str) -> str:
     name = f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
-            with open(0, "rb", closefd=False) as file:
-                prompt = file.read().decode("utf-8-sig")  # as `read_text` does
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig")  # as `read_text` does
         else:
             prompt = "".join(read_text(find_files(config.prompt_file)))
     except (OSError, UnicodeDecodeError) as error:
@@ -174,8 +172,8 @@ def opening(vocabulary: str) -> str:
 
 
 def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
-    """Draws a few short texts from a model during training, always with the same seed. Leaves random
-    state, thread count and training mode unchanged. All ranks of a sharded model must call it.
+    """Draws a few short texts from a model during training, always with the same seed. Changes no
+    state. All ranks of a sharded model must call it.
     """
     num_texts, num_characters = TRAINING_SAMPLES
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
@@ -191,14 +189,11 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
 
 
 def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
-    """Mean loss of the text at `config.score`, computed like the held-out loss in `Trainer.evaluate`:
-    in non-overlapping windows, every character but the first scored once.
+    """Loss of the text at `config.score`, computed as the held-out loss is: in non-overlapping windows,
+    every character but the first scored once. Returns (nats per character, characters scored).
 
-    Returns (nats per character, characters scored). Writes a line `{"character": "e", "loss": 1.25}`
-    per character, in nats, to `config.per_character`.
-
-    Raises `UserError` for a text that cannot be read, has an unknown character or fewer than two
-    characters, and for a file that already exists.
+    Writes a line `{"character": "e", "loss": 1.25}` per character to `config.per_character`. Raises
+    `UserError` for a text that cannot be scored, and for a file that already exists.
     """
     total, count, path = 0.0, 0, config.per_character
     if path is not None and os.path.lexists(path):

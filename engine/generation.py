@@ -16,12 +16,10 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values that one layer has computed so far.
+    """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
 
-    `keys` and `values` are (B, H, block_size, D), as long as the context will ever be (as in
-    pytorch-labs/gpt-fast); `length` characters of them are filled. `last` is for what a layer has
-    to remember of the last character alone, (B, 1, C), at first zeros. Where `weights` is a list,
-    the layer appends its attention weights to it, (B, H, S, length + S).
+    `last`, (B, 1, C), at first zeros, is what a layer remembers of the last character alone. Where
+    `weights` is a list, the layer appends its attention weights to it, (B, H, S, length + S).
     """
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
@@ -34,9 +32,7 @@ class LayerCache:
         self.weights: list[Tensor] | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values (B, H, S, D) of the next characters; returns all so far, (B, H,
-        length, D).
-        """
+        """Appends keys and values (B, H, S, D); returns all so far, (B, H, length, D)."""
         start, self.length = self.length, self.length + key.size(2)
         self.keys[:, :, start : self.length] = key
         self.values[:, :, start : self.length] = value
@@ -44,9 +40,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The `layers` of a cache for one text or batch. `rotation` is for a model to keep its table of
-    positions.
-    """
+    """The caches of all `layers` for a batch of texts, and a model's table of rotary positions."""
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
         self.layers = [LayerCache(config, batch_size, device, dtype) for _ in range(config.n_layer)]
@@ -59,9 +53,7 @@ class KVCache:
 
 
 def generate(model: torch.nn.Module, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """Continues `idx` (B, T >= 1) by `max_new_tokens` characters: (B, T + max_new_tokens). Options
-    and errors are those of `stream`.
-    """
+    """Continues `idx` (B, T) as `stream` does, with its options: (B, T + max_new_tokens)."""
     new = [ids[:, None] for ids in stream(model, idx, max_new_tokens, **options)]
     return torch.cat((idx, *new), dim=1)
 

@@ -219,6 +219,14 @@ def test_norm_and_activations_and_their_gradients_are_those_of_float64(dtype, ke
         assert torch.equal(kernel(x), ours[0])
 
 
+def result_and_gradients(function, x, weight, bias, g) -> list[torch.Tensor]:
+    """The output, and the gradients of x, weight and, if there is one, bias."""
+    leaves = [z if z is None else z.detach().requires_grad_() for z in (x, weight, bias)]
+    y = function(*leaves)
+    y.backward(g.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
+
+
 @both
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_layer_norm_and_all_its_gradients_are_those_of_float64(dtype, has_bias):
@@ -226,18 +234,9 @@ def test_layer_norm_and_all_its_gradients_are_those_of_float64(dtype, has_bias):
     x, g = (3 * torch.randn(7, 40, 48) + 2).to(dtype), torch.randn(7, 40, 48).to(dtype)
     weight, bias = torch.randn(48), torch.randn(48) if has_bias else None
 
-    def run(function, kind):
-        leaves = [
-            z.detach().clone().to(kind or z.dtype).requires_grad_()
-            for z in (x, weight, bias)
-            if z is not None
-        ]
-        y = function(*leaves)
-        y.backward(g.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    ours = run(lambda x, w, b=None: kernels.layer_norm(x, w, b), None)
-    right = run(lambda x, w, b=None: F.layer_norm(x, (48,), w, b), torch.float64)
+    ours = result_and_gradients(kernels.layer_norm, x, weight, bias, g)
+    exact = (z if z is None else z.double() for z in (x, weight, bias))
+    right = result_and_gradients(lambda x, w, b: F.layer_norm(x, (48,), w, b), *exact, g)
     for a, b in zip(ours, right, strict=True):
         assert relative_error(a, b) < ERROR[dtype]
 
@@ -381,24 +380,17 @@ def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
     g = torch.randn(4, rows // 4, columns).to(dtype).transpose(0, 1)
     weight, bias = torch.randn(columns, width), torch.randn(columns) if has_bias else None
 
-    def run(function, kind=None):
-        leaves = [
-            z.detach().to(kind or z.dtype).requires_grad_()
-            for z in (x, weight, bias)
-            if z is not None
-        ]
-        y = function(*leaves, *([] if has_bias else [None]))
-        y.backward(g.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    ours, right = run(kernels.linear), run(F.linear, torch.float64)
+    ours = result_and_gradients(kernels.linear, x, weight, bias, g)
+    exact = (z if z is None else z.double() for z in (x, weight, bias))
+    right = result_and_gradients(F.linear, *exact, g)
     # Nothing is rounded on the way to the gradients of weight and bias.
     for a, b, error in zip(ours, right, [ERROR[dtype]] * 2 + [1e-6] * 2, strict=False):
         assert relative_error(a, b) < error
     assert [z.dtype for z in ours[2:]] == [torch.float32] * (1 + has_bias)
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert all(torch.equal(a, b) for a, b in zip(run(kernels.linear), ours, strict=True))
+        again = result_and_gradients(kernels.linear, x, weight, bias, g)
+        assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
     torch.set_num_threads(1)
     assert torch.equal(kernels.linear(x[-2:], weight, bias), ours[0][-2:])
 
