@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:  # type: ignore[override]  # without closures
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -106,7 +106,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.parts = (Muon(matrices, **muon), AdamW(groups, **adamw))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
-    def step(self):
+    def step(self) -> None:  # type: ignore[override]  # without closures
         # Groups and state of this optimizer count: loading a state replaces them.
         muon, adamw = self.parts
         muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]

@@ -43,48 +43,42 @@ class OptimizerConfig:
             check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
-    """Every trainable parameter once, in `hidden`, `decay` or `no_decay`.
+def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW; or Muon for the matrices inside the blocks, and AdamW for the rest.
 
-    `hidden`: the matrices inside the blocks, which Muon updates if it is used. `decay`: the head (tied
-    or not), and with `decay_embeddings` the embeddings. `no_decay`: biases, norms, token shifts, and
-    otherwise the embeddings. `model` may be wrapped; only the names of its parameters count.
+    Weight decay is decoupled. It applies to the matrices inside the blocks, to the head (tied or not),
+    and with `decay_embeddings` to the embeddings; not to biases, norms and token shifts. `model` may be
+    wrapped; only the names of its parameters count.
     """
-    groups: dict[str, list[nn.Parameter]] = {"hidden": [], "decay": [], "no_decay": []}
+    hidden: list[nn.Parameter] = []  # for Muon
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     for name, parameter in model.named_parameters():
+        in_block = ".blocks." in f".{name}"
         if not parameter.requires_grad:
             continue
         if parameter.dim() < 2:
-            groups["no_decay"].append(parameter)
-        elif ".blocks." in f".{name}":
-            groups["hidden"].append(parameter)
-        elif id(parameter) in linear or config.decay_embeddings:
-            groups["decay"].append(parameter)
+            no_decay.append(parameter)
+        elif in_block and config.name == "muon":
+            hidden.append(parameter)
+        elif in_block or id(parameter) in linear or config.decay_embeddings:
+            decay.append(parameter)
         else:
-            groups["no_decay"].append(parameter)
-    return groups
-
-
-def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the hidden matrices and AdamW for the rest.
-
-    Weight decay is decoupled, and applies to `hidden` and `decay` of `parameter_groups`.
-    """
-    groups = parameter_groups(model, config)
+            no_decay.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
-    rest: list[dict[str, Any]] = [
-        {"params": groups["decay"], "weight_decay": config.weight_decay},
-        {"params": groups["no_decay"], "weight_decay": 0.0},
-    ]
     if config.name == "adamw":
-        rest[0]["params"] = groups["hidden"] + rest[0]["params"]
-        return AdamW([g for g in rest if g["params"]], **adamw)
+        return AdamW(groups, **adamw)
     muon = {
         "lr": config.learning_rate,
         "momentum": config.momentum,
         "weight_decay": config.weight_decay,
         "normalize": config.normalize,
     }
-    return MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
+    return MuonWithAdamW(hidden, groups, muon, adamw)
