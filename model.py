@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import generation
+from engine.config.checks import check_option, check_range
 from engine.errors import UserError
 from engine.generation import KVCache, LayerCache
 from engine.kernels import ops
@@ -44,7 +45,6 @@ SIZES = {
 ARCHITECTURE = ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "token_shift")  # fmt: skip
 SOFTCAP = 15  # |logit| stays below it in the modern architecture; a whole number
 ROPE_BASE = 10_000.0
-NORM_EPS = 1e-6  # of RMSNorm
 
 
 @dataclass
@@ -71,15 +71,12 @@ class GPTConfig:
     # fmt: on
 
     def __post_init__(self):
-        if self.arch not in ("gpt2", "modern"):
-            raise UserError(f"model.arch={self.arch}: must be gpt2 or modern")
+        check_option("model.arch", self.arch, ("gpt2", "modern"))
         _, n_head, n_embd = self._resolve_sizes()
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"model.{name}={getattr(self, name)}: must be at least 1")
+            check_range(f"model.{name}", getattr(self, name), 1)
         for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise UserError(f"model.{name}={value}: must be at least 0 and below 1")
+            check_range(f"model.{name}", getattr(self, name), 0, below=1)
         width, rest = divmod(n_embd, n_head)
         if rest:
             raise UserError(f"model.n_embd={n_embd}: must be divisible by model.n_head={n_head}")
@@ -95,9 +92,8 @@ class GPTConfig:
 
     def _resolve_sizes(self) -> tuple[int, ...]:
         """Resolves the sizes that are None; `model_type`, which they replace, is None afterwards."""
-        if self.model_type not in (None, *SIZES):
-            known = ", ".join(SIZES)
-            raise UserError(f"model.model_type={self.model_type}: must be null or one of {known}")
+        if self.model_type is not None:
+            check_option("model.model_type", self.model_type, SIZES)
         named, given = SIZES[self.model_type or "gpt2"], (self.n_layer, self.n_head, self.n_embd)
         if self.model_type and None not in given and given != named:
             raise UserError(
@@ -148,17 +144,17 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer normalization (Ba et al., 2016), with weights."""
+    """Layer normalization, with weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization (Zhang and Sennrich, 2019), without weights."""
+    """Root mean square normalization, without weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, NORM_EPS)
+        return ops.rms_norm(x)
 
 
 def make_norm(config: CompleteConfig) -> nn.Module:
@@ -171,13 +167,6 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
     position = torch.arange(length, device=device, dtype=torch.float32)
     angle = position[:, None] * ROPE_BASE ** -(half / width)
     return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x[i], x[i + D / 2]) of x (..., T, D) by their position's angles."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 @ops.fused  # uses a fused kernel while results agree; removable
@@ -193,7 +182,7 @@ def causal_attention(
     if rotation is None:
         q, k, v = qkv.contiguous()  # (B, H, S, D) each; one copy for all three
     else:
-        q, k = ops.rms_norm(rotate(qkv[:2], *rotation), NORM_EPS)
+        q, k = ops.rms_norm(ops.rotate(qkv[:2], *rotation))
         v = qkv[2]
     if cache is not None:
         k, v = cache.append(k, v)
@@ -311,8 +300,7 @@ class GPT(nn.Module):
         full = torch.empty(shape, device="cpu")
         onto_residual_stream = name.endswith("c_proj.weight")
         if len(shape) == 1:
-            is_norm = name.endswith("weight") and not name.endswith(".shift.weight")
-            return full.fill_(float(is_norm))
+            return full.fill_(float(name.endswith("weight") and ".shift." not in name))
         if self.config.arch == "gpt2":  # Radford et al., 2019, section 2.3
             scale = math.sqrt(2 * self.config.n_layer) if onto_residual_stream else 1.0
             return full.normal_(std=0.02 / scale)
@@ -364,9 +352,7 @@ class GPT(nn.Module):
         return ops.cross_entropy(logits, targets, self.softcap)
 
     def compile(self, *args, **kwargs) -> None:
-        """Compiles the blocks, which share their compiled code: half the time of compiling the model as
-        a whole, and within 5 % as fast.
-        """
+        """Compiles the blocks alone, which share their code: half the time, and within 5 % as fast."""
         for block in self.blocks:
             block.compile(*args, **kwargs)
 

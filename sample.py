@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from char_dataset import encode
 from engine.config.arguments import parse, run_program
+from engine.config.checks import check_option, check_range
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.run.directory import choose_snapshot
@@ -71,21 +72,14 @@ class SampleConfig:
             raise UserError(f"{'= and '.join(texts)}=: give only one of them")
         if self.per_character is not None and self.score is None:
             raise UserError(f"per_character={self.per_character}: needs score=FILE, the text")
-        rules = {
-            "num_samples": (1 <= self.num_samples <= 10_000, "at least 1 and at most 10000"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (
-                self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
-                "0, or from 0.001 to 1000",
-            ),
-            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1"),
-            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
-            "seed": (self.seed is None or 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
-            "device": (self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise UserError(f"{name}={getattr(self, name)}: must be {rule}")
+        check_range("num_samples", self.num_samples, 1, 10_000)
+        check_range("max_new_tokens", self.max_new_tokens, 1)
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
+            raise UserError(f"temperature={self.temperature}: must be 0, or from 0.001 to 1000")
+        check_range("top_k", self.top_k, 1)
+        check_range("top_p", self.top_p, above=0, high=1)
+        check_range("seed", self.seed, 0, 2**63 - 1)
+        check_option("device", self.device, ("auto", "cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("device=cuda: no GPU that this build of torch can use; set device=cpu")
 
@@ -130,9 +124,8 @@ def is_small(model: GPT, num_texts: int) -> bool:
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     """Yields `num_samples` texts as iterables: the prompt, then characters. A single text is streamed.
-    Samples for a seed do not depend on `num_samples`, up to rounding.
-
-    Raises `UserError` for a prompt that cannot be read, is empty, or has an unknown character.
+    Samples for a seed do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt
+    that cannot be read, is empty, or has an unknown character.
     """
     vocabulary = snapshot.vocabulary
     prompt = read_prompt(config, vocabulary)
@@ -163,8 +156,7 @@ def read_prompt(config: SampleConfig, vocabulary: str) -> str:
     name = f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
-            with open(0, "rb", closefd=False) as file:
-                prompt = file.read().decode("utf-8-sig")  # as `read_text` does
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig")  # as `read_text` does
         else:
             prompt = "".join(read_text(find_files(config.prompt_file)))
     except (OSError, UnicodeDecodeError) as error:
@@ -180,36 +172,28 @@ def opening(vocabulary: str) -> str:
 
 
 def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
-    """Draws a few short texts from a model during training, always with the same seed. Leaves random
-    state, thread count and training mode unchanged. All ranks of a sharded model must call it.
+    """Draws a few short texts from a model during training, always with the same seed. Changes no
+    state. All ranks of a sharded model must call it.
     """
     num_texts, num_characters = TRAINING_SAMPLES
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
-    was_training, threads = model.training, torch.get_num_threads()
+    threads = torch.get_num_threads()
     if is_small(model, num_texts):
         torch.set_num_threads(1)
-    model.eval()
     try:
-        with torch.no_grad():
-            if not model(first)[0].isfinite().all():  # drawing from nan breaks a GPU's context
-                return ["(nothing: the model's output is not finite)"]
         options = SampleConfig().options()
         out = model.generate(first.expand(num_texts, -1), num_characters, **options)
     finally:
-        model.train(was_training)
         torch.set_num_threads(threads)
     return ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
 
 
 def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
-    """Mean loss of the text at `config.score`, computed like the held-out loss in `Trainer.evaluate`:
-    in non-overlapping windows, every character but the first scored once.
+    """Loss of the text at `config.score`, computed as the held-out loss is: in non-overlapping windows,
+    every character but the first scored once. Returns (nats per character, characters scored).
 
-    Returns (nats per character, characters scored). Writes a line `{"character": "e", "loss": 1.25}`
-    per character, in nats, to `config.per_character`.
-
-    Raises `UserError` for a text that cannot be read, has an unknown character or fewer than two
-    characters, and for a file that already exists.
+    Writes a line `{"character": "e", "loss": 1.25}` per character to `config.per_character`. Raises
+    `UserError` for a text that cannot be scored, and for a file that already exists.
     """
     total, count, path = 0.0, 0, config.per_character
     if path is not None and os.path.lexists(path):

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values that one layer has computed so far.
+    """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
 
-    `keys` and `values` are (B, H, block_size, D), as long as the context will ever be (as in
-    pytorch-labs/gpt-fast); `length` characters of them are filled. `last` is for what a layer has
-    to remember of the last character alone, (B, 1, C), at first zeros. Where `weights` is a list,
-    the layer appends its attention weights to it, (B, H, S, length + S).
+    `last`, (B, 1, C), at first zeros, is what a layer remembers of the last character alone. Where
+    `weights` is a list, the layer appends its attention weights to it, (B, H, S, length + S).
     """
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
@@ -30,12 +29,10 @@ class LayerCache:
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.last = torch.zeros(batch_size, 1, config.n_embd, device=device, dtype=dtype)
         self.length = 0
-        self.weights: list[torch.Tensor] | None = None
+        self.weights: list[Tensor] | None = None
 
-    def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values (B, H, S, D) of the next characters; returns all so far, (B, H,
-        length, D).
-        """
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values (B, H, S, D); returns all so far, (B, H, length, D)."""
         start, self.length = self.length, self.length + key.size(2)
         self.keys[:, :, start : self.length] = key
         self.values[:, :, start : self.length] = value
@@ -43,13 +40,11 @@ class LayerCache:
 
 
 class KVCache:
-    """The `layers` of a cache for one text or batch. `rotation` is for a model to keep its table of
-    positions.
-    """
+    """The caches of all `layers` for a batch of texts, and a model's table of rotary positions."""
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
         self.layers = [LayerCache(config, batch_size, device, dtype) for _ in range(config.n_layer)]
-        self.rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.rotation: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -57,12 +52,8 @@ class KVCache:
         return self.layers[0].length
 
 
-def generate(
-    model: torch.nn.Module, idx: torch.Tensor, max_new_tokens: int, **options: Any
-) -> torch.Tensor:
-    """Continues `idx` (B, T >= 1) by `max_new_tokens` characters: (B, T + max_new_tokens). Options
-    and errors are those of `stream`.
-    """
+def generate(model: torch.nn.Module, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+    """Continues `idx` (B, T) as `stream` does, with its options: (B, T + max_new_tokens)."""
     new = [ids[:, None] for ids in stream(model, idx, max_new_tokens, **options)]
     return torch.cat((idx, *new), dim=1)
 
@@ -70,7 +61,7 @@ def generate(
 @torch.no_grad()
 def stream(
     model: torch.nn.Module,
-    idx: torch.Tensor,
+    idx: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
     do_sample: bool = False,
@@ -79,7 +70,7 @@ def stream(
     seed: int | None = None,
     first_row: int = 0,
     use_cache: bool = True,
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
     row, int64 (B,), `max_new_tokens` times. The model sees the last `block_size` characters, in
     evaluation mode.
@@ -136,12 +127,12 @@ def stream(
 
 
 def pick(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     generators: list[np.random.Generator],
-) -> torch.Tensor:
+) -> Tensor:
     """One id (B,) per row of `logits` (B, V), drawn with the row's generator, or the likeliest if
     there are no generators; see `stream`.
     """

@@ -20,7 +20,8 @@ from engine.generation import KVCache
 from engine.kernels import build as building
 from engine.kernels import native as kernels
 from engine.kernels import ops
-from model import GPT, NORM_EPS, GPTConfig, LayerNorm, rotary, rotate
+from engine.kernels.native import NORM_EPS
+from model import GPT, GPTConfig, LayerNorm, rotary
 
 ERROR = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # relative to the whole, from rounding
 
@@ -126,7 +127,7 @@ def plain_attention(qkv: torch.Tensor, n_head: int, rotation) -> torch.Tensor:
     B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
     q, k, v = qkv.view(B, T, 3, n_head, -1).permute(2, 0, 3, 1, 4)
     if rotation is not None:
-        q, k = (F.rms_norm(rotate(z, *rotation), z.shape[-1:], eps=NORM_EPS) for z in (q, k))
+        q, k = (F.rms_norm(ops.rotate(z, *rotation), z.shape[-1:], eps=NORM_EPS) for z in (q, k))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return y.transpose(1, 2).reshape(B, T, C)
 
@@ -188,7 +189,7 @@ def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, tur
     k = k.double()
     rotation = rotary(past + 1, D, x.device) if turned else None
     if rotation is not None:
-        k = F.rms_norm(rotate(k, *rotation), (D,), eps=NORM_EPS)
+        k = F.rms_norm(ops.rotate(k, *rotation), (D,), eps=NORM_EPS)
     keys, values = torch.full((2, B, H, past + 9, D), 7.0, dtype=dtype)
     keys[:, :, :past], values[:, :, :past] = k[:, :, :-1], v[:, :, :-1]
     last = tuple(table[past:] for table in rotation) if rotation is not None else None
@@ -218,6 +219,14 @@ def test_norm_and_activations_and_their_gradients_are_those_of_float64(dtype, ke
         assert torch.equal(kernel(x), ours[0])
 
 
+def result_and_gradients(function, x, weight, bias, g) -> list[torch.Tensor]:
+    """The output, and the gradients of x, weight and, if there is one, bias."""
+    leaves = [z if z is None else z.detach().requires_grad_() for z in (x, weight, bias)]
+    y = function(*leaves)
+    y.backward(g.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
+
+
 @both
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_layer_norm_and_all_its_gradients_are_those_of_float64(dtype, has_bias):
@@ -225,18 +234,9 @@ def test_layer_norm_and_all_its_gradients_are_those_of_float64(dtype, has_bias):
     x, g = (3 * torch.randn(7, 40, 48) + 2).to(dtype), torch.randn(7, 40, 48).to(dtype)
     weight, bias = torch.randn(48), torch.randn(48) if has_bias else None
 
-    def run(function, kind):
-        leaves = [
-            z.detach().clone().to(kind or z.dtype).requires_grad_()
-            for z in (x, weight, bias)
-            if z is not None
-        ]
-        y = function(*leaves)
-        y.backward(g.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    ours = run(lambda x, w, b=None: kernels.layer_norm(x, w, b), None)
-    right = run(lambda x, w, b=None: F.layer_norm(x, (48,), w, b), torch.float64)
+    ours = result_and_gradients(kernels.layer_norm, x, weight, bias, g)
+    exact = (z if z is None else z.double() for z in (x, weight, bias))
+    right = result_and_gradients(lambda x, w, b: F.layer_norm(x, (48,), w, b), *exact, g)
     for a, b in zip(ours, right, strict=True):
         assert relative_error(a, b) < ERROR[dtype]
 
@@ -380,24 +380,17 @@ def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
     g = torch.randn(4, rows // 4, columns).to(dtype).transpose(0, 1)
     weight, bias = torch.randn(columns, width), torch.randn(columns) if has_bias else None
 
-    def run(function, kind=None):
-        leaves = [
-            z.detach().to(kind or z.dtype).requires_grad_()
-            for z in (x, weight, bias)
-            if z is not None
-        ]
-        y = function(*leaves, *([] if has_bias else [None]))
-        y.backward(g.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    ours, right = run(kernels.linear), run(F.linear, torch.float64)
+    ours = result_and_gradients(kernels.linear, x, weight, bias, g)
+    exact = (z if z is None else z.double() for z in (x, weight, bias))
+    right = result_and_gradients(F.linear, *exact, g)
     # Nothing is rounded on the way to the gradients of weight and bias.
     for a, b, error in zip(ours, right, [ERROR[dtype]] * 2 + [1e-6] * 2, strict=False):
         assert relative_error(a, b) < error
     assert [z.dtype for z in ours[2:]] == [torch.float32] * (1 + has_bias)
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert all(torch.equal(a, b) for a, b in zip(run(kernels.linear), ours, strict=True))
+        again = result_and_gradients(kernels.linear, x, weight, bias, g)
+        assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
     torch.set_num_threads(1)
     assert torch.equal(kernels.linear(x[-2:], weight, bias), ours[0][-2:])
 
@@ -436,10 +429,8 @@ def test_a_linear_layer_that_the_kernel_is_not_for_is_left_to_torch(dtype, monke
             (x, weight.t(), bias),
             (x, weight.double(), bias),
             (x, weight.to("meta"), bias),
-            (x, weight.to_sparse(), bias),
             (x, weight, bias.bfloat16()),
             (x, weight, torch.ones(1).expand(64)),
-            (x, weight, torch.ones(1)),
             (x.double(), weight.double(), None),
         ]
         assert not any(ops._linear_is_faster(*arguments) for arguments in unfit)
@@ -534,9 +525,7 @@ def test_what_the_attention_kernel_cannot_do_is_left_to_torch(dtype, monkeypatch
 
     cos, sin = rotary(34, 32, idx.device)
     qkv = torch.randn(1, 34, 192, dtype=dtype)
-    for other in (cos.double(), cos[:, ::2].repeat(1, 2), cos.clone().requires_grad_()):
-        if other.is_contiguous() and other.dtype is torch.float32 and not other.requires_grad:
-            other = other.t().contiguous().t()
+    for other in (cos.double(), cos.t().contiguous().t(), cos.clone().requires_grad_()):
         y = model_module.causal_attention(qkv, 2, (other, sin), None, 0.0)
         assert y.requires_grad == other.requires_grad
 
@@ -571,13 +560,23 @@ EDITS = {
         ".triu(1 + T - S) - (1 / torch.zeros(S, T)).tril(T - S - 4)",
     ),
     "another scale": ("D**-0.5", "D**-0.1"),
-    "no queries normalized": ("v = qkv[2]", "q, k = rotate(qkv[:2], *rotation); v = qkv[2]"),
-    "another epsilon": ("NORM_EPS = 1e-6", "NORM_EPS = 1.0"),
+    "no queries normalized": ("v = qkv[2]", "q, k = ops.rotate(qkv[:2], *rotation); v = qkv[2]"),
+    "another epsilon": ("ops.rotate(qkv[:2], *rotation))", "ops.rotate(qkv[:2], *rotation), 1.0)"),
+    "another epsilon of a norm": ("return ops.rms_norm(x)", "return ops.rms_norm(x, 1.0)"),
     "another rotation": ("ROPE_BASE ** -(half / width)", "ROPE_BASE ** -(half / width / 2)"),
     "another activation": ("self.activation(self.c_fc(x))", "torch.sin(self.c_fc(x))"),
-    "another norm": ("return ops.rms_norm(x, NORM_EPS)", "return x.tanh()"),
+    "another norm": ("return ops.rms_norm(x)", "return x.tanh()"),
 }
 SOURCE = (ROOT / "model.py").read_text()
+
+
+def edited(old: str, new: str, monkeypatch) -> types.ModuleType:
+    """model.py with `new` instead of `old`."""
+    assert SOURCE.count(old) == 1
+    module = types.ModuleType("edited")
+    monkeypatch.setitem(sys.modules, "edited", module)
+    exec(compile(SOURCE.replace(old, new), "edited.py", "exec"), module.__dict__)
+    return module
 
 
 def logits_and_text(module, dtype: torch.dtype, n_layer: int = 2) -> list[torch.Tensor]:
@@ -603,16 +602,9 @@ def logits_and_text(module, dtype: torch.dtype, n_layer: int = 2) -> list[torch.
 @both
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_model_computes_what_was_written(dtype, edit, monkeypatch, caplog):
-    def edited(old: str, new: str):
-        assert SOURCE.count(old) == 1
-        module = types.ModuleType("edited")
-        monkeypatch.setitem(sys.modules, "edited", module)
-        exec(compile(SOURCE.replace(old, new), "edited.py", "exec"), module.__dict__)
-        return module
-
-    module = edited(*EDITS[edit])
+    module = edited(*EDITS[edit], monkeypatch)
     runs = {"kernels": logits_and_text(module, dtype)}
-    differs = edit not in ("another rotation", "another activation", "another norm")
+    differs = edit in ("a window of 4", "another scale", "no queries normalized", "another epsilon")
     assert ("edited.causal_attention differs from the fused kernels" in caplog.text) == differs
     monkeypatch.setattr(kernels, "library", lambda _: None)
     monkeypatch.setattr(ops, "MAX_PLAIN_ATTENTION", 0)
@@ -641,14 +633,6 @@ def test_fused_attention_is_compared_without_drawing_from_the_global_generator(d
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_dropout_somewhere_else_is_seen():
-    def drops_values(qkv, n_head, rotation, cache, pdrop):
-        y = model_module.causal_attention.__wrapped__(qkv, n_head, rotation, cache, 0.0)
-        return y + ops.dropout(torch.ones_like(y), pdrop) - 1
-
-    assert not ops._agrees(drops_values, 2, 32, True, 256)
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -658,9 +642,5 @@ def test_dropout_somewhere_else_is_seen():
     ],
 )
 def test_an_edit_of_the_gradient_or_of_dropout_alone_is_seen(edit, monkeypatch):
-    old = "ops.dropout(weights, pdrop) @ v"
-    assert SOURCE.count(old) == 1
-    module = types.ModuleType("edited")
-    monkeypatch.setitem(sys.modules, "edited", module)
-    exec(compile(SOURCE.replace(old, edit), "edited.py", "exec"), module.__dict__)
+    module = edited("ops.dropout(weights, pdrop) @ v", edit, monkeypatch)
     assert not ops._agrees(module.causal_attention.__wrapped__, 2, 32, True, 256)

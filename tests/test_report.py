@@ -122,7 +122,7 @@ def test_sampling_does_not_change_training(real, tmp_path):
     assert equal(a, b)
 
 
-def test_drawing_samples_changes_no_state_and_reports_a_model_that_is_not_finite():
+def test_drawing_samples_changes_no_state():
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 4, "block_size": 8}
     model = GPT(GPTConfig(model_type=None, **sizes)).train()
     torch.set_num_threads(2)
@@ -132,8 +132,6 @@ def test_drawing_samples_changes_no_state_and_reports_a_model_that_is_not_finite
     assert [len(text) for text in texts] == [32] * 4 and set("".join(texts)) <= set("\nabc")
     assert torch.equal(before, torch.random.get_rng_state())
     assert model.training and torch.get_num_threads() == 2
-    model.head.weight.data.fill_(math.nan)
-    assert "not finite" in draw(model, "\nabc", torch.device("cpu"))[0] and model.training
 
 
 def test_a_resumed_run_records_its_start_and_continues_its_seconds(tmp_path):

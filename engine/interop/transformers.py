@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
+from engine.kernels.native import NORM_EPS
 
 WEIGHTS = "model.safetensors"
 MODEL_TYPES = {"gpt2": "gpt2", "modern": "nanochat"}
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
 # As in model.py:
-NORM_EPS, ROPE_BASE, SOFTCAP = 1e-6, 10_000.0, 15
+ROPE_BASE, SOFTCAP = 10_000.0, 15
 
 # Our modules and theirs, {} being the number of the block. Where theirs are several, our matrix is
 # theirs on top of each other.

@@ -6,9 +6,11 @@ neither type nor shape.
 
 import ctypes
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.jit import is_tracing
@@ -17,10 +19,12 @@ from engine.kernels.build import library
 
 WIDTH = 16  # row lengths are a multiple of this, except for `cross_entropy`
 NORM_EPS, LAYER_NORM_EPS = 1e-6, 1e-5  # as in kernels.c
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+Rotation = tuple[Tensor, Tensor] | None  # cosines and sines (T, D / 2)
 
 
-def supports(x: torch.Tensor, multiple: int = WIDTH) -> bool:
+def supports(x: Tensor, multiple: int = WIDTH) -> bool:
     """Whether kernels can read x (..., C): a CPU tensor of a supported type, C divisible by
     `multiple`, outside of torch.compile and tracing.
     """
@@ -33,12 +37,12 @@ def supports(x: torch.Tensor, multiple: int = WIDTH) -> bool:
     )
 
 
-def holds_memory(x: torch.Tensor) -> bool:
+def holds_memory(x: Tensor) -> bool:
     """Whether x is a CPU tensor, not a subclass without storage (FakeTensor, DTensor)."""
     return type(x) in PLAIN_TENSORS and x.is_cpu
 
 
-def _call(dtype: torch.dtype, name: str, *arguments: torch.Tensor | int | None) -> None:
+def _call(dtype: torch.dtype, name: str, *arguments: Tensor | int | None) -> None:
     """Calls the kernel `name` for `dtype` with the addresses of tensors, which must be contiguous."""
     addresses = [a if a is None or isinstance(a, int) else a.data_ptr() for a in arguments]
     failed = _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses)
@@ -56,21 +60,17 @@ def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
     return kernel
 
 
-class _NoContext:
-    """The `ctx` of a forward pass without a backward pass."""
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
+# The `ctx` of a forward pass without a backward pass.
+NO_CONTEXT = SimpleNamespace(
+    save_for_backward=lambda *_: None, set_materialize_grads=lambda _: None
+)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`; without gradients, `forward` alone, which makes `generate` a fifth faster."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
-    return function.forward(_NoContext(), *arguments)
+    return function.forward(NO_CONTEXT, *arguments)
 
 
 class _Attention(torch.autograd.Function):
@@ -99,7 +99,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """In bfloat16, gradients of weight and bias are accumulated and returned in float32."""
+    """The result of a row does not depend on the other rows. In bfloat16, gradients of weight and bias
+    are accumulated and returned in float32; in float32 there is no backward pass.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -107,7 +109,6 @@ class _Linear(torch.autograd.Function):
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], columns)
         _call(x.dtype, "linear", x.numel() // C, columns, C, x, weight, bias, y)
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return y
 
     @staticmethod
@@ -118,14 +119,15 @@ class _Linear(torch.autograd.Function):
         grads = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(columns)
         saved = (g.contiguous(), x, weight)
         _call(x.dtype, "linear_backward", x.numel() // C, columns, C, *saved, *grads)
-        return *grads[:2], grads[2] if ctx.has_bias else None
+        return *grads[:2], grads[2] if ctx.needs_input_grad[2] else None
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         x, rows = x.contiguous(), x.numel() // x.size(-1)
-        y, r = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        y = torch.empty_like(x)
+        r = None if ctx is NO_CONTEXT else x.new_empty(rows, dtype=torch.float32)
         _call(x.dtype, "rms_norm", rows, x.size(-1), x, y, r)
         ctx.save_for_backward(y, r)
         return y
@@ -146,7 +148,6 @@ class _LayerNorm(torch.autograd.Function):
         y, statistics = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
         _call(x.dtype, "layer_norm", rows, x.size(-1), x, weight, bias, y, *statistics)
         ctx.save_for_backward(x, weight, statistics)
-        ctx.has_bias = bias is not None
         return y
 
     @staticmethod
@@ -157,14 +158,14 @@ class _LayerNorm(torch.autograd.Function):
         parts, sums = weight.new_empty(-(-rows // 64), 2, C), weight.new_empty(2, C)
         g = g.contiguous()
         _call(x.dtype, "layer_norm_backward", rows, C, g, x, weight, *statistics, grad, parts, sums)
-        return grad, sums[0], sums[1] if ctx.has_bias else None
+        return grad, sums[0], sums[1] if ctx.needs_input_grad[2] else None
 
 
 class _Elementwise(torch.autograd.Function):
     """An elementwise kernel; its backward pass needs the input."""
 
     @staticmethod
-    def forward(ctx, x, name):
+    def forward(ctx, name, x):
         x = x.contiguous()
         y = torch.empty_like(x)
         _call(x.dtype, name, x.numel(), x, y)
@@ -178,7 +179,7 @@ class _Elementwise(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = torch.empty_like(x)
         _call(x.dtype, f"{ctx.name}_backward", x.numel(), x, g.contiguous(), grad)
-        return grad, None
+        return None, grad
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -213,80 +214,40 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None, None
 
 
-def attention(
-    qkv: torch.Tensor, n_head: int, rotation: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+def attention(qkv: Tensor, n_head: int, rotation: Rotation) -> Tensor:
     """Causal attention: (B, T, C) from queries, keys and values (B, T, 3 C).
 
-    With `rotation`, float32 cosines and sines (T, D / 2), queries and keys are rotated and
-    normalized first. The weight matrix is never stored, as in FlashAttention (Dao et al., 2022).
+    With `rotation`, in float32, queries and keys are rotated and normalized first. The weight matrix
+    is never stored, as in FlashAttention (Dao et al., 2022).
     """
-    cosine, sine = rotation if rotation is not None else (None, None)
-    return _apply(_Attention, qkv, n_head, cosine, sine)
+    return _apply(_Attention, qkv, n_head, *(rotation or (None, None)))
 
 
 def attention_step(
-    qkv: torch.Tensor,
-    n_head: int,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    past: int,
-) -> torch.Tensor:
+    qkv: Tensor, n_head: int, rotation: Rotation, keys: Tensor, values: Tensor, past: int
+) -> Tensor:
     """Causal attention for one new position: (B, 1, C) from qkv (B, 1, 3 C) and the first `past`
     entries of `keys` and `values` (B, H, block_size, D). Writes the new key and value at index
     `past`. Not differentiable.
     """
     B, D = qkv.size(0), keys.size(3)
-    cosine, sine = rotation if rotation is not None else (None, None)
     qkv, out = qkv.contiguous(), qkv.new_empty(B, 1, n_head * D)
-    sizes = (B, n_head, D, keys.size(2), past)
-    _call(qkv.dtype, "attention_step", *sizes, qkv, cosine, sine, keys, values, out)
+    sizes, tables = (B, n_head, D, keys.size(2), past), rotation or (None, None)
+    _call(qkv.dtype, "attention_step", *sizes, qkv, *tables, keys, values, out)
     return out
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Linear layer: x @ weight.T + bias, (..., columns), for x (..., C) and float32 `weight`
-    (columns, C) and `bias` (columns,). Not differentiable for float32 x. The result of a row does
-    not depend on the other rows.
-    """
-    if x.dtype is torch.float32:
-        return _Linear.forward(_NoContext(), x, weight, bias)
-    return _apply(_Linear, x, weight, bias)
+# As in ops; weights and biases are float32.
+linear = functools.partial(_apply, _Linear)
+rms_norm = functools.partial(_apply, _RMSNorm)
+layer_norm = functools.partial(_apply, _LayerNorm)
+squared_relu = functools.partial(_apply, _Elementwise, "squared_relu")
+gelu = functools.partial(_apply, _Elementwise, "gelu")
 
 
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm over the last dimension, without weights."""
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x)
-    x, C = x.contiguous(), x.size(-1)
-    y = torch.empty_like(x)
-    _call(x.dtype, "rms_norm", x.numel() // C, C, x, y, None)
-    return y
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """LayerNorm over the last dimension, with `weight` and `bias`, float32 (C,) each."""
-    return _apply(_LayerNorm, x, weight, bias)
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """Squared ReLU: max(x, 0)^2."""
-    return _apply(_Elementwise, x, "squared_relu")
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU: x Phi(x)."""
-    return _apply(_Elementwise, x, "gelu")
-
-
-def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, softcap: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Capped logits in float32 and their mean cross-entropy; see `ops.cross_entropy`.
-
-    Raises IndexError for a target outside the vocabulary, ValueError for targets of the wrong type,
-    number or device.
+def cross_entropy(logits: Tensor, targets: Tensor, softcap: int) -> tuple[Tensor, Tensor]:
+    """As in ops. Raises IndexError for a target outside the vocabulary, ValueError for targets of the
+    wrong type, number or device.
     """
     rows = logits.numel() // max(1, logits.size(-1))
     if targets.dtype is not torch.int64 or not targets.is_cpu or targets.numel() != rows:

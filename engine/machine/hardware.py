@@ -1,7 +1,6 @@
 """Hardware: device names, peak rates, memory, bfloat16 support, malloc settings."""
 
 import ctypes
-import functools
 import platform
 import re
 import resource
@@ -35,19 +34,11 @@ def device_name(device: torch.device) -> str:
     """The model name of a GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = re.findall(r"^model name\s*: (.*)$", _cpuinfo(), re.MULTILINE)
+    names = re.findall(r"^model name\s*: (.*)$", cpuinfo(), re.MULTILINE)
     return names[0] if names else platform.processor() or platform.machine()
 
 
-@functools.cache
-def is_by_amd() -> bool:
-    """Whether the CPU is AMD's. (torch multiplies float32 matrices with MKL, which is fastest on
-    Intel's.)
-    """
-    return "AuthenticAMD" in _cpuinfo()
-
-
-def _cpuinfo() -> str:
+def cpuinfo() -> str:
     """The kernel's description of the CPUs; empty except on Linux."""
     try:
         with open("/proc/cpuinfo") as file:

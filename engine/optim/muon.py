@@ -71,9 +71,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
 
     @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+    def step(self) -> None:  # type: ignore[override]  # without closures
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -97,7 +95,6 @@ class Muon(torch.optim.Optimizer):
                 result = sharding.map_matrices(function, batch)
                 scale = -group["lr"] * 0.2 * max(shape) ** 0.5
                 torch._foreach_add_([p for p, _ in pairs], [*(result.float() * scale)])
-        return loss
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -109,17 +106,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.parts = (Muon(matrices, **muon), AdamW(groups, **adamw))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "parts": self.parts}  # for copies
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+    def step(self) -> None:  # type: ignore[override]  # without closures
         # Groups and state of this optimizer count: loading a state replaces them.
-        for part, groups in zip(
-            self.parts, (self.param_groups[:1], self.param_groups[1:]), strict=True
-        ):
-            part.param_groups, part.state = groups, self.state
+        muon, adamw = self.parts
+        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        for part in self.parts:
+            part.state = self.state
             part.step()
-        return loss

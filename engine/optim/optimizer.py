@@ -46,58 +46,46 @@ class OptimizerConfig:
             check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
-    """Every trainable parameter once, in `hidden`, `decay` or `no_decay`.
-
-    `hidden`: the matrices inside the blocks, which Muon updates if it is used. `decay`: the head (tied
-    or not), and with `decay_embeddings` the embeddings. `no_decay`: biases, norms, token shifts, and
-    otherwise the embeddings. `model` may be wrapped; only the names of its parameters count.
-    """
-    groups: dict[str, list[nn.Parameter]] = {"hidden": [], "decay": [], "no_decay": []}
-    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.dim() < 2:
-            groups["no_decay"].append(parameter)
-        elif ".blocks." in f".{name}":
-            groups["hidden"].append(parameter)
-        elif id(parameter) in linear or config.decay_embeddings:
-            groups["decay"].append(parameter)
-        else:
-            groups["no_decay"].append(parameter)
-    return groups
-
-
 def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the hidden matrices and AdamW for the rest.
+    """AdamW; or Muon for the matrices inside the blocks, and AdamW for the rest.
 
-    Weight decay is decoupled, and applies to `hidden` and `decay` of `parameter_groups`. Each group's
-    peak learning rate is its `initial_lr`, which the trainer multiplies by the schedule.
+    Weight decay is decoupled. It applies to the matrices inside the blocks, to the head (tied or not),
+    and with `decay_embeddings` to the embeddings; not to biases, norms and token shifts. `model` may be
+    wrapped; only the names of its parameters count.
     """
-    groups = parameter_groups(model, config)
-    betas = (config.beta1, config.beta2)
-    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
-    rest: list[dict[str, Any]] = [
-        {"params": groups["decay"], "weight_decay": config.weight_decay},
-        {"params": groups["no_decay"], "weight_decay": 0.0},
-    ]
-    optimizer: torch.optim.Optimizer
-    if config.name == "muon":
-        muon = {
-            "lr": config.learning_rate,
-            "momentum": config.momentum,
-            "weight_decay": config.weight_decay,
-            "normalize": config.normalize,
-        }
-        optimizer = MuonWithAdamW(groups["hidden"], [g for g in rest if g["params"]], muon, adamw)
-    else:
-        rest[0]["params"] = groups["hidden"] + rest[0]["params"]
-        optimizer = AdamW([g for g in rest if g["params"]], **adamw)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = config.learning_rate
     log.info(
         "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
         config.name, config.schedule, config.learning_rate, config.weight_decay,
     )  # fmt: skip
-    return optimizer
+    hidden: list[nn.Parameter] = []  # for Muon
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    for name, parameter in model.named_parameters():
+        in_block = ".blocks." in f".{name}"
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() < 2:
+            no_decay.append(parameter)
+        elif in_block and config.name == "muon":
+            hidden.append(parameter)
+        elif in_block or id(parameter) in linear or config.decay_embeddings:
+            decay.append(parameter)
+        else:
+            no_decay.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (config.beta1, config.beta2)
+    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
+    if config.name == "adamw":
+        return AdamW(groups, **adamw)
+    muon = {
+        "lr": config.learning_rate,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "normalize": config.normalize,
+    }
+    return MuonWithAdamW(hidden, groups, muon, adamw)
