@@ -79,10 +79,9 @@ def run_training(config: Config) -> float | None:
     with open_run(config.run_dir, config.trainer.snapshot_path, world):
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
-        snapshot = snapshots.found
-        pretrained = start_from(config, snapshot, world)
-        train_text, held_out = load_text(config, snapshot, world)
-        model = build_model(config, snapshot, world)
+        pretrained = start_from(config, snapshots.found, world)
+        train_text, held_out = load_text(config, snapshots.found, world)
+        model = build_model(config, snapshots.found, world)
         if pretrained is not None:
             load_pretrained(pretrained, model, train_text.vocabulary)
             pretrained = None  # free the weights
@@ -104,7 +103,6 @@ def run_training(config: Config) -> float | None:
             snapshots=snapshots,
             on_start=lambda: record_run(config, trainer),
         )
-        snapshot = None  # free the weights
         loss = trainer.train()
         if world.is_first:
             conclude(config, trainer)
@@ -149,8 +147,8 @@ def load_text(
 def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
     """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
-    choices = snapshot.choices_on(world.device.type) if snapshot else {}
-    dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, choices))
+    earlier = snapshot.choices_on(world.device.type) if snapshot else {}
+    dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
     model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
     sharded = ", sharded" * sharding.is_sharded(model)
     log.info("parameters  %s%s", f"{sum(p.numel() for p in model.parameters()):,}", sharded)

@@ -57,8 +57,7 @@ def settings_of(**parts: Any) -> dict[str, Any]:
     of plain types, which a snapshot can hold. Parts without settings are left out.
     """
     configs = {name: getattr(part, "config", part) for name, part in parts.items()}
-    found = {name: c for name, c in configs.items() if dataclasses.is_dataclass(c)}
-    return as_plain({name: dataclasses.asdict(c) for name, c in found.items()})  # type: ignore[call-overload]
+    return as_plain({name: vars(c) for name, c in configs.items() if dataclasses.is_dataclass(c)})
 
 
 def as_plain(config: dict[str, Any]) -> dict[str, Any]:
