@@ -41,16 +41,14 @@ SIZES = {
     "gpt-micro": (4, 4, 128),
     "gpt-nano": (3, 3, 48),
 }
-# What `init_from` takes over from a pretrained model: a field that adds or changes weights must be here.
-ARCHITECTURE = ("arch", "n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "token_shift")  # fmt: skip
 SOFTCAP = 15  # |logit| stays below it in the modern architecture; a whole number
 ROPE_BASE = 10_000.0
 
 
 @dataclass
 class GPTConfig:
-    """Architecture and size. None is derived from `model_type` or `arch`, except for `vocab_size` and
-    `block_size`. Raises `UserError` for impossible values.
+    """Architecture and size. A field that is None follows from `model_type` or `arch`; `vocab_size` and
+    `block_size` follow from the data. Raises `UserError` for impossible values.
     """
 
     # fmt: off
@@ -123,7 +121,12 @@ class GPTConfig:
         return self
 
 
-CompleteConfig = Any  # a `GPTConfig` in which nothing is None
+CompleteConfig = Any  # a `GPTConfig` without None, which type checkers cannot express
+
+# What `init_from` does not take over from a pretrained model; all other fields are its architecture.
+FREE = {"model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
+FREE |= {"activation_checkpointing"}
+ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not in FREE)
 
 
 class Linear(nn.Linear):
@@ -281,7 +284,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Sets the initial weights, from torch's global generator. A parameter called neither weight
-        nor bias keeps its values; raises `UserError` if it has none, on the meta device.
+        nor bias keeps the values that its module gave it; under FSDP it has none, and is a `UserError`.
         """
         for name, parameter in self.named_parameters():
             if name.endswith((".weight", ".bias")):
@@ -299,7 +302,7 @@ class GPT(nn.Module):
         """
         full = torch.empty(shape, device="cpu")
         onto_residual_stream = name.endswith("c_proj.weight")
-        if len(shape) == 1:
+        if len(shape) < 2:
             return full.fill_(float(name.endswith("weight") and ".shift." not in name))
         if self.config.arch == "gpt2":  # Radford et al., 2019, section 2.3
             scale = math.sqrt(2 * self.config.n_layer) if onto_residual_stream else 1.0
@@ -331,8 +334,8 @@ class GPT(nn.Module):
             # The residual stream too, or each addition would go back to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rotation = None
-        if self.pos_emb is None:
-            x = self.ln_f(x)  # has no weights: it serves after the embedding and before the head
+        if self.config.arch == "modern":
+            x = ops.rms_norm(x)
             width = self.config.n_embd // self.config.n_head
             if cache is None:
                 rotation = rotary(T, width, x.device)

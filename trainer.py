@@ -44,24 +44,6 @@ from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 
-OPTIONS = {
-    "amp_dtype": ("auto", "bfloat16", "float16"),
-    "device": ("auto", "cpu", "cuda"),
-    "compile": ("auto", "true", "false"),
-    "deterministic": ("auto", "true", "false"),
-    "strategy": ("ddp", "fsdp"),
-    "snapshot_format": ("single", "sharded"),
-    "resume": ("auto", "must", "never"),
-}
-MAY_BE_ZERO = ("data_loader_workers", "seed")
-MAXIMUM = {
-    "batch_size": 2**20,
-    "data_loader_workers": 1024,
-    "threads": 1024,
-    "timeout_s": 1e6,
-    "seed": 2**63 - 1,
-}
-
 
 @dataclass
 class TrainerConfig:
@@ -101,12 +83,23 @@ class TrainerConfig:
             setattr(self, name, str(getattr(self, name)).lower())
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
             self.snapshot_path = self.snapshot_path.removeprefix(protocol)
-        for name, allowed in OPTIONS.items():
-            check_option(f"trainer.{name}", getattr(self, name), allowed)
-        for name, value in vars(self).items():
-            if type(value) in (int, float):  # a bool is an int
-                low: Any = {"low": 0} if name in MAY_BE_ZERO else {"above": 0}
-                check_range(f"trainer.{name}", value, high=MAXIMUM.get(name), **low)
+        check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16"))
+        check_option("trainer.device", self.device, ("auto", "cpu", "cuda"))
+        for name in ("compile", "deterministic"):
+            check_option(f"trainer.{name}", getattr(self, name), ("auto", "true", "false"))
+        check_option("trainer.strategy", self.strategy, ("ddp", "fsdp"))
+        check_option("trainer.snapshot_format", self.snapshot_format, ("single", "sharded"))
+        check_option("trainer.resume", self.resume, ("auto", "must", "never"))
+        for name in ("max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every"):
+            check_range(f"trainer.{name}", getattr(self, name), above=0)
+        for name in ("save_every_steps", "keep_snapshots", "max_save_failures", "eval_every_steps"):
+            check_range(f"trainer.{name}", getattr(self, name), above=0)
+        check_range("trainer.log_every_steps", self.log_every_steps, above=0)
+        check_range("trainer.batch_size", self.batch_size, 1, 2**20)
+        check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
+        check_range("trainer.threads", self.threads, 1, 1024)
+        check_range("trainer.timeout_s", self.timeout_s, above=0, high=1e6)
+        check_range("trainer.seed", self.seed, 0, 2**63 - 1)
         if self.max_epochs is None and self.max_steps is None:
             raise UserError(
                 "trainer.max_epochs and trainer.max_steps are both null: one must end the run"
@@ -121,10 +114,10 @@ class TrainerConfig:
     def check_world_size(self, size: int) -> None:
         """Raises `UserError` if `size` processes cannot share the batch equally."""
         if self.batch_size % size:
-            nearest = self.batch_size // size * size or size, -(-self.batch_size // size) * size
+            above = -(-self.batch_size // size) * size
             raise UserError(
                 f"trainer.batch_size={self.batch_size}: must be divisible by the number of processes, "
-                f"{size}; the nearest that are: {nearest[0]}, {nearest[1]}"
+                f"{size}, as {above} is"
             )
 
 
@@ -190,7 +183,7 @@ class Trainer:
         self.run_config = settings | as_plain(run_config or {})
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step = 0
-        self.newest: tuple[float, int] | None = None  # held-out loss and its step
+        self.last_evaluation: tuple[float, int] | None = None  # held-out loss and its step
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
         found = self.snapshots.found
         if found:
@@ -205,7 +198,7 @@ class Trainer:
         auto.apply(self.choices, bare)
         amp_dtype = self.choices["amp_dtype"]
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == "float16")
-        self.log = TrainingLog(
+        self.training_log = TrainingLog(
             self.world,
             self.plan,
             config.log_every_steps,
@@ -252,10 +245,10 @@ class Trainer:
         snapshots cannot be written; the snapshots saved before stay.
         """
         if self._is_finished():
-            return self.newest[0] if self.newest else None
+            return self.last_evaluation[0] if self.last_evaluation else None
         with self._running():
             try:
-                self._save(self._evaluate())  # which were due when a stop came
+                self._save(self._evaluate())  # a stopped run may still owe these
                 while self.step < self.total_steps:
                     loss, grad_norm = self._train_step()
                     self.step += 1
@@ -266,13 +259,13 @@ class Trainer:
             except _StopRequested as stop:
                 self._stop(*stop.args)
             self.snapshots.finish(self.step)
-        return self.newest[0] if self.newest else None
+        return self.last_evaluation[0] if self.last_evaluation else None
 
     def _is_finished(self) -> bool:
         if self.step < self.total_steps or self._evaluation_is_due():
             return False
-        if self.newest:
-            log.info("held-out loss %.4f at step %d", *self.newest)
+        if self.last_evaluation:
+            log.info("held-out loss %.4f at step %d", *self.last_evaluation)
         log.info(
             "this run is finished: %d of %d steps; to train longer, raise trainer.max_steps or "
             "trainer.max_epochs", self.step, self.total_steps,
@@ -292,15 +285,15 @@ class Trainer:
                 self.agreement.finish()  # of an earlier call to `train`, which was stopped
                 self.optimizer.zero_grad()
                 self.divergence = DivergenceCheck(
-                    self.world, self.scaler, self._learning_rate, self.log
+                    self.world, self.scaler, self._learning_rate, self.training_log
                 )
-                self.log.start(self.step, self.choices)
+                self.training_log.start(self.step, self.choices)
                 self.model.train()
                 yield
             finally:
                 self.batches.close()
                 self.snapshots.close()  # after an error, too, a save in progress is worth its time
-                self.log.close()
+                self.training_log.close()
 
     def _batches(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches from the next step to the end of the run."""
@@ -313,10 +306,10 @@ class Trainer:
         return prefetch(batches, first, last, workers, pinned=is_cuda and workers > 0)
 
     def _open_files(self) -> None:
-        self.snapshots.open(HISTORY)
-        evaluated = self.newest is not None and self.newest[1] == self.step
-        run_dir, trackers = self.snapshots.run_dir, self.config.trackers
-        self.log.open(run_dir, self.step, evaluated, trackers, self.run_config)
+        self.snapshots.open((*HISTORY, *trackers.HISTORY))
+        evaluated = self.last_evaluation is not None and self.last_evaluation[1] == self.step
+        names, run_dir = self.config.trackers, self.snapshots.run_dir
+        self.training_log.open(run_dir, self.step, evaluated, names, self.run_config)
         self.on_start()
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,16 +371,18 @@ class Trainer:
 
     def _log_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Logs the step if a line is due."""
-        self.log.count(self.step)
-        if not self.log.is_due(self.step):
+        self.training_log.count(self.step)
+        if not self.training_log.is_due(self.step):
             return
         self.divergence.check(self.step)
         mean = distributed.sum_over_ranks(loss.double(), self.world).item() / self.world.size
         samples: list[str] = []
-        if self.sample is not None and self.log.samples_are_due(self.step):
-            with self.log.paused():
+        if self.sample is not None and self.training_log.samples_are_due(self.step):
+            with self.training_log.paused():
                 samples = self._call_eagerly(self.sample)
-        self.log.log_step(self.step, mean, self._learning_rate(self.step - 1), grad_norm, samples)
+        self.training_log.log_step(
+            self.step, mean, self._learning_rate(self.step - 1), grad_norm, samples
+        )
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """`function()`, which runs the model; a sharded one computes in the type it is gathered in."""
@@ -401,7 +396,9 @@ class Trainer:
     # Evaluating and saving
 
     def _evaluation_is_due(self) -> bool:
-        if self.test_dataset is None or (self.newest is not None and self.newest[1] == self.step):
+        if self.test_dataset is None or (
+            self.last_evaluation is not None and self.last_evaluation[1] == self.step
+        ):
             return False
         every_steps = self.config.eval_every_steps
         return self.step > 0 and (
@@ -413,19 +410,21 @@ class Trainer:
         """Evaluates if that is due; returns whether this is the lowest held-out loss so far."""
         if not self._evaluation_is_due():
             return False
-        with self.log.paused():
+        with self.training_log.paused():
             self.divergence.check(self.step)
             started = time.perf_counter()
             loss, characters, rank_losses = self.evaluate()
             if not math.isfinite(loss):
                 raise self.divergence.error(self.step, f"the held-out loss is {loss}")
-            self.newest = (loss, self.step)
+            self.last_evaluation = (loss, self.step)
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             if self.snapshots.saved_step == self.step:
                 self.snapshots.saved_step = None  # that snapshot lacks this evaluation
             seconds = time.perf_counter() - started
             best = self.snapshots.best
-            self.log.log_evaluation(self.step, loss, characters, rank_losses, seconds, best)
+            self.training_log.log_evaluation(
+                self.step, loss, characters, rank_losses, seconds, best
+            )
         return best is None or loss < best[0]
 
     def evaluate(self) -> tuple[float, int, list[float | None]]:
@@ -453,13 +452,13 @@ class Trainer:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
         self.save_requested = False
         if is_due or is_best:
-            with self.log.paused():
+            with self.training_log.paused():
                 self.snapshots.save(self._snapshot(), is_due, is_best)
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
         self.divergence.check(self.step)
-        loss, loss_step = self.newest or (None, None)
+        loss, loss_step = self.last_evaluation or (None, None)
         return Snapshot(
             model_state=self.bare.state_dict(),
             optimizer_state=optimizer_state(self.bare, self.optimizer),
@@ -470,7 +469,7 @@ class Trainer:
             scaler_state=self.scaler.state_dict(),
             loss=loss,
             loss_step=loss_step,
-            metrics_lines=self.log.sync(),  # first, as the snapshot vouches for these lines
+            metrics_lines=self.training_log.sync(),  # first, as the snapshot vouches for these lines
             processes=self.world.size,
             vocabulary=self.train_dataset.vocabulary,
             text_digest=self.train_dataset.digest,
@@ -486,9 +485,9 @@ class Trainer:
         self.snapshots.restore(snapshot, bare, self.optimizer)
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
-        self.step, self.log.lines = snapshot.step, snapshot.metrics_lines
+        self.step, self.training_log.lines = snapshot.step, snapshot.metrics_lines
         if snapshot.loss is not None and snapshot.loss_step is not None:
-            self.newest = (snapshot.loss, snapshot.loss_step)
+            self.last_evaluation = (snapshot.loss, snapshot.loss_step)
 
     def _check_requests(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the run if
@@ -517,7 +516,9 @@ class Trainer:
 
 
 def seed_step(seed: int, step: int, world: World) -> None:
-    """Seeds everything random in one step of one rank, so that no generator needs saving."""
+    """Seeds everything random in one step of one rank, so that no generator needs saving. Ranks differ: what
+    must be the same on all, as noise on averaged gradients, needs a generator of its own.
+    """
     digest = hashlib.blake2b(f"{seed} {step} {world.rank}".encode(), digest_size=8).digest()
     own = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(own)  # torch.manual_seed takes a stack trace at each call

@@ -383,7 +383,7 @@ def test_other_numbers_of_processes_see_every_window_once_and_the_same_losses(tm
     seen = [
         window for step in sorted(visits) for _, part in sorted(visits[step]) for window in part
     ]
-    characters = re.search(r"split +([\d,]+) characters", whole.stdout)[1]
+    characters = re.search(r"([\d,]+) characters to train on", whole.stdout)[1]
     windows = int(characters.replace(",", "")) - 16  # the block size
     assert len(seen) == 12 * len(visits) and 0 <= len(seen) - windows < 12
     assert sorted(seen[:windows]) == list(range(windows))

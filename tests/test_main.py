@@ -260,7 +260,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("run_name=../x", "run_name=../x: leads out of runs/; run_dir= may be anywhere"),
         ("init_from=", "init_from: must not be empty"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
-        ("trainer.batch_size=2000000", "=2000000: must be above 0 and at most 1048576"),
+        ("trainer.batch_size=2000000", "=2000000: must be at least 1 and at most 1048576"),
         ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("optimizer.schedule=[wsd]", "optimizer.schedule: Cannot convert 'list' to string"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate=inf: must be above 0 and at most"),

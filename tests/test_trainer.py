@@ -706,7 +706,7 @@ def test_an_impossible_setting_is_refused_by_name(settings):
     ],
 )
 def test_what_must_be_above_0_is_refused_at_0(name):
-    with pytest.raises(UserError, match=f"trainer.{name}=0: must be above 0"):
+    with pytest.raises(UserError, match=f"trainer.{name}=0: must be (above 0|at least 1)"):
         TrainerConfig(**{name: 0})
 
 
@@ -737,8 +737,8 @@ def test_what_is_restored_counts_as_saved(parts, tmp_path):
     assert make(parts, tmp_path, max_steps=8).snapshots.saved_step == 6
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_neighbours():
-    with pytest.raises(UserError, match=r"trainer.batch_size=10: .* 3; .*9, 12"):
+def test_a_batch_that_the_processes_cannot_share_is_refused_with_one_they_can():
+    with pytest.raises(UserError, match=r"trainer.batch_size=10: .* 3, as 12 is"):
         TrainerConfig(batch_size=10).check_world_size(3)
 
 

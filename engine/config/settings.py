@@ -4,14 +4,14 @@ import dataclasses
 import json
 from typing import Any
 
-# A resumed run may not change these, nor its architecture: its result would be neither the old
+# A resumed run may not change these, nor its model: its result would be neither the old
 # run's nor the new one's.
 FIXED = {
     "data.block_size", "data.train_split", "data.truncate",  # other windows
     "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
     "trainer.batch_size", "trainer.seed",  # another order of the windows
 }  # fmt: skip
-# Runs that differ in these, or in their architecture, are not compared by their losses.
+# Runs that differ in these, or in their model, are not compared by their losses.
 INCOMPARABLE = {
     "init_from",  # other initial weights
     "data.block_size",  # a longer context predicts better
@@ -28,28 +28,29 @@ IRRELEVANT = {
     "model.activation_checkpointing", "trainer.micro_batch_size",  # memory for time
     "trainer.seed",
     "trainer.device", "trainer.threads", "trainer.strategy",  # rounding
-    "trainer.compile", "trainer.deterministic",
+    "trainer.compile", "trainer.deterministic", "trainer.cuda_graph",
     "trainer.data_loader_workers",  # speed
     "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
     "trainer.save_every", "trainer.save_every_steps", "trainer.keep_snapshots",  # what is saved
     "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
     "trainer.max_save_failures", "trainer.timeout_s",  # when to give up
 }  # fmt: skip
-NOT_ARCHITECTURE = {"model.model_type", "model.activation_checkpointing"}
+MODEL_MAY_CHANGE = {"model.model_type", "model.activation_checkpointing"}
 
 
 def is_fixed(key: str) -> bool:
     """Whether a resumed run may not change the setting `key`."""
-    return key in FIXED or is_architecture(key)
+    return key in FIXED or is_of_model(key)
 
 
 def is_incomparable(key: str) -> bool:
     """Whether losses of runs that differ in the setting `key` cannot be compared."""
-    return key in INCOMPARABLE or (is_architecture(key) and key not in IRRELEVANT)
+    return key in INCOMPARABLE or (is_of_model(key) and key not in IRRELEVANT)
 
 
-def is_architecture(key: str) -> bool:
-    return key.startswith("model.") and key not in NOT_ARCHITECTURE
+def is_of_model(key: str) -> bool:
+    """Whether the setting `key` changes the model that is trained."""
+    return key.startswith("model.") and key not in MODEL_MAY_CHANGE
 
 
 def settings_of(**parts: Any) -> dict[str, Any]:

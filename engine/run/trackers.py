@@ -1,7 +1,8 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-A new one is a class made from a `Start`, with `log` and `close` as in `TensorBoard`, and an entry
-in `TRACKERS` under the name of its package.
+A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS`. `package` is
+what it imports, None for nothing. `history` names its file or folder in the run directory, which a run
+from scratch renames; None if a new run does not append to it.
 """
 
 import contextlib
@@ -39,6 +40,8 @@ class TensorBoard:
     what was there.
     """
 
+    package, history = "tensorboard", "tensorboard"
+
     def __init__(self, start: Start):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -63,6 +66,8 @@ class WandB:
     Each start of a run writes a folder of its own there; the id that they share, kept beside them,
     makes them one W&B run. Lines cannot be removed from it, so none is logged twice.
     """
+
+    package, history = "wandb", None
 
     def __init__(self, start: Start):
         import wandb
@@ -94,6 +99,7 @@ class WandB:
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
+HISTORY = tuple(tracker.history for tracker in TRACKERS.values() if tracker.history)
 
 
 def check(names: Iterable[str]) -> None:
@@ -106,13 +112,14 @@ def check(names: Iterable[str]) -> None:
             raise UserError(
                 f"trainer.trackers: {name} is not one of them; choose from {', '.join(TRACKERS)}"
             )
-        if name != "tensorboard" and not is_installed(name):
-            raise UserError(f"trainer.trackers: {name} is not installed: pip install {name}")
+        package = TRACKERS[name].package
+        if package not in (None, "tensorboard") and not is_installed(package):
+            raise UserError(f"trainer.trackers: {package} is not installed: pip install {package}")
 
 
-def is_installed(name: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package can be imported. A mere folder of its name, which W&B leaves, cannot."""
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
@@ -122,7 +129,7 @@ class Trackers:
     def __init__(self, names: Iterable[str], start: Start):
         self.trackers: dict[str, Any] = {}
         for name in names:
-            if not is_installed(name):  # TensorBoard: see `check`
+            if name == "tensorboard" and not is_installed(name):  # see `check`
                 log.info("%s is not installed: metrics go to metrics.jsonl alone", name)
                 continue
             with self._disable_on_error(name):

@@ -57,7 +57,7 @@ class SnapshotManager:
         self.config, self.run_dir, self.world = config, run_dir, world
         path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(path, config.keep_snapshots)
-        self.failures = 0
+        self.failures, self._last_error = 0, ""
         self.saved_step: int | None = None
         self.best: tuple[float, int] | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot")
@@ -202,6 +202,7 @@ class SnapshotManager:
             self.saved_step, self.best, self.failures = saving.saved_step, saving.best, 0
             return
         self.failures += 1
+        self._last_error = f": {error}"
         log.warning(
             "step %d: the snapshot was not written to %s: %s; each existing file is still complete",
             saving.step, self.path, error,
@@ -219,7 +220,10 @@ class SnapshotManager:
         """
         self.wait()
         if self.saved_step != step:
-            raise UserError(f"{self.path}: the snapshot of step {step} was not written")
+            raise UserError(
+                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; once it can "
+                "be, the same command resumes from the newest one"
+            )
         distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
 
     def close(self) -> None:

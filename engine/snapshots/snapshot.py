@@ -37,9 +37,9 @@ class SnapshotError(UserError):
 class Snapshot:
     """The state of a run after `step` optimizer steps: tensors and plain types only.
 
-    The first three fields are the tutorial's. No random generator is stored: dropout is seeded at every
-    step from `trainer.seed`, the step and the rank, and the order of the windows is a function of the
-    seed and the position.
+    The first three fields are those of PyTorch's minGPT-DDP tutorial. No random generator is stored:
+    dropout is seeded at every step from `trainer.seed`, the step and the rank, and the order of the
+    windows is a function of the seed and the position.
     """
 
     # fmt: off
