@@ -123,7 +123,7 @@ class CharDataset(Dataset):
         self.vocab_size = len(self.vocabulary)
         self.stoi = {character: i for i, character in enumerate(self.vocabulary)}
         self.itos = dict(enumerate(self.vocabulary))
-        self._check_length("text")
+        self._check_length(f"text, {config.path},")
 
     def _check_length(self, name: str) -> None:
         if len(self.data) <= self.block_size:
@@ -309,7 +309,7 @@ class MicroBatches:
         self.batch_size, self.accumulation = batch_size, accumulation
         self.size = batch_size // world_size // accumulation
         self.offset = rank * (batch_size // world_size)
-        # Two, as threads may be at work on both sides of a border.
+        # Two blocks: prefetch threads may be cutting batches of a block and of the next one.
         self.block_order = functools.lru_cache(maxsize=2)(self._block_order)
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:

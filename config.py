@@ -51,8 +51,8 @@ class Config:
     # fmt: on
 
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
-        """Takes over the architecture and sizes of a pretrained model, and its context unless the own is
-        smaller.
+        """Takes over the architecture and sizes of a pretrained model, and its context unless
+        `data.block_size` is smaller.
         """
         source = GPTConfig.recorded(architecture).complete()
         block_size = min(self.data.block_size, source.block_size)

@@ -52,12 +52,15 @@ def main(arguments: list[str]) -> None:
     path = choose_snapshot(config.snapshot, config.run_dir)
     snapshot = load_full(path)
     line = f"{config.out}: {path}, {snapshot}"
-    if config.out.endswith(".pt"):
-        os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
-        with atomic_write(config.out, "w+b") as file:
-            snapshot.write(file)
-    else:
-        line += f"; {export(snapshot, path, config.out)}"
+    try:
+        if config.out.endswith(".pt"):
+            os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
+            with atomic_write(config.out, "w+b") as file:
+                snapshot.write(file)
+        else:
+            line += f"; {export(snapshot, path, config.out)}"
+    except OSError as error:
+        raise UserError(f"out={config.out}: cannot be written: {one_line(error)}") from error
     print(line)
 
 
@@ -65,23 +68,20 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     """Writes the model of `snapshot`, read from `path`, into the new directory `out`, atomically.
     Returns a sentence on whether Transformers, if it is installed, gives the same logits.
 
-    Raises `UserError` if it gives others or has no such model, and if `out` cannot be written.
+    Raises `UserError` if it gives others or has no such model, and OSError if `out` cannot be written.
     """
     model = load_model(snapshot, "cpu")
     files = to_files(dataclasses.asdict(model.config), snapshot.model_state, snapshot.vocabulary)
     files["README.md"] = model_card(snapshot, model, path).encode()
     parent = os.path.dirname(os.path.abspath(out))
-    try:
-        os.makedirs(parent, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=parent) as temporary:
-            folder = Path(temporary, "model")
-            folder.mkdir()
-            for name, content in files.items():
-                (folder / name).write_bytes(content)
-            compared = compare(str(folder), model)
-            folder.rename(out)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written: {one_line(error)}") from error
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=parent) as temporary:
+        folder = Path(temporary, "model")
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        compared = compare(str(folder), model)
+        folder.rename(out)
     return compared
 
 

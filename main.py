@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import functools
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
@@ -221,6 +222,7 @@ def run() -> None:
     arguments = sys.argv[1:]
     with command_line():
         if {"-h", "--help"} & set(arguments):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
             print(__doc__, help_text(), sep="\n")
             return
         if {"-m", "--multirun"} & set(arguments):

@@ -156,7 +156,8 @@ def read_prompt(config: SampleConfig, vocabulary: str) -> str:
     name = f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
-            prompt = sys.stdin.buffer.read().decode("utf-8-sig")  # as `read_text` does
+            with open(0, "rb", closefd=False) as file:  # standard input, which may be closed
+                prompt = file.read().decode("utf-8-sig")  # as `read_text` does
         else:
             prompt = "".join(read_text(find_files(config.prompt_file)))
     except (OSError, UnicodeDecodeError) as error:

@@ -4,7 +4,7 @@
 
 It knows nothing of GPT nor of Hydra: `model(x, y)` returns `(anything, loss)`, and a data set is a
 `CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`,
-`block_size`, `vocabulary`, `vocab_size` and `digest`.
+`block_size`, `vocabulary` and `digest`.
 """
 
 import contextlib
@@ -179,8 +179,9 @@ class Trainer:
         )
         config.check_world_size(self.world.size)
         device, bare = self.world.device, distributed.unwrap(model)
-        settings = settings_of(trainer=config, model=bare, data=train_dataset)
-        self.run_config = settings | as_plain(run_config or {})
+        own = {"trainer": config, "model": getattr(bare, "config", None)}
+        own["data"] = getattr(train_dataset, "config", None)
+        self.run_config = settings_of(own) | as_plain(run_config or {})
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step = 0
         self.last_evaluation: tuple[float, int] | None = None  # held-out loss and its step
@@ -248,7 +249,8 @@ class Trainer:
             return self.last_evaluation[0] if self.last_evaluation else None
         with self._running():
             try:
-                self._save(self._evaluate())  # a stopped run may still owe these
+                if self._evaluation_is_due():  # a run was stopped before it; its snapshot lacks it
+                    self._save(self._evaluate(), is_due=True)
                 while self.step < self.total_steps:
                     loss, grad_norm = self._train_step()
                     self.step += 1
@@ -418,8 +420,6 @@ class Trainer:
                 raise self.divergence.error(self.step, f"the held-out loss is {loss}")
             self.last_evaluation = (loss, self.step)
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
-            if self.snapshots.saved_step == self.step:
-                self.snapshots.saved_step = None  # that snapshot lacks this evaluation
             seconds = time.perf_counter() - started
             best = self.snapshots.best
             self.training_log.log_evaluation(
@@ -445,9 +445,9 @@ class Trainer:
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
         )
 
-    def _save(self, is_best: bool) -> None:
+    def _save(self, is_best: bool, is_due: bool = False) -> None:
         """Saves the latest snapshot if that is due, and the best one."""
-        is_due = self._save_is_due()
+        is_due = is_due or self._save_is_due()
         if self.save_requested and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
         self.save_requested = False

@@ -1,4 +1,8 @@
-"""Signals as requests, which the trainer takes between micro-batches, where all ranks agree on one."""
+"""Signals as requests: SIGUSR1 saves; SIGHUP, SIGTERM, SIGUSR2 and SIGINT save and stop.
+
+A signal reaches one process, at any moment. The trainer takes requests between micro-batches, where
+all ranks agree on the highest one.
+"""
 
 import ctypes
 import os

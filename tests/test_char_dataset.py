@@ -179,7 +179,7 @@ def test_an_empty_text_is_refused(tmp_path):
     [(16, 0.5, "training part"), (80, 0.9, "held-out part"), (8, 0.5, "text")],
 )
 def test_a_part_shorter_than_a_window_is_refused_by_name(length, train_split, part, tmp_path):
-    with pytest.raises(UserError, match=f"data.block_size=8: the {part} has 8 characters"):
+    with pytest.raises(UserError, match=f"data.block_size=8: the {part}.* has 8 characters"):
         dataset("a" * length, tmp_path, block_size=8, train_split=train_split).split()
 
 

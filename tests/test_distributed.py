@@ -143,7 +143,7 @@ def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
     monkeypatch.setattr(distributed, "rendezvous", fail)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    says = r"^the 2 processes did not find each other within 600 s .*: no address for this host$"
+    says = r"^the 2 processes could not be connected \(trainer.timeout_s=600\): no address for this host$"
     with pytest.raises(UserError, match=says):
         distributed.join_processes("cpu")
 

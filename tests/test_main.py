@@ -303,7 +303,7 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
     "content, overrides, says",
     [
         (b"", [], "the text is empty"),
-        (b"too short", [], "data.block_size=64: the text has 9 characters"),
+        (b"too short", [], "bad.txt, has 9 characters"),
         (b"just long enough " * 5, [], "data.block_size=64: the held-out part has 9 characters"),
         (b"caf\xe9 " * 100, [], "not UTF-8: byte 0xe9 at offset 3"),
         (b"some text " * 100, ["data.sha256=" + "0" * 64], "SHA-256 is"),

@@ -401,8 +401,8 @@ def test_a_text_of_twice_the_memory_is_mapped(tmp_path, monkeypatch):
         (b"x" * 2000 + b"caf\xe9 ", {}, "not UTF-8: byte 0xe9 at offset 2003"),
         (b"x" * 775 + "漢".encode()[:2] + b"x" * 900, {}, "not UTF-8: byte 0xe6 at offset 775"),
         (b"x" * 2000, {"sha256": "0" * 64}, "SHA-256 is"),
-        (b"x" * 2000, {"truncate": 1e-5}, "the text is empty (data.truncate=1e-05)"),
-        (b"x" * 2000, {"truncate": 0.004}, "data.block_size=8: the text has 8 characters"),
+        (b"x" * 2000, {"truncate": 1e-5}, "data.path: the text is empty (data.truncate=1e-05)"),
+        (b"x" * 2000, {"truncate": 0.004}, "has 8 characters, but a window needs 9"),
     ],
 )
 def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, make, monkeypatch):

@@ -1,6 +1,7 @@
 """Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
 import dataclasses
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -72,6 +73,7 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
         print((sys.modules[program.__module__].__doc__ or "").strip())
         for config in configs:
             print(f"\n{config.__doc__}\n\n{field_table(config)}")

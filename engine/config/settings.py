@@ -53,12 +53,10 @@ def is_of_model(key: str) -> bool:
     return key.startswith("model.") and key not in MODEL_MAY_CHANGE
 
 
-def settings_of(**parts: Any) -> dict[str, Any]:
-    """The settings of each part, a dataclass or something with a dataclass `config`, as nested dictionaries
-    of plain types, which a snapshot can hold. Parts without settings are left out.
-    """
-    configs = {name: getattr(part, "config", part) for name, part in parts.items()}
-    return as_plain({name: vars(c) for name, c in configs.items() if dataclasses.is_dataclass(c)})
+def settings_of(configs: dict[str, Any]) -> dict[str, Any]:
+    """The dataclasses among `configs` as nested dictionaries of plain types, which a snapshot can hold."""
+    found = {name: c for name, c in configs.items() if dataclasses.is_dataclass(c)}
+    return as_plain({name: dataclasses.asdict(c) for name, c in found.items()})  # type: ignore[arg-type]
 
 
 def as_plain(config: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Pretrained:
 
 
 def find_pretrained(source: str, world: World) -> Pretrained:
-    """`read_pretrained` on rank 0, shared with all ranks, which must all call it; logs what it read."""
+    """`read_pretrained` on rank 0, broadcast to all ranks; a collective operation. Logs what was read."""
     pretrained = run_on_first(lambda: read_pretrained(source), world)
     log.info("init_from   %s", pretrained.description)
     return pretrained
@@ -59,8 +59,8 @@ def read_pretrained(source: str) -> Pretrained:
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
-        said = f"{path}, {found}"
-        return Pretrained(found.model_state, found.vocabulary, found.model_config, said)
+        description = f"{path}, {found}"
+        return Pretrained(found.model_state, found.vocabulary, found.model_config, description)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error

@@ -34,7 +34,7 @@ class CapturedStep:
     ):
         self.step, self.loss = step, loss
         for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
-            peak = group.setdefault("initial_lr", group["lr"])
+            peak = group.setdefault("initial_lr", float(group["lr"]))
             group["lr"] = torch.tensor(peak, device="cuda")
             if "capturable" in group:
                 group["capturable"] = True

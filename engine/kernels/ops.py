@@ -132,7 +132,7 @@ def _linear_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.size(0) % columns == 0
         and weight.size(1) == x.size(-1)
         and _is_dense_float32(weight)
-        and (bias is None or _is_dense_float32(bias))
+        and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))
         and _products_are_slow(computed)
     )
 
@@ -174,7 +174,10 @@ def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def is_standard(*shape: Any) -> bool:
-        return _agrees(attention, *shape)
+        same = _agrees(attention, *shape)
+        if not same:
+            _warn_of(attention)
+        return same
 
     # As torch.compiler.assume_constant_result, whose call imports the compiler, for one to six
     # seconds: torch.compile calls this function and does not trace it.
@@ -259,7 +262,7 @@ def _agrees(
 ) -> bool:
     """Whether `attention` and `_torch_attention` give the same results and gradients on random inputs,
     in float32 on the CPU: for a whole context, for a short one with dropout, and for the last of
-    `length` characters. Some 20 ms up to 4,096 characters, longer above. Logs a warning if not.
+    `length` characters. Some 20 ms up to 4,096 characters, longer above.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -298,10 +301,12 @@ def _agrees(
 
     # A new thread has gradients on, and none of the caller's autocast, device or hooks.
     with ThreadPoolExecutor(1) as thread:
-        same = thread.submit(compare).result()
-    if not same:
-        log.warning(
-            "attention   %s.%s differs from the fused kernels and is run as written, which may be slower",
-            attention.__module__, attention.__name__,
-        )  # fmt: skip
-    return same
+        return thread.submit(compare).result()
+
+
+@functools.cache  # one warning per function
+def _warn_of(attention: Callable[..., Tensor]) -> None:
+    log.warning(
+        "attention   %s.%s differs from the fused kernels and is run as written, which may be slower",
+        attention.__module__, attention.__name__,
+    )  # fmt: skip

@@ -105,10 +105,10 @@ def join_processes(
                 timeout=timeout,
                 device_id=chosen if chosen.type == "cuda" else None,
             )
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"the {size} processes did not find each other within {timeout_s:g} s "
-                f"(trainer.timeout_s): {one_line(error)[-300:]}"
+                f"the {size} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
+                f"{one_line(error)[-300:]}"
             ) from error
     return World(rank, size, local_rank, local_size, chosen, store)
 

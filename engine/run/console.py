@@ -72,9 +72,10 @@ def command_line() -> Iterator[None]:
             raise
         fail(" ".join(str(error).splitlines()[:2]))  # the rest is what the job has printed
     except OSError as error:
-        if error.filename is None:
+        given = any(a.startswith(("hydra.", "-m", "--multirun")) for a in sys.argv)
+        if error.filename is None or not given:
             raise
-        fail(f"{error.filename}: {error.strerror}")  # as of a directory that Hydra could not create
+        fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not create
     except KeyboardInterrupt:
         fail(
             "interrupted; the same command resumes from the last snapshot, if there is one",

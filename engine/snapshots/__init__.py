@@ -3,5 +3,5 @@
 `SnapshotManager` (manager.py) saves and restores a run, all ranks together; `Snapshot` (snapshot.py) is
 what one file holds; `SnapshotStorage` (storage.py) keeps the files of a run on a disk or in an object
 store; sharded.py lets every rank write its own part; probe.py detects a changed model. The room knows
-tensors and names, not what model or trainer they belong to.
+tensors and names, not what model they belong to.
 """

@@ -64,7 +64,9 @@ class SnapshotManager:
         self._saving: SaveInProgress | None = None
         self.found: Snapshot | None = None
         never = config.resume == "never"
-        if not never or distributed.is_restart(world):  # it is for the first start alone
+        if not never or distributed.is_restart(
+            world
+        ):  # a restarted run resumes, whatever was asked
             self.found = self._find()
         # Why the run starts from scratch; empty if it resumes, and once its files are open.
         self._from_scratch = ""

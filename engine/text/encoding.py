@@ -134,7 +134,7 @@ def encode(pieces: Iterable[str], truncate: float, file: BinaryIO) -> dict[str, 
 
     length = int(length * truncate)
     if not length:
-        raise UserError(f"the text is empty (data.truncate={truncate})")
+        raise UserError(f"data.path: the text is empty (data.truncate={truncate})")
     digest, num_used = hashlib.sha256(), 0
     for _, ids in chunks(file, length, dtype):
         digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())

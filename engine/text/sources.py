@@ -19,6 +19,7 @@ from typing import Any
 import fsspec
 from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import infer_compression
 
 from engine.errors import UserError, one_line
 
@@ -188,7 +189,9 @@ def download(url: str, path: str, sha256: str | None) -> None:
     files = find_files(url)
     if len(files) > 1:
         raise UserError(f"data.url={url}: matches {len(files)} files; must be one")
-    files[0].compression = None  # kept as it is
+    if infer_compression(url) != infer_compression(path):
+        raise UserError(f"data.path={path}: must end as data.url={url}, which is kept as it is")
+    files[0].compression = None
     folder, name = os.path.split(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
