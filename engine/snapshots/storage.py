@@ -251,8 +251,8 @@ class SnapshotStorage:
         ]
 
     def find(self) -> tuple[bytes, str] | None:
-        """Recovery: content and path of the latest snapshot, or of the newest undamaged one; None if there
-        is no snapshot.
+        """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes
+        the latest; None if there is no snapshot.
 
         Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
         training from scratch would hide the loss, and `Unreachable` if the store does not answer.
@@ -283,6 +283,9 @@ class SnapshotStorage:
         _, content, path = newest
         for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
+        if path != self.path:  # a run that has finished would not write it again
+            with reaching(self.path, "written"):
+                self._copy(path, self.path)
         return content, path
 
 
