@@ -25,6 +25,7 @@ from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
 from engine.parallel.distributed import World, gather, launched_size
 from engine.parallel.launch import LaunchConfig
+from engine.run.plan import share_of_rank
 from engine.snapshots.storage import is_local
 from model import ARCHITECTURE, GPTConfig
 from trainer import TrainerConfig
@@ -115,7 +116,7 @@ def validate(composed: DictConfig) -> Config:
         )
     if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         config.launch.check_starts_none()
-    config.trainer.check_world_size(launched_size() * config.launch.processes())
+    share_of_rank(config.trainer.batch_size, launched_size() * config.launch.processes())
     return config
 
 

@@ -197,10 +197,8 @@ def main(composed: DictConfig) -> float | None:
     """Trains as composed, in this process or in those that `launch` asks for."""
     log_to_console()  # of a worker of submitit
     hydra_config = HydraConfig.get()
-    if (
-        hydra_config.runtime.output_dir != os.getcwd()
-    ):  # a sweep's job: Hydra has chosen its directory
-        composed.run_dir = hydra_config.runtime.output_dir
+    if hydra_config.runtime.output_dir != os.getcwd():
+        composed.run_dir = hydra_config.runtime.output_dir  # which Hydra chose for a sweep's job
     try:
         with slurm.submitit_job(distributed.leave):
             config = validate(composed)

@@ -111,15 +111,6 @@ class TrainerConfig:
             )
         trackers.check(self.trackers)
 
-    def check_world_size(self, size: int) -> None:
-        """Raises `UserError` if `size` processes cannot share the batch equally."""
-        if self.batch_size % size:
-            above = -(-self.batch_size // size) * size
-            raise UserError(
-                f"trainer.batch_size={self.batch_size}: must be divisible by the number of processes, "
-                f"{size}, as {above} is"
-            )
-
 
 class _StopRequested(Exception):
     """All ranks agreed to stop, on the request in `args[0]`."""
@@ -177,7 +168,6 @@ class Trainer:
         self.world = world or distributed.join_processes(
             config.device, config.threads, config.timeout_s
         )
-        config.check_world_size(self.world.size)
         device, bare = self.world.device, distributed.unwrap(model)
         own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)

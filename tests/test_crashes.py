@@ -144,7 +144,10 @@ def test_a_rank_that_never_arrives_is_not_waited_for_forever(tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     result = start(*TINY, "trainer.timeout_s=3", f"run_dir={tmp_path}", env=env, timeout=60)
     assert result.returncode == 1
-    assert "error (rank 0): the 2 processes could not be connected (trainer.timeout_s=3)" in result.stderr
+    assert (
+        "error (rank 0): the 2 processes could not be connected (trainer.timeout_s=3)"
+        in result.stderr
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
 from engine.parallel.distributed import World
-from engine.run.plan import Plan
+from engine.run.plan import Plan, share_of_rank
 from engine.signals import Stopped
 from engine.snapshots.snapshot import SnapshotError
 from engine.snapshots.storage import load
@@ -739,7 +739,7 @@ def test_what_is_restored_counts_as_saved(parts, tmp_path):
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_with_one_they_can():
     with pytest.raises(UserError, match=r"trainer.batch_size=10: .* 3, as 12 is"):
-        TrainerConfig(batch_size=10).check_world_size(3)
+        share_of_rank(10, 3)
 
 
 # --- asked to stop, and saves that fail ---

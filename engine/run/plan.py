@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from engine.errors import UserError
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -28,11 +30,11 @@ class Plan:
 
     @classmethod
     def make(cls, config: Any, windows: int, block_size: int, world_size: int) -> "Plan":
-        """The plan of a `TrainerConfig` whose `batch_size` the `world_size` divides. A micro-batch is the
-        largest divisor of a rank's share that `micro_batch_size` allows; the run ends at `max_steps` or
-        `max_epochs`, whichever comes first.
+        """The plan of a `TrainerConfig`. A micro-batch is the largest divisor of a rank's share that
+        `micro_batch_size` allows; the run ends at `max_steps` or `max_epochs`, whichever comes first.
+        Raises as `share_of_rank`.
         """
-        share = config.batch_size // world_size
+        share = share_of_rank(config.batch_size, world_size)
         limit = min(config.micro_batch_size or share, share)
         micro = next(size for size in range(limit, 0, -1) if share % size == 0)
         ends = [] if config.max_steps is None else [config.max_steps]
@@ -67,3 +69,14 @@ class Plan:
         return self.finished_epochs(step) // every_epochs > (
             self.finished_epochs(step - 1) // every_epochs
         )
+
+
+def share_of_rank(batch_size: int, world_size: int) -> int:
+    """The windows of a rank and step. Raises `UserError` if the ranks cannot share the batch equally."""
+    share, rest = divmod(batch_size, world_size)
+    if rest:
+        raise UserError(
+            f"trainer.batch_size={batch_size}: must be divisible by the number of processes, "
+            f"{world_size}, as {(share + 1) * world_size} is"
+        )
+    return share
