@@ -24,6 +24,7 @@ import torch
 from omegaconf import MISSING
 from torch.utils.data import Dataset
 
+from engine.config.checks import check_range
 from engine.errors import UserError
 from engine.run.evaluation import IGNORE
 from engine.text.encoding import is_small, open_text
@@ -59,12 +60,9 @@ class DataConfig:
                 f"data.path={self.path}: data.url and data.sha256 are those of data=shakespeare; for "
                 f"another text: data=text data.path={self.path}"
             )
-        if self.block_size < 1:
-            raise UserError(f"data.block_size={self.block_size}: must be at least 1 character")
-        if not 0 < self.train_split < 1:
-            raise UserError(f"data.train_split={self.train_split}: must lie between 0 and 1")
-        if not 0 < self.truncate <= 1:
-            raise UserError(f"data.truncate={self.truncate}: must be above 0 and at most 1")
+        check_range("data.block_size", self.block_size, 1)
+        check_range("data.train_split", self.train_split, above=0, below=1)
+        check_range("data.truncate", self.truncate, above=0, high=1)
         if not self.cache_dir or "://" in self.cache_dir:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 

@@ -111,8 +111,8 @@ def validate(composed: DictConfig) -> Config:
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
         raise UserError(
-            f"trainer.snapshot_path={path}: every job of a sweep has its own; leave it relative, or put "
-            "${run_dir} into it"
+            f"trainer.snapshot_path={path}: all jobs of the sweep would share it; make it relative, or "
+            "include ${run_dir}"
         )
     if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         config.launch.check_starts_none()

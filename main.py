@@ -206,7 +206,7 @@ def main(composed: DictConfig) -> float | None:
                 return run_training(config)
             launch.start(config.launch, __file__, worker_arguments(hydra_config, config.run_dir))
             return Run(config.run_dir).last_loss
-    except Stopped as stopped:  # of a sweep, the other jobs, too
+    except Stopped as stopped:  # also ends the other jobs of a sweep
         distributed.leave(stopped.status)
     except UserError as error:
         if hydra_config.mode != RunMode.MULTIRUN:

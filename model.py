@@ -80,7 +80,7 @@ class GPTConfig:
             raise UserError(f"model.n_embd={n_embd}: must be divisible by model.n_head={n_head}")
         if self.arch == "modern" and width % 2:
             raise UserError(
-                f"model.n_embd={n_embd}: heads {width} wide: rotary positions need an even width"
+                f"model.n_embd={n_embd}: the head size, {width}, is odd; rotary positions need an even one"
             )
         for name in ("bias", "tie_weights"):
             if getattr(self, name) is None:
@@ -318,8 +318,8 @@ class GPT(nn.Module):
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and if `targets` (B, T) are given, the
-        mean cross-entropy in nats over those that are not -1 (as in minGPT); take gradients of it
-        with respect to anything but these logits. With a `cache`, `idx` follows the characters in
+        mean cross-entropy in nats over those that are not -1 (as in minGPT). Do not differentiate it
+        with respect to the returned logits. With a `cache`, `idx` follows the characters in
         it. Raises ValueError if the context would exceed `block_size`.
         """
         (_, T), block_size = idx.shape, self.config.block_size

@@ -6,7 +6,7 @@ python sample.py prompt_file=opening.txt                    a prompt from a file
 python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7 device=cpu
 python sample.py run_dir=runs/NAME                          another run
 python sample.py snapshot=runs/NAME/gpt_snapshot.pt
-python sample.py score=book.txt                             the loss of a text; per_character=FILE
+python sample.py score=book.txt                             the loss of a text
 
 Defaults: 500 characters, temperature 0.8, no top_k or top_p, seed 1337, on a GPU if available.
 """
@@ -16,11 +16,8 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
-import contextlib
 import itertools
-import json
 import math
-import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -34,7 +31,6 @@ from char_dataset import encode
 from engine.config.arguments import parse, run_program
 from engine.config.checks import check_option, check_range
 from engine.errors import UserError, one_line
-from engine.files import atomic_write
 from engine.run.directory import choose_snapshot
 from engine.run.progress import escape_unencodable
 from engine.snapshots.probe import CHANGED, has_changed, probe_logits
@@ -63,15 +59,12 @@ class SampleConfig:
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
-    per_character: str | None = None  # with score, a new file for the loss of each character, JSON
     device: str = "auto"  # cpu, cuda or auto
 
     def __post_init__(self):
         texts = [n for n in ("prompt", "prompt_file", "score") if getattr(self, n) is not None]
         if len(texts) > 1:
             raise UserError(f"{'= and '.join(texts)}=: give only one of them")
-        if self.per_character is not None and self.score is None:
-            raise UserError(f"per_character={self.per_character}: needs score=FILE, the text")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -192,26 +185,18 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
 def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
     """Loss of the text at `config.score`, computed as the held-out loss is: in non-overlapping windows,
     every character but the first scored once. Returns (nats per character, characters scored).
-
-    Writes a line `{"character": "e", "loss": 1.25}` per character to `config.per_character`. Raises
-    `UserError` for a text that cannot be scored, and for a file that already exists.
+    Raises `UserError` for a text that cannot be scored.
     """
-    total, count, path = 0.0, 0, config.per_character
-    if path is not None and os.path.lexists(path):
-        raise UserError(f"per_character={path}: already exists; give another name, or remove it")
-    writing: Any = atomic_write(path) if path is not None else contextlib.nullcontext()
-    with writing as file:
-        for text, losses in score_batches(config, snapshot):
-            total += sum(losses)
-            count += len(text)
-            for character, loss in zip(text, losses, strict=True) if file else ():
-                file.write(json.dumps({"character": character, "loss": loss}) + "\n")
+    total, count = 0.0, 0
+    for losses in score_batches(config, snapshot):
+        total += losses.double().sum().item()
+        count += len(losses)
     return total / count, count
 
 
-def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[tuple[str, list[float]]]:
-    """Yields (characters, their losses in nats) in batches of whole windows, computed in the type of
-    the run, so that the loss equals the run's.
+def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[torch.Tensor]:
+    """Yields the losses of characters, in nats, in batches of whole windows, computed in the type of the
+    run, so that the mean equals the run's.
     """
     assert config.score is not None
     model = load_model(snapshot, config.device)
@@ -225,8 +210,7 @@ def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[tuple[st
         x = F.pad(ids[:-1], (0, -len(targets) % block_size)).view(-1, block_size)
         with torch.no_grad(), precision:
             logits = model(x)[0].flatten(0, 1)[: len(targets)]
-        losses = F.cross_entropy(logits, targets, reduction="none")
-        yield "".join(snapshot.vocabulary[i] for i in targets.tolist()), losses.tolist()
+        yield F.cross_entropy(logits, targets, reduction="none")
 
 
 def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[torch.Tensor]:

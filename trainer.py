@@ -239,7 +239,7 @@ class Trainer:
             return self.last_evaluation[0] if self.last_evaluation else None
         with self._running():
             try:
-                if self._evaluation_is_due():  # a run was stopped before it; its snapshot lacks it
+                if self._evaluation_is_due():  # the run was stopped before it
                     self._save(self._evaluate(), is_due=True)
                 while self.step < self.total_steps:
                     loss, grad_norm = self._train_step()
@@ -331,14 +331,11 @@ class Trainer:
         for i, (x, y) in enumerate(micro_batches, 1):
             # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
             # rank has the memory for all of them.
-            with (
-                self.model.no_sync()
-                if i < accumulation and isinstance(self.model, DDP)
-                else contextlib.nullcontext()
-            ):
-                with auto.autocast(self.choices):
-                    _, loss = self.model(x, y)
-                self.scaler.scale(loss / accumulation).backward()
+            if isinstance(self.model, DDP):
+                self.model.require_backward_grad_sync = i == accumulation
+            with auto.autocast(self.choices):
+                _, loss = self.model(x, y)
+            self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
         if self.config.grad_norm_clip is not None:
@@ -378,10 +375,9 @@ class Trainer:
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """`function()`, which runs the model; a sharded one computes in the type it is gathered in."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(auto.eagerly(self.choices))
-            if sharding.is_sharded(self.bare):
-                stack.enter_context(auto.autocast(self.choices))
+        sharded = sharding.is_sharded(self.bare)
+        context = auto.autocast(self.choices) if sharded else contextlib.nullcontext()
+        with auto.eagerly(self.choices), context:
             return function()
 
     # ----------------------------------------------------------------------------------------------

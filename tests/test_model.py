@@ -403,7 +403,7 @@ def test_a_snapshot_of_before_has_the_model_that_it_was_made_with():
     "settings, message",
     [
         ({"n_embd": 10, "n_head": 3}, "model.n_embd=10: must be divisible by model.n_head=3"),
-        ({"arch": "modern", "n_embd": 12, "n_head": 4}, "heads 3 wide: rotary positions"),
+        ({"arch": "modern", "n_embd": 12, "n_head": 4}, "the head size, 3, is odd"),
         ({"arch": "modern", "bias": True}, "model.bias=true"),
         ({"arch": "gpt3"}, "model.arch=gpt3: must be one of gpt2, modern"),
         ({"model_type": "gpt-huge"}, "model.model_type=gpt-huge: must be one of gpt2"),

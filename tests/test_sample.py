@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import pty
@@ -203,19 +202,17 @@ def test_every_character_is_scored_once_in_windows_laid_end_to_end(length, tmp_p
     for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
         monkeypatch.setattr(sampling, "BATCH_CHARACTERS", at_once)
         monkeypatch.setattr(text_files, "PIECE", piece)
-        out = tmp_path / f"{at_once}.jsonl"
-        config = SampleConfig(score=str(tmp_path / "text.txt"), per_character=str(out))
+        config = SampleConfig(score=str(tmp_path / "text.txt"))
+        losses = torch.cat(list(sampling.score_batches(config, snapshot)))
+        assert losses.tolist() == pytest.approx(expected, abs=1e-5)
         loss, count = score(config, snapshot)
-        lines = [json.loads(line) for line in out.read_text().splitlines()]
-        assert "".join(line["character"] for line in lines) == text[1:] and count == length - 1
-        assert [line["loss"] for line in lines] == pytest.approx(expected, abs=1e-5)
-        assert loss == pytest.approx(sum(line["loss"] for line in lines) / count)
+        assert count == length - 1 and loss == pytest.approx(sum(expected) / count)
 
 
-def test_what_cannot_be_scored_is_refused_and_nothing_is_left(tmp_path, monkeypatch):
+def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE", 16)
-    path, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
-    config = SampleConfig(score=str(path), per_character=str(out))
+    path = tmp_path / "text.txt"
+    config = SampleConfig(score=str(path))
 
     def refused(text: str) -> str:
         path.write_text(text)
@@ -226,10 +223,6 @@ def test_what_cannot_be_scored_is_refused_and_nothing_is_left(tmp_path, monkeypa
     says = f"score={path}: character 'x' (U+0078) at position 100 is not in the vocabulary"
     assert refused("ab" * 50 + "xyz").startswith(says)
     assert "has 1 characters" in refused("a") and "has 0 characters" in refused("")
-    assert list(tmp_path.iterdir()) == [path]
-    out.write_text("precious")
-    assert f"per_character={out}: already exists" in refused("abc")
-    assert out.read_text() == "precious"
 
 
 def test_weights_that_are_not_finite_are_refused():
@@ -279,7 +272,6 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
         (["prompt=a", "prompt_file=b"], "prompt= and prompt_file=: give only one of them"),
         (["prompt=a", "score=b"], "prompt= and score=: give only one of them"),
         (["score=nowhere"], "nowhere: no such file"),
-        (["per_character=a"], "per_character=a: needs score=FILE"),
         (["temprature=1"], "temprature=1: not an argument; there are prompt="),
         (["snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["snapshot=/etc/hostname"], "/etc/hostname: not a complete snapshot"),

@@ -78,8 +78,8 @@ def with_recipe(arguments: list[str]) -> list[str]:
 
 
 def job_name(overrides: list[str], swept: str = "") -> str:
-    """The directory of one job of a sweep, the same for the same overrides but those of `launch`: the ones
-    whose keys are in `swept` (separated by spaces; all without it), and a digest of all.
+    """Directory name of a sweep's job: its swept overrides, whose keys are in `swept` (separated by spaces;
+    all without it), and a digest of all, ignoring those of `launch`.
     """
     own = sorted(without(overrides, "launch."))
     shown = ",".join(o for o in own if not swept or key_of(o) in swept.split()) or "defaults"

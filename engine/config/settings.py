@@ -4,8 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-# A resumed run may not change these, nor its model: its result would be neither the old
-# run's nor the new one's.
+# Fixed on resume, as is the model: no single configuration would reproduce the result.
 FIXED = {
     "data.block_size", "data.train_split", "data.truncate",  # other windows
     "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state

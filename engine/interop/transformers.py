@@ -26,8 +26,7 @@ from engine.kernels.native import NORM_EPS
 WEIGHTS = "model.safetensors"
 MODEL_TYPES = {"gpt2": "gpt2", "modern": "nanochat"}
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
-# As in model.py:
-ROPE_BASE, SOFTCAP = 10_000.0, 15
+ROPE_BASE, SOFTCAP = 10_000.0, 15  # as in model.py, which a test compares
 
 # Our modules and theirs, {} being the number of the block. Where theirs are several, our matrix is
 # theirs on top of each other.

@@ -80,6 +80,6 @@ class CapturedStep:
         except RuntimeError as error:
             cause = one_line(error.__context__ or error).split(" Search for")[0]
             raise UserError(
-                f"a step cannot be captured as a CUDA graph, as where the model reads a number from the "
-                f"GPU (.item(), print): {cause}; {SWITCH_OFF}"
+                f"CUDA graph capture failed: {cause}. The model may read a number from the GPU (.item(), "
+                f"print); {SWITCH_OFF}"
             ) from error

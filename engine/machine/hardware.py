@@ -89,7 +89,7 @@ def keep_freed_memory() -> None:
     A CPU step allocates and frees the same tensors again and again; otherwise a sixth of its time
     goes to page faults, and more with large tensors (benchmarks/experiments.md).
     """
-    # Mapped blocks are returned when freed, and the mapping threshold has a maximum: map none.
+    # No mmap: mapped blocks return to the kernel when freed, and the threshold for mapping is limited.
     _set_malloc(trim_threshold=2**31 - 1, mmap_threshold=2**25, mmap_max=0)
 
 

@@ -107,7 +107,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
     def step(self) -> None:  # type: ignore[override]  # without closures
-        # Groups and state of this optimizer count: loading a state replaces them.
+        # Rebind groups and state: `load_state_dict` replaces them.
         muon, adamw = self.parts
         muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         for part in self.parts:

@@ -27,8 +27,8 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
 
 def name_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name for this start, the same on all ranks: made of a random number of each, and settled when
-    every rank has seen the same numbers.
+    """Agrees on a prefix for the keys of this start: the hash of a random number of each rank, once all
+    ranks have seen the same numbers.
 
     torchrun's store outlives its processes, and what they left in it would mislead those that replace
     them (pytorch/pytorch#135712; hosts do not count restarts alike).

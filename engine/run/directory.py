@@ -31,7 +31,9 @@ SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 @contextlib.contextmanager
 def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
-    """`lock_run` on rank 0 for all; names ranks that do not answer before training."""
+    """Runs `lock_run` on rank 0, and raises its error on every rank; names ranks that do not answer before
+    training.
+    """
     with contextlib.ExitStack() as stack:
         lock = lock_run(run_dir, snapshot_path)
         run_on_first(lambda: stack.enter_context(lock), world)

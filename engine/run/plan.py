@@ -16,7 +16,6 @@ class Plan:
         batch_size: windows of an optimizer step, over all ranks.
         micro_batch_size: windows of a rank and forward pass.
         accumulation: micro-batches of a rank and step.
-        world_size: number of ranks.
         total_steps: optimizer steps of the whole run.
     """
 
@@ -25,7 +24,6 @@ class Plan:
     batch_size: int
     micro_batch_size: int
     accumulation: int
-    world_size: int
     total_steps: int
 
     @classmethod
@@ -40,9 +38,7 @@ class Plan:
         ends = [] if config.max_steps is None else [config.max_steps]
         if config.max_epochs is not None:
             ends.append(-(-config.max_epochs * windows // config.batch_size))
-        return cls(
-            windows, block_size, config.batch_size, micro, share // micro, world_size, min(ends)
-        )
+        return cls(windows, block_size, config.batch_size, micro, share // micro, min(ends))
 
     @property
     def characters(self) -> int:

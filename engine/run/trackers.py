@@ -118,7 +118,7 @@ def check(names: Iterable[str]) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported. A mere folder of its name, which W&B leaves, cannot."""
+    """Whether a package is installed. A namespace package, as W&B's folder looks like, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

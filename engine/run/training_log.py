@@ -1,4 +1,4 @@
-"""Training log: progress lines, `metrics.jsonl`, trackers and the progress bar of a run."""
+"""Training log: progress lines, `metrics.jsonl` and trackers of a run."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ from engine.machine.hardware import device_name, peak_memory
 from engine.parallel.distributed import World
 from engine.run.metrics import Metrics
 from engine.run.plan import Plan
-from engine.run.progress import Progress, Stopwatch, duration, format_loss
+from engine.run.progress import Stopwatch, duration, format_loss
 
 log = logging.getLogger("gpt")
 
@@ -38,7 +38,6 @@ class TrainingLog:
         self.world, self.plan, self.every_steps = world, plan, every_steps
         self.flops_per_character, self.peak_flops = flops_per_character, peak_flops
         self.metrics: Metrics | None = None
-        self.progress: Progress | None = None
         self.lines = 0  # of metrics.jsonl, on rank 0
 
     def open(
@@ -53,11 +52,10 @@ class TrainingLog:
         self.metrics = Metrics(run_dir, step, evaluated, self.lines, trackers, flatten(run_config))
 
     def start(self, step: int, choices: dict[str, Any]) -> None:
-        """Logs device, precision, batch and plan; starts the clock and the progress bar at `step`."""
+        """Logs device, precision, batch and plan; starts the clock at `step`."""
         self._announce(step, choices)
         self.started_at = step
         self.stopwatch = Stopwatch(step, self.world.device)
-        self.progress = Progress(step, self.plan.total_steps, shown=self.world.is_first)
 
     def paused(self):
         """A context whose time does not count as training: evaluation, saving, sampling."""
@@ -65,8 +63,6 @@ class TrainingLog:
 
     def count(self, step: int) -> None:
         """Counts `step` as done. The clock starts again after the first one, which compiles."""
-        if self.progress:
-            self.progress.step()
         if step == self.started_at + 1 and not self.is_due(step):
             self.stopwatch = Stopwatch(step, self.world.device)
 
@@ -97,8 +93,6 @@ class TrainingLog:
             lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu,
             memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
         )  # fmt: skip
-        if self.progress:
-            self.progress.log(loss, rate)
         log.info(
             "%s | epoch %.3f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s left",
             self._of(step), self.plan.epoch(step), loss, lr, norm, f"{rate:,.0f}",
@@ -144,8 +138,6 @@ class TrainingLog:
         return self.lines
 
     def close(self) -> None:
-        if self.progress:
-            self.progress.close()
         if self.metrics:
             self.metrics.close()
             self.lines = self.metrics.lines

@@ -27,7 +27,7 @@ log = logging.getLogger("gpt")
 
 @dataclass
 class SaveInProgress:
-    """A save in progress: `saved_step` and `best` hold once it has succeeded; `written` is rank 0's."""
+    """A save in progress. On success, `saved_step` and `best` replace the manager's; `written` is rank 0's."""
 
     step: int
     saved_step: int | None
