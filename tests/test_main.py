@@ -372,7 +372,7 @@ def test_two_runs_do_not_share_their_snapshots(tmp_path):
     result = start("-m", *sweep, shared)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "error: trainer.snapshot_path" in result.stderr.splitlines()[-1]
-    assert result.stdout.count("every job of a sweep has its own") == 2
+    assert result.stdout.count("all jobs of the sweep would share it") == 2
     apart = "trainer.snapshot_path='memory://${run_dir}/s.pt'"
     result = start("-m", *sweep, apart)
     assert result.returncode == 0 and result.stdout.count("step 6/6 | held-out") == 2
