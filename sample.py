@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from char_dataset import encode
+from engine.config import auto
 from engine.config.arguments import parse, run_program
 from engine.config.checks import check_option, check_range
 from engine.errors import UserError, one_line
@@ -201,8 +202,8 @@ def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[torch.Te
     assert config.score is not None
     model = load_model(snapshot, config.device)
     block_size, device = model.config.block_size, model.tok_emb.weight.device
-    dtype = getattr(torch, snapshot.choices.get("amp_dtype", "float32"))
-    precision = torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
+    amp_dtype = snapshot.choices.get("amp_dtype", "float32")
+    precision = auto.autocast({"device": device.type, "amp_dtype": amp_dtype})
     num_characters = max(1, BATCH_CHARACTERS // block_size) * block_size
     for ids in read_batches(config.score, snapshot.vocabulary, num_characters):
         ids = ids.to(device)

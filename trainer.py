@@ -90,11 +90,12 @@ class TrainerConfig:
         check_option("trainer.strategy", self.strategy, ("ddp", "fsdp"))
         check_option("trainer.snapshot_format", self.snapshot_format, ("single", "sharded"))
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
-        for name in ("max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every"):
+        for name in (
+            *("max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every"),
+            *("save_every_steps", "keep_snapshots", "max_save_failures", "eval_every_steps"),
+            "log_every_steps",
+        ):
             check_range(f"trainer.{name}", getattr(self, name), above=0)
-        for name in ("save_every_steps", "keep_snapshots", "max_save_failures", "eval_every_steps"):
-            check_range(f"trainer.{name}", getattr(self, name), above=0)
-        check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
         check_range("trainer.threads", self.threads, 1, 1024)
@@ -171,7 +172,7 @@ class Trainer:
         device, bare = self.world.device, distributed.unwrap(model)
         own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
-        self.run_config = settings_of(own) | as_plain(run_config or {})
+        self.run_config = as_plain(settings_of(own) | (run_config or {}))
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step = 0
         self.last_evaluation: tuple[float, int] | None = None  # held-out loss and its step
@@ -299,9 +300,8 @@ class Trainer:
 
     def _open_files(self) -> None:
         self.snapshots.open((*HISTORY, *trackers.HISTORY))
-        evaluated = self.last_evaluation is not None and self.last_evaluation[1] == self.step
         names, run_dir = self.config.trackers, self.snapshots.run_dir
-        self.training_log.open(run_dir, self.step, evaluated, names, self.run_config)
+        self.training_log.open(run_dir, self.step, self._is_evaluated(), names, self.run_config)
         self.on_start()
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -383,10 +383,11 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------
     # Evaluating and saving
 
+    def _is_evaluated(self) -> bool:
+        return self.last_evaluation is not None and self.last_evaluation[1] == self.step
+
     def _evaluation_is_due(self) -> bool:
-        if self.test_dataset is None or (
-            self.last_evaluation is not None and self.last_evaluation[1] == self.step
-        ):
+        if self.test_dataset is None or self._is_evaluated():
             return False
         every_steps = self.config.eval_every_steps
         return self.step > 0 and (

@@ -53,13 +53,16 @@ def is_of_model(key: str) -> bool:
 
 
 def settings_of(configs: dict[str, Any]) -> dict[str, Any]:
-    """The dataclasses among `configs` as nested dictionaries of plain types, which a snapshot can hold."""
-    found = {name: c for name, c in configs.items() if dataclasses.is_dataclass(c)}
-    return as_plain({name: dataclasses.asdict(c) for name, c in found.items()})  # type: ignore[arg-type]
+    """The dataclasses among `configs` as nested dictionaries."""
+    return {
+        name: dataclasses.asdict(config)
+        for name, config in configs.items()
+        if dataclasses.is_dataclass(config) and not isinstance(config, type)
+    }
 
 
 def as_plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The same values in plain types."""
+    """The same values in plain types, which a snapshot can hold."""
     return json.loads(json.dumps(config, default=str))
 
 

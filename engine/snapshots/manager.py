@@ -64,9 +64,8 @@ class SnapshotManager:
         self._saving: SaveInProgress | None = None
         self.found: Snapshot | None = None
         never = config.resume == "never"
-        if not never or distributed.is_restart(
-            world
-        ):  # a restarted run resumes, whatever was asked
+        # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
+        if not never or distributed.is_restart(world):
             self.found = self._find()
         # Why the run starts from scratch; empty if it resumes, and once its files are open.
         self._from_scratch = ""
@@ -201,7 +200,8 @@ class SnapshotManager:
         saving, self._saving = self._saving, None
         error = distributed.run_on_first(saving.error, self.world)
         if not error:
-            self.saved_step, self.best, self.failures = saving.saved_step, saving.best, 0
+            self.saved_step, self.best = saving.saved_step, saving.best
+            self.failures, self._last_error = 0, ""
             return
         self.failures += 1
         self._last_error = f": {error}"
