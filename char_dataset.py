@@ -24,13 +24,14 @@ import torch
 from omegaconf import MISSING
 from torch.utils.data import Dataset
 
-from engine.config.checks import check_range
+from engine.config.checks import check_option, check_range
 from engine.errors import UserError
 from engine.run.evaluation import IGNORE
 from engine.text.encoding import is_small, open_text
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
 
 log = logging.getLogger("gpt")
+MAX_COUNTED = 2**26  # characters
 
 
 @dataclass
@@ -40,9 +41,22 @@ class DataConfig:
     path: Any = MISSING  # the text, UTF-8: a path, URL or pattern ('books/*.txt'), or a list of them; may be compressed
     url: str | None = None  # downloaded from here if path does not exist; null: path must exist
     sha256: str | None = None  # SHA-256 of the text, decompressed, hexadecimal; null: any text
-    block_size: int = 128  # characters of context: the length of a window
-    train_split: float = 0.9  # share of the text to train on, from its start; the rest is held out
+    block_size: int | None = (
+        128  # characters of context: the length of a window; null: chosen, see engine/sizing.py
+    )
+    train_split: float | None = (
+        0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
+    )
+    final_split: float = (
+        0.0  # share of the text, at its end, that nothing is chosen by: scored once, after training
+    )
     truncate: float = 1.0  # share of the text to use at all, from its start
+    shuffle: str | None = (
+        None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
+    )
+    encoding: str = (
+        "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
+    )
     cache_dir: str = "data/cache"  # local directory where texts over 64 MiB, compressed or remote are kept encoded
 
     def __post_init__(self):
@@ -63,6 +77,15 @@ class DataConfig:
         check_range("data.block_size", self.block_size, 1)
         check_range("data.train_split", self.train_split, above=0, below=1)
         check_range("data.truncate", self.truncate, above=0, high=1)
+        check_range("data.final_split", self.final_split, 0, below=1)
+        if (self.train_split or 0) + self.final_split >= 1:
+            raise UserError(
+                f"data.train_split={self.train_split} and data.final_split={self.final_split} leave nothing to "
+                "hold out: their sum must be below 1"
+            )
+        if self.shuffle is not None:
+            check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
+        check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
         if not self.cache_dir or "://" in self.cache_dir:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 
@@ -92,7 +115,7 @@ def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) ->
             )  # fmt: skip
             return pydoc
     if not is_small(config.path):
-        open_text(config.path, config.sha256, config.truncate, config.cache_dir)
+        open_text(config)
     return config
 
 
@@ -108,20 +131,27 @@ class CharDataset(Dataset):
         data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
             is mapped from a file, read only; never copy it as a whole.
         digest: SHA-256 of the (truncated) text, hexadecimal.
+        unit: what an id stands for, "character" or "byte".
 
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
     """
 
     def __init__(self, config: DataConfig):
         self.config = config
-        self.block_size = config.block_size
-        self.vocabulary, self.data, self.digest = open_text(
-            config.path, config.sha256, config.truncate, config.cache_dir
-        )
+        self.block_size = config.block_size or 1  # until it is chosen
+        self.vocabulary, self.data, self.digest = open_text(config)
         self.vocab_size = len(self.vocabulary)
+        self.unit = "byte" if config.encoding == "bytes" else "character"
         self.stoi = {character: i for i, character in enumerate(self.vocabulary)}
         self.itos = dict(enumerate(self.vocabulary))
         self._check_length(f"text, {config.path},")
+
+    def with_config(self, config: DataConfig) -> "CharDataset":
+        """The same text with the `block_size` and `train_split` of `config`. Raises as the constructor."""
+        dataset = copy.copy(self)
+        dataset.config, dataset.block_size = config, config.block_size or 1
+        dataset._check_length(f"text, {config.path},")
+        return dataset
 
     def _check_length(self, name: str) -> None:
         if len(self.data) <= self.block_size:
@@ -136,12 +166,32 @@ class CharDataset(Dataset):
         before windowing, so that no character is in both; both have the vocabulary of the whole
         text. Raises `UserError` if either part is shorter than one window.
         """
-        cut = int(len(self.data) * self.config.train_split)
-        train, held_out = copy.copy(self), copy.copy(self)
-        train.data, held_out.data = self.data[:cut], self.data[cut:]
+        cut, end = int(len(self.data) * (self.config.train_split or 0.9)), self._final_start()
+        train, held_out = self._part(0, cut), self._part(cut, end)
         train._check_length("training part")
         held_out._check_length("held-out part")
         return train, held_out
+
+    def final_part(self) -> "CharDataset | None":
+        """The last share `final_split` of the text, which neither part of `split` has; None without it.
+        Raises `UserError` if it is shorter than two characters.
+        """
+        if not self.config.final_split:
+            return None
+        final = self._part(self._final_start(), len(self.data))
+        if len(final.data) < 2:
+            raise UserError(
+                f"data.final_split={self.config.final_split}: fewer than two characters"
+            )
+        return final
+
+    def _final_start(self) -> int:
+        return len(self.data) - int(len(self.data) * self.config.final_split)
+
+    def _part(self, start: int, end: int) -> "CharDataset":
+        part = copy.copy(self)
+        part.data = self.data[start:end]
+        return part
 
     def to(self, device: torch.device | str) -> "CharDataset":
         """Moves the encoded text to `device`, so that batches are cut there; returns self."""
@@ -200,6 +250,26 @@ class CharDataset(Dataset):
     def decode(self, ids) -> str:
         """The text of a sequence of ids."""
         return "".join(self.itos[int(i)] for i in ids)
+
+
+def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
+    """(share of the held-out characters that the training part does not have; loss in nats of guessing
+    each by its frequency there, counted from one), of the first `MAX_COUNTED` characters of each.
+    """
+    seen, scored = (
+        torch.stack(
+            [
+                dataset._ids(torch.arange(start, min(start + 2**20, len(dataset.data)))).bincount(
+                    minlength=train.vocab_size
+                )
+                for start in range(0, min(len(dataset.data), MAX_COUNTED), 2**20)
+            ]
+        ).sum(dim=0)
+        for dataset in (train, held_out)
+    )
+    share = scored.double() / scored.sum()
+    frequency = (seen + 1.0).double() / (seen + 1).sum()
+    return share[seen == 0].sum().item(), -(share * frequency.log()).sum().item()
 
 
 def encode(text: str, vocabulary: str, start: int = 0) -> torch.Tensor:

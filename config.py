@@ -56,7 +56,7 @@ class Config:
         `data.block_size` is smaller.
         """
         source = GPTConfig.recorded(architecture).complete()
-        block_size = min(self.data.block_size, source.block_size)
+        block_size = min(self.data.block_size or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
@@ -116,7 +116,8 @@ def validate(composed: DictConfig) -> Config:
         )
     if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         config.launch.check_starts_none()
-    share_of_rank(config.trainer.batch_size, launched_size() * config.launch.processes())
+    if config.trainer.batch_size is not None:
+        share_of_rank(config.trainer.batch_size, launched_size() * config.launch.processes())
     return config
 
 

@@ -53,15 +53,15 @@ class GPTConfig:
 
     # fmt: off
     arch: str = "gpt2"  # gpt2 or modern (rotary positions, RMSNorm, QK norm, squared ReLU, capped logits)
-    model_type: str | None = None  # size: gpt2[-medium,-large,-xl], openai-gpt, gopher-44m, gpt-mini, -micro or -nano
+    model_type: str | None = None  # size: auto, gpt2[-medium,-large,-xl], openai-gpt, gopher-44m, gpt-[mini,micro,nano]
     n_layer: int | None = None  # blocks; null: from model_type (default gpt2)
     n_head: int | None = None  # attention heads of a block; null: from model_type (default gpt2)
     n_embd: int | None = None  # width of the residual stream, divisible by n_head; null: from model_type (default gpt2)
     vocab_size: int | None = None  # distinct characters; null: taken from the text
     block_size: int | None = None  # characters of context; set data.block_size
-    embd_pdrop: float = 0.1  # dropout probability of the embeddings
-    resid_pdrop: float = 0.1  # dropout probability of the outputs of attention and MLP
-    attn_pdrop: float = 0.1  # dropout probability of the attention weights
+    embd_pdrop: float | None = 0.1  # dropout probability of the embeddings; null: chosen, see engine/sizing.py
+    resid_pdrop: float | None = 0.1  # dropout probability of the outputs of attention and MLP; null: chosen
+    attn_pdrop: float | None = 0.1  # dropout probability of the attention weights; null: chosen
     bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)
     tie_weights: bool | None = None  # the head shares the embedding's weights; null: as arch has (gpt2: true)
     token_shift: bool = False  # MLPs also see the character before (RWKV); no export to Transformers
@@ -70,28 +70,32 @@ class GPTConfig:
 
     def __post_init__(self):
         check_option("model.arch", self.arch, ("gpt2", "modern"))
-        _, n_head, n_embd = self._resolve_sizes()
+        self._resolve_sizes()
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
             check_range(f"model.{name}", getattr(self, name), 1)
         for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
             check_range(f"model.{name}", getattr(self, name), 0, below=1)
-        width, rest = divmod(n_embd, n_head)
-        if rest:
-            raise UserError(f"model.n_embd={n_embd}: must be divisible by model.n_head={n_head}")
-        if self.arch == "modern" and width % 2:
-            raise UserError(
-                f"model.n_embd={n_embd}: the head size, {width}, is odd; rotary positions need an even one"
-            )
+        if self.n_embd is not None and self.n_head is not None:
+            width, rest = divmod(self.n_embd, self.n_head)
+            what = f"model.n_embd={self.n_embd}"
+            if rest:
+                raise UserError(f"{what}: must be divisible by model.n_head={self.n_head}")
+            if self.arch == "modern" and width % 2:
+                raise UserError(
+                    f"{what}: the head size, {width}, is odd; rotary positions need an even one"
+                )
         for name in ("bias", "tie_weights"):
             if getattr(self, name) is None:
                 setattr(self, name, self.arch == "gpt2")
             elif getattr(self, name) and self.arch == "modern":
                 raise UserError(f"model.{name}=true: model.arch=modern has none; leave it null")
 
-    def _resolve_sizes(self) -> tuple[int, ...]:
+    def _resolve_sizes(self) -> None:
         """Resolves the sizes that are None; `model_type`, which they replace, is None afterwards."""
+        if self.model_type == "auto":
+            return
         if self.model_type is not None:
-            check_option("model.model_type", self.model_type, SIZES)
+            check_option("model.model_type", self.model_type, (*SIZES, "auto"))
         named, given = SIZES[self.model_type or "gpt2"], (self.n_layer, self.n_head, self.n_embd)
         if self.model_type and None not in given and given != named:
             raise UserError(
@@ -100,7 +104,6 @@ class GPTConfig:
             )
         sizes = tuple(b if a is None else a for a, b in zip(given, named, strict=True))
         self.n_layer, self.n_head, self.n_embd, self.model_type = *sizes, None
-        return sizes
 
     @classmethod
     def recorded(cls, values: dict[str, Any]) -> "GPTConfig":
@@ -114,10 +117,13 @@ class GPTConfig:
         return cls(**values)
 
     def complete(self) -> "CompleteConfig":
-        """Itself; raises `UserError` if `vocab_size` or `block_size` is still missing."""
+        """Itself; raises `UserError` if `vocab_size` or another size is still missing."""
         for name in ("vocab_size", "block_size"):
             if getattr(self, name) is None:
                 raise UserError(f"model.{name} is missing: take it from the data set")
+        for name in ("n_layer", "n_head", "n_embd", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
+            if getattr(self, name) is None:
+                raise UserError(f"model.{name} is missing: give a number")
         return self
 
 

@@ -7,6 +7,7 @@ python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7 d
 python sample.py run_dir=runs/NAME                          another run
 python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
+python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and how much of it is copied
 
 Defaults: 500 characters, temperature 0.8, no top_k or top_p, seed 1337, on a GPU if available.
 """
@@ -16,6 +17,7 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
+import codecs
 import itertools
 import math
 import signal
@@ -24,10 +26,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from char_dataset import encode
+from char_dataset import CharDataset, DataConfig, encode
 from engine.config import auto
 from engine.config.arguments import parse, run_program
 from engine.config.checks import check_option, check_range
@@ -37,11 +40,13 @@ from engine.run.progress import escape_unencodable
 from engine.snapshots.probe import CHANGED, has_changed, probe_logits
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
+from engine.text.encoding import from_text, to_text
 from engine.text.sources import find_files, read_text
 from model import GPT, GPTConfig
 
 MIN_THREADED_WORK = 10_000_000  # texts x parameters; below, one CPU thread is faster
 BATCH_CHARACTERS = 8192  # per batch, context included
+COPIED = 32  # characters in a row that count as copied
 TRAINING_SAMPLES = (4, 32)  # texts, characters in each; four take about as long as one
 
 
@@ -52,7 +57,9 @@ class SampleConfig:
     prompt: str | None = None  # text to continue; null: a newline, or the first character
     prompt_file: str | None = None  # file or URL of the prompt; -: standard input
     num_samples: int = 1  # texts
-    max_new_tokens: int = 500  # characters in each
+    max_new_tokens: int = 500  # characters in each, at most
+    stop: str | None = None  # a text ends before this string; null: nowhere
+    copied: bool = False  # say what share of the texts stands in the training text word for word
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
@@ -121,8 +128,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     Samples for a seed do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt
     that cannot be read, is empty, or has an unknown character.
     """
-    vocabulary = snapshot.vocabulary
-    prompt = read_prompt(config, vocabulary)
+    vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
+    prompt = read_prompt(config, vocabulary, encoding)
     try:
         ids = encode(prompt, vocabulary)
     except UserError as error:
@@ -133,27 +140,89 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     batch_size = min(config.num_samples, max(1, BATCH_CHARACTERS // model.config.block_size))
     if is_small(model, batch_size):
         torch.set_num_threads(1)
+    stop = from_text(config.stop or "", encoding)
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
         if config.num_samples == 1:
-            yield itertools.chain([prompt], (vocabulary[int(ids)] for ids in new))
+            rows: list[Iterable[str]] = [(vocabulary[int(ids)] for ids in new)]
         else:
-            for row in torch.stack(list(new), dim=1).tolist():
-                yield [prompt, *(vocabulary[i] for i in row)]
+            rows = [map(vocabulary.__getitem__, row) for row in until_all(new, stop, vocabulary)]
+        for row in rows:
+            yield decode_pieces(itertools.chain([prompt], before(row, stop)), encoding)
 
 
-def read_prompt(config: SampleConfig, vocabulary: str) -> str:
-    """The text to continue, at least one character."""
+def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[list[int]]:
+    """The ids of each row of `new`, up to where every row has had the string `stop`."""
+    columns: list[torch.Tensor] = []
+    ended = torch.zeros(1, dtype=torch.bool)
+    target = [vocabulary.find(character) for character in stop]  # -1, which no id is, if unknown
+    for ids in new:
+        columns.append(ids.cpu())
+        if target and len(columns) >= len(target):
+            last = torch.stack(columns[-len(target) :], dim=1)
+            ended = ended | (last == torch.tensor(target)).all(dim=1)
+            if ended.all():
+                break
+    return torch.stack(columns, dim=1).tolist()
+
+
+def before(pieces: Iterable[str], stop: str) -> Iterator[str]:
+    """The characters before the string `stop`; all without it."""
+    held = ""  # may be the beginning of `stop`
+    for piece in pieces:
+        held += piece
+        if stop and held.endswith(stop):
+            held = held[: -len(stop)]
+            break
+        if len(held) >= max(len(stop), 1):
+            yield held[0]
+            held = held[1:]
+    yield from held
+
+
+def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterator[str]:
+    """The text of a model's characters, as they come: those of bytes are decoded from UTF-8."""
+    if encoding != "bytes":
+        yield from pieces
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for piece in pieces:
+        yield decoder.decode(piece.encode("latin-1"))
+    yield decoder.decode(b"", final=True)
+
+
+def copied_share(texts: list[str], snapshot: Snapshot) -> float:
+    """The share of the characters of `texts` within pieces of at least `COPIED` characters that the text
+    of the run has, too. Raises `UserError` if that text cannot be read.
+    """
+    data = CharDataset(DataConfig(**snapshot.config["data"]))
+    ids = data.split()[0].data.numpy()
+    points = np.array([ord(character) for character in data.vocabulary], np.uint32)
+    source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
+    copied = total = 0
+    for text in texts:
+        is_copied = np.zeros(len(text), bool)
+        for start in range(len(text) - COPIED + 1):
+            if text[start : start + COPIED] in source:
+                is_copied[start : start + COPIED] = True
+        copied, total = copied + int(is_copied.sum()), total + len(text)
+    return copied / max(total, 1)
+
+
+def read_prompt(config: SampleConfig, vocabulary: str, encoding: str) -> str:
+    """The characters to continue, at least one."""
     if config.prompt_file is None:
-        return opening(vocabulary) if config.prompt is None else config.prompt
+        return opening(vocabulary) if config.prompt is None else from_text(config.prompt, encoding)
     name = f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
             with open(0, "rb", closefd=False) as file:  # standard input, which may be closed
-                prompt = file.read().decode("utf-8-sig")  # as `read_text` does
+                content = file.read()
+            # As `read_text` does.
+            prompt = content.decode("latin-1" if encoding == "bytes" else "utf-8-sig")
         else:
-            prompt = "".join(read_text(find_files(config.prompt_file)))
+            prompt = "".join(read_text(find_files(config.prompt_file), encoding=encoding))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
     if not prompt:
@@ -166,7 +235,7 @@ def opening(vocabulary: str) -> str:
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
-def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
+def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf-8") -> list[str]:
     """Draws a few short texts from a model during training, always with the same seed. Changes no
     state. All ranks of a sharded model must call it.
     """
@@ -180,7 +249,8 @@ def draw(model: GPT, vocabulary: str, device: torch.device) -> list[str]:
         out = model.generate(first.expand(num_texts, -1), num_characters, **options)
     finally:
         torch.set_num_threads(threads)
-    return ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
+    texts = ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
+    return [to_text(text, encoding) for text in texts]
 
 
 def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
@@ -205,7 +275,7 @@ def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[torch.Te
     amp_dtype = snapshot.choices.get("amp_dtype", "float32")
     precision = auto.autocast({"device": device.type, "amp_dtype": amp_dtype})
     num_characters = max(1, BATCH_CHARACTERS // block_size) * block_size
-    for ids in read_batches(config.score, snapshot.vocabulary, num_characters):
+    for ids in read_batches(config.score, snapshot.vocabulary, num_characters, snapshot.encoding):
         ids = ids.to(device)
         targets = ids[1:]
         x = F.pad(ids[:-1], (0, -len(targets) % block_size)).view(-1, block_size)
@@ -214,12 +284,14 @@ def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[torch.Te
         yield F.cross_entropy(logits, targets, reduction="none")
 
 
-def read_batches(path: str, vocabulary: str, num_characters: int) -> Iterator[torch.Tensor]:
+def read_batches(
+    path: str, vocabulary: str, num_characters: int, encoding: str = "utf-8"
+) -> Iterator[torch.Tensor]:
     """Streams the ids of the text at `path`, int64 (num_characters + 1,), the last batch shorter;
     batches overlap by one character.
     """
     ids, position = torch.empty(0, dtype=torch.int64), 0
-    for piece in read_text(find_files(path)):
+    for piece in read_text(find_files(path), encoding=encoding):
         try:
             ids = torch.cat((ids, encode(piece, vocabulary, position)))
         except UserError as error:
@@ -243,12 +315,17 @@ def main(arguments: list[str]) -> int:
         snapshot = load_full(path)
         print(f"[{path}, {snapshot}]", file=sys.stderr)
         if config.score is None:
-            print_texts(sample(config, snapshot))
+            texts = print_texts(sample(config, snapshot))
+            if config.copied:
+                share = copied_share(texts, snapshot)
+                where = f"in the training text, in pieces of {COPIED} characters or more"
+                print(f"[{share:.1%} of this stands {where}]", file=sys.stderr)
         else:
             loss, count = score(config, snapshot)
-            print(f"characters scored   {count}")
-            print(f"nats per character  {loss:.6f}")
-            print(f"bits per character  {loss / math.log(2):.6f}")
+            unit = "byte" if snapshot.encoding == "bytes" else "character"
+            print(f"{unit}s scored".ljust(19), count)
+            print(f"nats per {unit}".ljust(19), f"{loss:.6f}")
+            print(f"bits per {unit}".ljust(19), f"{loss / math.log(2):.6f}")
             print(f"perplexity          {math.exp(loss):.6f}")
     except KeyboardInterrupt:
         print(file=sys.stderr)  # start the shell's prompt on a new line
@@ -256,14 +333,19 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def print_texts(texts: Iterable[Iterable[str]]) -> None:
-    """Prints texts: character by character on a terminal, otherwise one at a time."""
+def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
+    """Prints texts: character by character on a terminal, otherwise one at a time. Returns them."""
+    printed = []
     for i, text in enumerate(texts):
         if i:
             print("-" * 40)
+        pieces = []
         for piece in text if sys.stdout.isatty() else ["".join(text)]:
             print(piece, end="", flush=True)
+            pieces.append(piece)
         print()
+        printed.append("".join(pieces))
+    return printed
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
+TRIAL_S = 1.0
 
 
 @dataclass
@@ -52,7 +54,8 @@ class TrainerConfig:
     # fmt: off
     max_epochs: int | None = 10  # epochs; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
-    batch_size: int = 64  # windows per optimizer step, over all processes together
+    max_minutes: float | None = None  # of the whole process, which set max_steps at the start; null: no limit
+    batch_size: int | None = 64  # windows per optimizer step, over all processes together; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: its whole share
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
     data_loader_workers: int = 0  # prefetch threads; 0: none, usually enough
@@ -63,6 +66,7 @@ class TrainerConfig:
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
     max_save_failures: int = 3  # snapshots in a row that may fail to be written before the run ends
     eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; the last step always evaluates
+    patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
     use_amp: bool = True  # automatic mixed precision; false: float32
@@ -93,7 +97,7 @@ class TrainerConfig:
         for name in (
             *("max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every"),
             *("save_every_steps", "keep_snapshots", "max_save_failures", "eval_every_steps"),
-            "log_every_steps",
+            *("patience", "log_every_steps"),
         ):
             check_range(f"trainer.{name}", getattr(self, name), above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
@@ -101,9 +105,10 @@ class TrainerConfig:
         check_range("trainer.threads", self.threads, 1, 1024)
         check_range("trainer.timeout_s", self.timeout_s, above=0, high=1e6)
         check_range("trainer.seed", self.seed, 0, 2**63 - 1)
-        if self.max_epochs is None and self.max_steps is None:
+        check_range("trainer.max_minutes", self.max_minutes, above=0, high=1e6)
+        if self.max_epochs is None and self.max_steps is None and self.max_minutes is None:
             raise UserError(
-                "trainer.max_epochs and trainer.max_steps are both null: one must end the run"
+                "trainer.max_epochs, max_steps and max_minutes are all null: one must end the run"
             )
         if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):
             raise UserError(
@@ -163,6 +168,8 @@ class Trainer:
                 f"train_dataset: a {type(train_dataset).__name__} has no batch(); split a text with "
                 "CharDataset.split(), not with random_split"
             )
+        if config.patience is not None and test_dataset is None:
+            raise UserError(f"trainer.patience={config.patience}: there is nothing to evaluate")
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.train_dataset, self.test_dataset = train_dataset, test_dataset
         self.sample, self.probe, self.on_start = sample, probe, on_start
@@ -196,6 +203,7 @@ class Trainer:
             config.log_every_steps,
             flops_per_token(bare),
             peak_flops(device) if amp_dtype != "float32" else None,
+            getattr(train_dataset, "unit", "character"),
         )
         if found:
             self._restore(found, bare)
@@ -242,26 +250,50 @@ class Trainer:
             try:
                 if self._evaluation_is_due():  # the run was stopped before it
                     self._save(self._evaluate(), is_due=True)
-                while self.step < self.total_steps:
+                while self.step < self.total_steps and not self._patience_is_over():
                     loss, grad_norm = self._train_step()
                     self.step += 1
                     self._log_step(loss, grad_norm)
                     is_best = self._evaluate()
                     self._save(is_best)
+                if self.step < self.total_steps and self.snapshots.best:
+                    log.info(
+                        "patience    the last %d evaluations are all above %.4f of step %d: training ends",
+                        self.config.patience, *self.snapshots.best,
+                    )  # fmt: skip
                 self.agreement.finish()
             except _StopRequested as stop:
                 self._stop(*stop.args)
             self.snapshots.finish(self.step)
         return self.last_evaluation[0] if self.last_evaluation else None
 
+    def seconds_per_step(self) -> float:
+        """Trial: the median time of the plan's steps on the slowest rank, or of the first ones that
+        take `TRIAL_S` together. Trains the model; evaluates, logs and saves nothing.
+        """
+        self.batches, times = self._batches(), [math.inf]
+        self.model.train()
+        for step in range(self.total_steps):
+            started = time.perf_counter()
+            set_learning_rate(self.optimizer, self.schedule(step, self.total_steps))
+            loss, _ = self.update(self._micro_batches())
+            loss.item()  # waits for the device
+            times.append(max(distributed.gather(time.perf_counter() - started, self.world)))
+            if step >= 3 and sum(times[1:]) > TRIAL_S:
+                break
+        self.batches.close()
+        self.agreement.finish()
+        return statistics.median(times[len(times) // 3 :])
+
     def _is_finished(self) -> bool:
-        if self.step < self.total_steps or self._evaluation_is_due():
+        is_over = self._patience_is_over()
+        if not is_over and (self.step < self.total_steps or self._evaluation_is_due()):
             return False
         if self.last_evaluation:
             log.info("held-out loss %.4f at step %d", *self.last_evaluation)
         log.info(
-            "this run is finished: %d of %d steps; to train longer, raise trainer.max_steps or "
-            "trainer.max_epochs", self.step, self.total_steps,
+            "this run is finished: %d of %d steps; to train longer, raise %s", self.step, self.total_steps,
+            "trainer.patience" if is_over else "trainer.max_steps, max_epochs or max_minutes",
         )  # fmt: skip
         return True
 
@@ -293,7 +325,12 @@ class Trainer:
         config, accumulation, world = self.config, self.plan.accumulation, self.world
         workers, is_cuda = config.data_loader_workers, world.device.type == "cuda"
         batches = MicroBatches(
-            self.train_dataset, config.seed, config.batch_size, accumulation, world.rank, world.size
+            self.train_dataset,
+            config.seed,
+            self.plan.batch_size,
+            accumulation,
+            world.rank,
+            world.size,
         )
         first, last = self.step * accumulation, self.total_steps * accumulation
         return prefetch(batches, first, last, workers, pinned=is_cuda and workers > 0)
@@ -389,10 +426,22 @@ class Trainer:
     def _evaluation_is_due(self) -> bool:
         if self.test_dataset is None or self._is_evaluated():
             return False
+        return self._is_evaluation_step(self.step)
+
+    def _is_evaluation_step(self, step: int) -> bool:
         every_steps = self.config.eval_every_steps
-        return self.step > 0 and (
-            self.step == self.total_steps
-            or self.plan.is_due(self.step, every_steps, None if every_steps else 1)
+        is_due = step > 0 and self.plan.is_due(step, every_steps, None if every_steps else 1)
+        return is_due or step == self.total_steps
+
+    def _patience_is_over(self) -> bool:
+        """Whether the newest `patience` evaluations, the last one of this step, are all above the best."""
+        patience, best = self.config.patience, self.snapshots.best
+        if patience is None or best is None or not self._is_evaluated():
+            return False
+        assert self.last_evaluation is not None
+        since = range(best[1] + 1, self.step + 1)
+        return self.last_evaluation[0] >= best[0] and (
+            sum(map(self._is_evaluation_step, since)) >= patience
         )
 
     def _evaluate(self) -> bool:
@@ -429,6 +478,7 @@ class Trainer:
         return (
             self.save_requested
             or self.step == self.total_steps
+            or self._patience_is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
         )
 

@@ -9,7 +9,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from enum import IntEnum
+
+started = time.monotonic()  # when the program started: `prepare` is its first call
 
 
 class Request(IntEnum):
@@ -85,6 +88,8 @@ def prepare() -> None:
     On Linux a worker of torchrun also gets SIGTERM when torchrun dies; it would otherwise train on
     and hold the run directory. (If torchrun died before this, the rendezvous fails.)
     """
+    global started
+    started = time.monotonic()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

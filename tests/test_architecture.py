@@ -11,7 +11,7 @@ DOOR = {path.stem for path in ROOT.glob("*.py")}
 # As engine/__init__.py has it: a room may use those before it.
 ROOMS = (
     *("errors", "files", "signals", "machine", "kernels", "config", "text", "parallel", "optim"),
-    *("generation", "snapshots", "run", "interop", "reports"),
+    *("generation", "snapshots", "run", "sizing", "interop", "reports"),
 )
 
 

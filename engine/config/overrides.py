@@ -57,13 +57,23 @@ def worker_arguments(hydra: Any, run_dir: str) -> list[str]:
 
 def with_recipe(arguments: list[str]) -> list[str]:
     """`arguments`, with the recipe that fits this machine unless they name one."""
-    if any(key_of(argument) in ("experiment", "--hydra-help") for argument in arguments):
+    named = {key_of(argument): argument.partition("=")[2] for argument in arguments}
+    if (
+        named.get("trainer.max_minutes", "null") != "null"
+    ):  # it sets the steps, whatever the recipe has
+        ends = {"trainer.max_steps", "trainer.max_epochs"}
+        if ends.isdisjoint(named):
+            arguments = [*arguments, *(f"{key}=null" for key in sorted(ends))]
+    if not named.keys().isdisjoint(("experiment", "--hydra-help")):
         # null is the default, and not an override that Hydra has.
         return [argument for argument in arguments if argument != "experiment=null"]
+    has_own_text = "data.path" in named or named.get("data", "shakespeare") != "shakespeare"
     # torch's default way to ask would keep the GPU from processes that are forks of this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
-        recipe = "shakespeare_gpu"
+        recipe = "auto_gpu" if has_own_text else "shakespeare_gpu"
+    elif has_own_text:
+        recipe = "auto"
     elif computes_in_bfloat16(torch.device("cpu")):
         recipe = "shakespeare_cpu"
     else:
@@ -87,8 +97,19 @@ def job_name(overrides: list[str], swept: str = "") -> str:
     return re.sub(r"[^\w.,=+-]", "_", shown)[:100] + f"-{digest[:8]}"
 
 
+def text_name(path: Any) -> str:
+    """The name of a run on the text at `path`: that of its first file without endings, or for a pattern that
+    of its directory.
+    """
+    first = path if isinstance(path, str) else str(path[0])
+    parts = [part.split(".")[0] for part in re.split("[/:]", first) if part]
+    names = [re.sub(r"[^\w-]+", "_", part) for part in parts if "*" not in part]
+    return next((name for name in reversed(names) if name.strip("_")), "text")
+
+
 # At import: a submitit worker names its directory before it calls anything of this application.
 OmegaConf.register_new_resolver("job_name", job_name, replace=True)
+OmegaConf.register_new_resolver("text_name", text_name, replace=True)
 
 
 @dataclass

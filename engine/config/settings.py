@@ -6,7 +6,8 @@ from typing import Any
 
 # Fixed on resume, as is the model: no single configuration would reproduce the result.
 FIXED = {
-    "data.block_size", "data.train_split", "data.truncate",  # other windows
+    "data.block_size", "data.train_split", "data.final_split", "data.truncate",  # other windows
+    "data.shuffle", "data.encoding",
     "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
     "trainer.batch_size", "trainer.seed",  # another order of the windows
 }  # fmt: skip
@@ -14,9 +15,10 @@ FIXED = {
 INCOMPARABLE = {
     "init_from",  # other initial weights
     "data.block_size",  # a longer context predicts better
-    "data.train_split", "data.truncate",  # other characters
+    "data.train_split", "data.final_split", "data.truncate",  # other characters
+    "data.shuffle", "data.encoding",
     "model.model_type",  # a name for sizes
-    "trainer.max_steps", "trainer.max_epochs",  # stretch the schedule
+    "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule
     "trainer.batch_size",  # a step sees more characters, or fewer
 }  # fmt: skip
 # These change the loss at a step by no more than rounding or another seed does.
@@ -29,7 +31,7 @@ IRRELEVANT = {
     "trainer.device", "trainer.threads", "trainer.strategy",  # rounding
     "trainer.compile", "trainer.deterministic", "trainer.cuda_graph",
     "trainer.data_loader_workers",  # speed
-    "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
+    "trainer.log_every_steps", "trainer.eval_every_steps", "trainer.patience",  # what is measured
     "trainer.save_every", "trainer.save_every_steps", "trainer.keep_snapshots",  # what is saved
     "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
     "trainer.max_save_failures", "trainer.timeout_s",  # when to give up

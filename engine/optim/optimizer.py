@@ -21,8 +21,8 @@ class OptimizerConfig:
 
     # fmt: off
     name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest
-    learning_rate: float = 3e-4  # peak, per step
-    weight_decay: float = 0.1  # per step, times the learning rate; matrices only
+    learning_rate: float | None = 3e-4  # peak, per step; null: chosen, see engine/sizing.py
+    weight_decay: float | None = 0.1  # per step, times the learning rate; matrices only; null: chosen
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
     beta1: float = 0.9  # decay of AdamW's mean of gradients, per step
     beta2: float = 0.95  # decay of AdamW's mean of squared gradients, per step
@@ -53,10 +53,6 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     and with `decay_embeddings` to the embeddings; not to biases, norms and token shifts. `model` may be
     wrapped; only the names of its parameters count.
     """
-    log.info(
-        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        config.name, config.schedule, config.learning_rate, config.weight_decay,
-    )  # fmt: skip
     hidden: list[nn.Parameter] = []  # for Muon
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []

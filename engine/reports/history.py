@@ -20,6 +20,7 @@ class Run:
     Attributes:
         path: the run directory.
         train, val: lines of `metrics.jsonl` of either split whose loss is finite; empty without a file.
+        final: the line of the final part of the text (`data.final_split`), if it was scored.
         diverged: the last line whose loss is not finite, or that says why the run diverged; or None.
         step: the last step logged.
         seconds: wall time up to `step`, evaluations and saves included.
@@ -30,10 +31,13 @@ class Run:
         self.train: list[dict[str, Any]] = []
         self.val: list[dict[str, Any]] = []
         self.diverged: dict[str, Any] | None = None
+        self.final: dict[str, Any] | None = None
         self.step, self.seconds = 0, 0.0
         for line in read_lines(os.path.join(path, METRICS), "split", "loss", "seconds"):
             self.step, self.seconds = line["step"], line["seconds"]
-            if line["loss"] is None or "diverged" in line:
+            if line["split"] == "final":
+                self.final = line
+            elif line["loss"] is None or "diverged" in line:
                 self.diverged = line
             else:
                 (self.train if line["split"] == "train" else self.val).append(line)

@@ -62,6 +62,7 @@ def describe(run: Run, references: References) -> dict[str, Any]:
             "best held-out loss": format_loss(run.best["loss"] if run.best else None),
             "at step": f"{run.best['step']:,}" if run.best else "-",
             "last held-out loss": format_loss(run.last_loss),
+            **({"final loss": format_loss(run.final["loss"])} if run.final else {}),
             "steps": f"{run.step:,} of {run.total_steps:,}",
             "wall time": duration(run.seconds),
             "characters/s": f"{run.characters_per_s:,.0f}" if run.characters_per_s else "-",

@@ -34,7 +34,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
     above the band; without a comparable reference, also if its held-out loss rises.
     """
     reference, why_none = find_reference(run, references)
-    problems, remarks = [nothing_learned(run)], [why_none]
+    problems, remarks = [nothing_learned(run), worse_than_frequencies(run)], [why_none]
     if run.diverged:
         reason = run.diverged.get("diverged", "the loss is not finite")
         problems.append(f"It diverges: step {run.diverged['step']}: {reason}.")
@@ -107,11 +107,25 @@ def rising(run: Run) -> str:
     then = [line["loss"] for line in run.train if line["step"] <= step][-3:]
     now = [line["loss"] for line in run.train][-3:]
     rise = statistics.mean(now) - statistics.mean(then) if then else 0.0
-    overfits, diverges = rise < 0 and last - lowest >= 0.02, rise >= 0.25
+    overfits, diverges = rise <= 0 and last - lowest >= 0.02, rise >= 0.25
     if not overfits and not diverges:
         return ""
+    what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
     return (
         f"It {'overfits' if overfits else 'diverges'}: the held-out loss was lowest at step {step}, "
-        f"{lowest:.4f}, and is now {last:.4f}, while the training loss "
-        f"{'fell' if overfits else 'rose'}; the snapshot of step {step} is kept (.best)."
+        f"{lowest:.4f}, and is now {last:.4f}; sample.py and export.py use the best snapshot, of step {step}; "
+        f"{what_to_do if overfits else 'lower optimizer.learning_rate'}."
+    )
+
+
+def worse_than_frequencies(run: Run) -> str:
+    """A sentence if the newest held-out loss is above that of guessing by the characters' frequencies."""
+    frequencies = run.starts[-1].get("frequency_loss")
+    if run.step < FIRST_JUDGED or run.last_loss is None or not frequencies:
+        return ""
+    if run.last_loss <= frequencies:
+        return ""
+    return (
+        f"The held-out loss, {run.last_loss:.4f}, is worse than guessing by the frequencies of the characters, "
+        f"{frequencies:.4f}."
     )

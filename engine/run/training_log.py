@@ -9,6 +9,7 @@ import torch
 
 from engine.config import auto
 from engine.config.settings import flatten
+from engine.kernels import build
 from engine.machine.hardware import device_name, peak_memory
 from engine.parallel.distributed import World
 from engine.run.metrics import Metrics
@@ -16,6 +17,7 @@ from engine.run.plan import Plan
 from engine.run.progress import Stopwatch, duration, format_loss
 
 log = logging.getLogger("gpt")
+MANY_PASSES = 50  # over the text
 
 
 class TrainingLog:
@@ -25,6 +27,7 @@ class TrainingLog:
         every_steps: steps between two lines.
         flops_per_character: of training, for the model FLOPs utilization (MFU).
         peak_flops: of one device, FLOP/s; None where it is not known, and no MFU is logged.
+        unit: what is predicted, a character or a byte.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class TrainingLog:
         every_steps: int,
         flops_per_character: float,
         peak_flops: float | None,
+        unit: str = "character",
     ):
         self.world, self.plan, self.every_steps = world, plan, every_steps
         self.flops_per_character, self.peak_flops = flops_per_character, peak_flops
+        self.unit = unit
         self.metrics: Metrics | None = None
         self.lines = 0  # of metrics.jsonl, on rank 0
 
@@ -117,10 +122,10 @@ class TrainingLog:
         )
         by_rank = ", ".join(format_loss(x) for x in rank_losses)
         log.info(
-            "%s | held-out loss %.4f (%.4f bits per character)%s | %s characters in %.1f s%s",
-            self._of(step), loss, loss / math.log(2),
+            "%s | held-out loss %.4f (%.4f bits per %s)%s | %s %ss in %.1f s%s",
+            self._of(step), loss, loss / math.log(2), self.unit,
             f" | best {best[0]:.4f} at step {best[1]}" if best and best[0] <= loss else "",
-            f"{characters:,}", seconds,
+            f"{characters:,}", self.unit, seconds,
             f" | by rank {by_rank}" if self.world.size > 1 else "",
         )  # fmt: skip
 
@@ -152,6 +157,8 @@ class TrainingLog:
             device = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
         log.info("device      %s; %s", device, ranks)
         log.info("precision   %s", auto.describe(choices))
+        if world.device.type == "cpu":
+            log.info("kernels     %s", build.describe(getattr(torch, choices["amp_dtype"])))
         log.info(
             "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
             "characters per step",
@@ -159,11 +166,17 @@ class TrainingLog:
             f"{plan.characters:,}",
         )  # fmt: skip
         planned = plan.total_steps * plan.characters
+        passes = planned / (plan.windows + plan.block_size)
         log.info(
             "plan        %d step%s = %s characters = %.3g passes over the text%s",
             plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}",
-            planned / (plan.windows + plan.block_size), f"; from step {step}" if step else "",
+            passes, f"; from step {step}" if step else "",
         )  # fmt: skip
+        if passes > MANY_PASSES:
+            log.warning(
+                "plan: so many passes over a text overfit; the best snapshot is kept, trainer.patience=3 ends "
+                "the run sooner, and experiment=auto chooses the model and the steps for the text"
+            )
 
     def _of(self, step: int) -> str:
         total = self.plan.total_steps

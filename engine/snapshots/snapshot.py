@@ -136,6 +136,11 @@ class Snapshot:
             )
         return self.config["model"]
 
+    @property
+    def encoding(self) -> str:
+        """What the characters of the model are: "utf-8", or "bytes"."""
+        return self.config.get("data", {}).get("encoding", "utf-8")
+
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
         """A snapshot with `change(tensor)` for each tensor; tied tensors stay tied."""
         seen: dict[tuple, torch.Tensor] = {}

@@ -26,7 +26,7 @@ from engine.text.sources import PYDOC, find_files, name_of, pydoc_text, read_tex
 log = logging.getLogger("gpt")
 
 LARGE = 64 * 2**20  # bytes
-FORMAT = 2  # version of the cache files
+FORMAT = 3  # version of the cache files
 CHUNK = 2**18  # ids rewritten at once
 UNSEEN = 2**32 - 1
 
@@ -48,24 +48,30 @@ def is_small(path: str | list[str]) -> bool:
     return os.path.getsize(path) <= LARGE
 
 
-def open_text(
-    path: str | list[str], sha256: str | None, truncate: float, cache_dir: str
-) -> EncodedText:
-    """Encodes the first share `truncate` of the text at `path`: in memory if it is small, otherwise in
-    `cache_dir`, once until one of its files changes.
+def open_text(config: Any) -> EncodedText:
+    """Encodes the text that a `DataConfig` names: in memory if it is small, otherwise in `cache_dir`, once
+    until one of its files or a setting changes.
 
     Raises `UserError` for a text that cannot be read, is empty or not UTF-8, or whose SHA-256 is not
     `sha256`, and for a cache that cannot be used.
     """
+    path, sha256, encoding, cache_dir = (
+        config.path,
+        config.sha256,
+        config.encoding,
+        config.cache_dir,
+    )
     if is_small(path):
         ids = io.BytesIO()
-        pieces = [pydoc_text()] if path == PYDOC else read_text(find_files(path), sha256)
-        record = encode(pieces, truncate, ids)
+        text = [from_text(pydoc_text(), encoding)] if path == PYDOC else None
+        pieces = text or read_text(find_files(path), sha256, encoding)
+        record = encode(pieces, config.truncate, ids, config.shuffle)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
-    identity = json.dumps([FORMAT, truncate, sha256, *map(version_of, files)])
+    settings = (config.truncate, sha256, encoding, config.shuffle)
+    identity = json.dumps([FORMAT, *settings, *map(version_of, files)])
     stem = os.path.join(cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
     try:
         if encoded := load(stem):
@@ -77,7 +83,8 @@ def open_text(
             fcntl.lockf(lock, fcntl.LOCK_EX)  # released on close; another process may encode
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
-                    record = encode(read_text(files, sha256), truncate, ids)
+                    pieces = read_text(files, sha256, encoding)
+                    record = encode(pieces, config.truncate, ids, config.shuffle)
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
         encoded = load(stem)
@@ -106,9 +113,23 @@ def load(stem: str) -> EncodedText | None:
         return EncodedText(record["vocabulary"], torch.from_numpy(ids), record["digest"])
 
 
-def encode(pieces: Iterable[str], truncate: float, file: BinaryIO) -> dict[str, Any]:
+def from_text(text: str, encoding: str) -> str:
+    """The characters of a model for `text`: itself, or one for each of its bytes."""
+    return text.encode().decode("latin-1") if encoding == "bytes" else text
+
+
+def to_text(characters: str, encoding: str) -> str:
+    """The inverse of `from_text`; bytes that are not UTF-8 become U+FFFD."""
+    return (
+        characters.encode("latin-1").decode(errors="replace") if encoding == "bytes" else characters
+    )
+
+
+def encode(
+    pieces: Iterable[str], truncate: float, file: BinaryIO, shuffle: str | None = None
+) -> dict[str, Any]:
     """Streaming encoder: writes the ids of the first share `truncate` of a text into the empty
-    `file`, in the smallest unsigned type that holds them.
+    `file`, in the smallest unsigned type that holds them, its items shuffled as `data.shuffle` says.
 
     Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
     the text. Raises `UserError` if no character is left.
@@ -116,7 +137,11 @@ def encode(pieces: Iterable[str], truncate: float, file: BinaryIO) -> dict[str, 
     dtype, length = np.dtype(np.uint8), 0  # of the ids in the file
     points = np.empty(0, np.uint32)  # code points by id, in the order of first appearance
     id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
+    file_ends = []
     for text in pieces:
+        if not text:
+            file_ends.append(length)
+            continue
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = id_of.take(codes)
         if len(unseen := codes[ids == UNSEEN]):
@@ -145,6 +170,13 @@ def encode(pieces: Iterable[str], truncate: float, file: BinaryIO) -> dict[str, 
     final = np.searchsorted(vocabulary, points).astype(np.min_scalar_type(num_used - 1))
     rewrite(file, length, dtype, final)
     file.truncate(length * final.itemsize)
+    if shuffle is not None:
+        file.seek(0)
+        data = np.frombuffer(file.read(), final.dtype)
+        newline = np.searchsorted(vocabulary, ord("\n"))
+        ends = file_ends if shuffle == "files" else line_ends(data == newline, shuffle)
+        file.seek(0)
+        file.write(shuffle_items(data, np.asarray(ends), shuffle).data)
     return {
         "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
         "type": final.dtype.name,
@@ -172,3 +204,25 @@ def rewrite(file: BinaryIO, length: int, dtype: np.dtype, table: np.ndarray) -> 
     for start, ids in chunks(file, length, dtype, backwards=table.itemsize > dtype.itemsize):
         file.seek(start * table.itemsize)
         file.write(table.take(ids).data)
+
+
+def line_ends(is_newline: np.ndarray, shuffle: str) -> np.ndarray:
+    """The positions after each line, or each paragraph with the empty lines that follow it."""
+    ends = np.flatnonzero(is_newline) + 1
+    if shuffle == "paragraphs":  # ends after a newline that follows one, and is followed by none
+        after = np.append(is_newline, False)
+        ends = ends[after[ends - 2] & (ends > 1) & ~after[ends]]
+    return ends
+
+
+def shuffle_items(data: np.ndarray, ends: np.ndarray, shuffle: str) -> np.ndarray:
+    """The items of `data` that end at `ends`, in a random order that is the same at every start; what
+    follows the last end stays there. Raises `UserError` for fewer than two items.
+    """
+    ends = ends[ends <= len(data)]
+    if len(ends) < 2:
+        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}")
+    starts = np.insert(ends[:-1], 0, 0)
+    order = np.random.default_rng(0).permutation(len(ends))
+    items = [data[starts[i] : ends[i]] for i in order]
+    return np.concatenate([*items, data[ends[-1] :]])

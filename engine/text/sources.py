@@ -142,15 +142,18 @@ def read_zst(stream: Any) -> Iterator[bytes]:
         raise EOFError("the file ends within a zstd frame")
 
 
-def read_text(files: list[OpenFile], sha256: str | None = None) -> Iterator[str]:
-    """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks.
+def read_text(
+    files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8"
+) -> Iterator[str]:
+    """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks; with the
+    `encoding` "bytes", each byte as the character of its number. An empty piece ends each file.
 
     Raises `UserError` for a file that cannot be read or is not UTF-8 (naming the byte), and at the
     end if the SHA-256 of the content differs from `sha256`.
     """
     digest = hashlib.sha256()
     for file in files:
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        decoder = codecs.getincrementaldecoder("latin-1" if encoding == "bytes" else "utf-8-sig")()
         num_bytes = 0
         for piece in itertools.chain(read_file(file), [b""]):
             num_bytes += len(piece)
@@ -160,12 +163,14 @@ def read_text(files: list[OpenFile], sha256: str | None = None) -> Iterator[str]
                 byte = error.object[error.start]
                 offset = num_bytes - len(error.object) + error.start
                 raise UserError(
-                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}"
+                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; to train on bytes: "
+                    "data.encoding=bytes"
                 ) from error
             if sha256 is not None:
                 digest.update(piece)
             if text:
                 yield text
+        yield ""
     if sha256 not in (None, digest.hexdigest()):
         raise UserError(
             f"{name_of(files[0])}: SHA-256 is {digest.hexdigest()}, but data.sha256={sha256}; "

@@ -1,0 +1,190 @@
+"""The parts of a run, built from its configuration: pretrained weights, text, sizes, model; its record and its end."""
+
+import copy
+import logging
+import math
+import os
+import shlex
+import time
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from char_dataset import CharDataset, compare_characters, prepare_text
+from config import Config, check_ranks_agree, plain
+from engine import sizing
+from engine.config import auto
+from engine.config.overrides import key_of, without
+from engine.errors import one_line
+from engine.files import atomic_write
+from engine.interop.pretrained import Pretrained, check_resumed, find_pretrained
+from engine.parallel import distributed, sharding
+from engine.parallel.distributed import World, run_on_each_host
+from engine.reports.history import Run
+from engine.reports.reference import rising, worse_than_frequencies
+from engine.run.directory import CONFIG, REPORT, relative_path
+from engine.run.evaluation import evaluate
+from engine.run.metrics import Metrics
+from engine.run.provenance import record_start
+from engine.snapshots.manager import SnapshotManager
+from engine.snapshots.sharded import load_full
+from engine.snapshots.snapshot import Snapshot
+from model import GPT, create_optimizer
+from sample import load_model
+from trainer import Trainer
+
+log = logging.getLogger("gpt")
+
+
+def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretrained | None:
+    """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
+    without them, and for a run that resumes from its own `snapshot`.
+    """
+    if snapshot is None and config.init_from is not None:
+        pretrained = find_pretrained(config.init_from, world)
+        config.resolve_architecture(pretrained.architecture)
+        return pretrained
+    if snapshot is not None and config.init_from is not None:
+        check_resumed(config.init_from, snapshot)
+        config.resolve_architecture(snapshot.model_config)
+    elif snapshot is not None:
+        config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
+    return None
+
+
+def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
+    """The text, fetched and encoded once on each host; `config.data` then names the one that is used. A
+    run keeps the text it started on.
+    """
+    recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
+    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded), world)
+    dataset = CharDataset(config.data)
+    check_ranks_agree(config, dataset.digest, world)
+    config.model.vocab_size = dataset.vocab_size
+    return dataset
+
+
+def choose_sizes(
+    config: Config, text: CharDataset, snapshots: SnapshotManager, world: World, started: float
+) -> None:
+    """Fills in what is null in `config`: as the run has it, or chosen for the text and the time since
+    `started`, as `time.monotonic()` gives it.
+    """
+
+    def seconds_left() -> float:
+        minutes = config.trainer.max_minutes or 0.0
+        return min(distributed.gather(60 * minutes - (time.monotonic() - started), world))
+
+    def seconds_per_step() -> float:
+        trial = copy.deepcopy(config)
+        trial.model.block_size, trial.model.model_type = trial.data.block_size, None
+        trial.trainer.max_steps, trial.trainer.max_epochs, trial.trainer.patience = 30, None, None
+        model = build_model(trial, None, world)
+        optimizer = create_optimizer(model, trial.optimizer)
+        train_text, _ = text.with_config(trial.data).split()
+        trainer = Trainer(
+            trial.trainer, model, optimizer, train_text, world=world, snapshots=snapshots
+        )
+        return trainer.seconds_per_step()
+
+    if snapshots.found is not None:
+        sizing.recall(config, snapshots.found.config)
+    elif sizing.is_needed(config):
+        chosen = sizing.choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
+        typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+        kept = without(typed, *(f"{key_of(override)}=" for override in chosen))
+        log.info(
+            "sizing      the same again: %s", shlex.join(["python", "main.py", *kept, *chosen])
+        )
+    config.model.block_size, config.model.model_type = config.data.block_size, None
+
+
+def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
+    """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
+    torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
+    earlier = snapshot.choices_on(world.device.type) if snapshot else {}
+    dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
+    model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
+    return model
+
+
+def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharDataset]:
+    """The text to train on and the held-out text, with the context of `config`."""
+    train_text, held_out = text.with_config(config.data).split()
+    unseen, _ = compare_characters(train_text, held_out)
+    log.info(
+        "text        %s: %s characters to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(train_text.data):,}", f"{len(held_out.data):,}",
+        f" (of which {unseen:.2%} do not occur in training)" if unseen else "", text.vocab_size,
+    )  # fmt: skip
+    return train_text, held_out
+
+
+def log_model(config: Config, model: torch.nn.Module) -> None:
+    sharded = ", sharded" * sharding.is_sharded(model)
+    log.info("parameters  %s%s", f"{sum(p.numel() for p in model.parameters()):,}", sharded)
+    log.info(
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
+        config.optimizer.name, config.optimizer.schedule, config.optimizer.learning_rate,
+        config.optimizer.weight_decay,
+    )  # fmt: skip
+
+
+def record_run(config: Config, trainer: Trainer) -> None:
+    """Writes `config.yaml`, and a line of `environment.jsonl`."""
+    with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
+        OmegaConf.save(plain(config), file)
+    record_start(
+        config.run_dir,
+        trainer.world,
+        trainer.step,
+        total_steps=trainer.total_steps,
+        precision=trainer.choices["amp_dtype"],
+        compiled=trainer.choices["compile"],
+        parameters=sum(parameter.numel() for parameter in trainer.parameters),
+        text_sha256=trainer.train_dataset.digest,
+        frequency_loss=compare_characters(trainer.train_dataset, trainer.test_dataset)[1],
+    )
+
+
+def score_final(trainer: Trainer, final: CharDataset) -> None:
+    """Scores the part of the text that nothing was chosen by with the best snapshot, once; logs the loss, and
+    appends it to the metrics.
+    """
+    snapshots, device = trainer.snapshots, trainer.world.device
+    best = snapshots.storage.best if snapshots.best is not None else snapshots.path
+    snapshot = load_full(best)
+    model = load_model(snapshot, device.type)
+    with auto.autocast(trainer.choices):
+        loss, characters, _ = evaluate(model, final, World(0, 1, 0, 1, device), lambda: None)
+    log.info(
+        "final       loss %.4f (%.4f bits per %s) of %s characters that nothing was chosen by; %s",
+        loss, loss / math.log(2), final.unit, f"{characters:,}", best,
+    )  # fmt: skip
+    metrics = Metrics(snapshots.run_dir, trainer.step, trackers=())
+    epoch = trainer.plan.epoch(trainer.step)
+    metrics.log(trainer.step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
+    metrics.close()
+
+
+def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
+    """Scores the final part of the text, writes the report, and logs what to do next."""
+    if final is not None:
+        score_final(trainer, final)
+    if config.report:
+        try:
+            import report  # with jinja2, which only it needs
+
+            path = report.write([config.run_dir], os.path.join(config.run_dir, REPORT))
+            log.info("report      %s", relative_path(path))
+        except Exception as error:  # no reason to fail
+            log.warning("cannot write %s: %s", REPORT, one_line(error))
+    run = Run(config.run_dir)
+    for problem in filter(None, (rising(run), worse_than_frequencies(run))):
+        log.warning("%s", problem)
+    snapshots = trainer.snapshots
+    if snapshots.best is not None:
+        path = snapshots.storage.best
+        log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
+    log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))

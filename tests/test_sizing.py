@@ -1,0 +1,166 @@
+"""Sizing: what is null is chosen for a text and a time; what is given stands; the choice is kept."""
+
+import shlex
+
+import pytest
+import yaml
+from conftest import metrics, start
+
+from config import validate
+from engine import sizing
+from engine.config.overrides import text_name
+from engine.config.settings import flatten
+from engine.errors import UserError
+from main import configure
+from parts import plain
+
+OWN = [
+    "data=text",
+    "trainer.threads=1",
+    "trainer.log_every_steps=1",
+    "report=false",
+    "samples=false",
+]
+
+SMALL = ["data.block_size=16", "model.n_layer=1", "model.n_embd=16"]
+
+
+def choose(
+    *overrides: str, characters: int = 200_000, minutes: float = 1.5, flops: float = 1e11
+) -> tuple[dict, list[str]]:
+    """The settings chosen on a machine of so many floating-point operations a second, whose clock stands
+    still, and the overrides that choose them.
+    """
+    composed = configure(
+        *("experiment=auto", "data=text", "data.path=x.txt", f"trainer.max_minutes={minutes}"),
+        *overrides,
+    )
+    config = validate(composed)
+    overrides = sizing.choose(
+        config, characters, 1, lambda: 60 * minutes, lambda: sizing.step_flops(config) / flops
+    )
+    return flatten(plain(config)), overrides
+
+
+def test_everything_is_chosen_and_the_overrides_choose_the_same():
+    chosen, overrides = choose()
+    assert [key for key in (*sizing.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
+    composed = configure("experiment=auto", "data=text", "data.path=x.txt", *overrides)
+    again = flatten(plain(validate(composed)))
+    differ = {key for key in chosen if chosen[key] != again[key]}
+    assert differ == {
+        "trainer.max_minutes",
+        "model.block_size",
+    }  # null; follows from data.block_size
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("data.block_size", 48), ("model.n_layer", 7), ("model.n_embd", 66), ("model.n_head", 3),
+        ("model.attn_pdrop", 0.37), ("optimizer.learning_rate", 0.001), ("optimizer.weight_decay", 0.7),
+        ("trainer.batch_size", 5), ("data.train_split", 0.5), ("trainer.max_steps", 7),
+    ],
+)  # fmt: skip
+def test_what_is_given_stands_and_the_rest_is_chosen_around_it(key, value):
+    chosen, _ = choose(f"{key}={value}")
+    assert chosen[key] == value
+    assert chosen["model.n_embd"] % (2 * chosen["model.n_head"]) == 0
+    assert None not in [chosen[key] for key in sizing.CHOSEN]
+
+
+@pytest.mark.parametrize("characters", [1_000, 30_000, 1_000_000, 100_000_000])
+@pytest.mark.parametrize("minutes", [0.2, 1.5, 60])
+@pytest.mark.parametrize("flops", [1e10, 1e12, 1e14])
+def test_steps_and_evaluations_fit_into_the_time(characters, minutes, flops):
+    chosen, _ = choose(characters=characters, minutes=minutes, flops=flops)
+    steps, every = chosen["trainer.max_steps"], chosen["trainer.eval_every_steps"]
+    context, batch = chosen["data.block_size"], chosen["trainer.batch_size"]
+    layers, width = chosen["model.n_layer"], chosen["model.n_embd"]
+    character_s = (72 * layers * width**2 + 12 * layers * width * context) / flops
+    held_out = characters * (1 - chosen["data.train_split"])
+    seconds = steps * batch * context * character_s
+    evaluations_s = -(-steps // every) * held_out * sizing.EVALUATION_COST * character_s
+    assert seconds + evaluations_s <= 60 * minutes
+    assert evaluations_s <= 0.1 * (seconds + evaluations_s) or steps < 50
+    assert held_out > context  # a window fits into the held-out part
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_run_chooses_once_and_the_command_it_prints_repeats_it(nproc, tmp_path):
+    text = tmp_path / "a book.txt"
+    text.write_text("to be or not to be, that is the question\n" * 200)
+    quoted = f"data.path='{text}'"
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = ["trainer.max_minutes=10", "trainer.max_steps=12", *SMALL]
+    result = start(*OWN, quoted, *settings, f"run_dir={first}", nproc=nproc)
+    assert result.returncode == 0, result.stderr
+    config = yaml.safe_load((first / "config.yaml").read_text())
+    assert config["run_name"] == "a_book" and config["trainer"]["max_steps"] == 12
+    line = next(x for x in result.stdout.splitlines() if "the same again: " in x)
+    arguments = [a for a in shlex.split(line.split(": ", 1)[1])[2:] if not a.startswith("run_dir=")]
+    result = start(*arguments, f"run_dir={second}", nproc=nproc)
+    assert result.returncode == 0, result.stderr
+    assert metrics(first) == metrics(second)
+
+
+def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on():
+    chosen, _ = choose()
+    recorded = {group: {} for group in ("data", "model", "optimizer", "trainer")}
+    for key, value in chosen.items():
+        group, _, name = key.partition(".")
+        if group in recorded:
+            recorded[group][name] = value
+    for minutes in (1.5, 4.5):
+        composed = configure(
+            "experiment=auto", "data=text", "data.path=x.txt", f"trainer.max_minutes={minutes}"
+        )
+        config = validate(composed)
+        sizing.recall(config, recorded)
+        again = flatten(plain(config))
+        assert [key for key in sizing.CHOSEN if again[key] != chosen[key]] == []
+        assert again["trainer.max_steps"] == round(chosen["trainer.max_steps"] * minutes / 1.5)
+
+
+def test_a_time_with_a_named_recipe_sets_the_steps_alone(tmp_path):
+    composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
+    config = validate(composed)
+    before = flatten(plain(config))
+    sizing.choose(config, 1_000_000, 1, lambda: 60.0, lambda: 0.01)
+    after = flatten(plain(config))
+    assert {key for key in after if after[key] != before[key]} == {"trainer.max_steps"}
+    assert 4500 < after["trainer.max_steps"] < 6000
+
+
+@pytest.mark.parametrize(
+    "characters, minutes, says",
+    [
+        (999, 1.5, "x.txt: 999 characters are too few to choose a model for"),
+        (100_000, 0.001, "trainer.max_minutes=0.001: too short"),
+    ],
+)
+def test_what_is_too_short_is_one_line(characters, minutes, says):
+    with pytest.raises(UserError, match=says):
+        choose(characters=characters, minutes=minutes)
+
+
+def test_a_run_without_a_time_takes_none_later(tmp_path):
+    recorded = {"trainer": {"max_steps": 10, "max_minutes": None}}
+    config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
+    with pytest.raises(UserError, match="raise trainer.max_steps"):
+        sizing.recall(config, recorded)
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("book.txt", "book"),
+        ("/a/My Book.txt.gz", "My_Book"),
+        ("books/*.txt", "books"),
+        ("s3://bucket/texts/*", "texts"),
+        (["b/one.txt", "two.txt"], "one"),
+        ("*", "text"),
+    ],
+)
+def test_a_run_is_named_after_its_text(path, name):
+    assert text_name(path) == name
