@@ -70,6 +70,8 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
 
     Raises `UserError` if it gives others or has no such model, and OSError if `out` cannot be written.
     """
+    if snapshot.encoding == "bytes":
+        raise UserError(f"{path}: a model of bytes (data.encoding=bytes) cannot be exported")
     model = load_model(snapshot, "cpu")
     files = to_files(dataclasses.asdict(model.config), snapshot.model_state, snapshot.vocabulary)
     files["README.md"] = model_card(snapshot, model, path).encode()

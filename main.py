@@ -94,7 +94,7 @@ def run_training(config: Config, started: float) -> float | None:
         log_model(config, model)
         if pretrained is not None:
             load_pretrained(pretrained, model, train_text.vocabulary)
-            pretrained = None  # free the weights
+            pretrained.weights.clear()
         bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size
@@ -113,6 +113,7 @@ def run_training(config: Config, started: float) -> float | None:
             world=world,
             run_config=plain(config),
             snapshots=snapshots,
+            is_pretrained=pretrained is not None,
             on_start=lambda: record_run(config, trainer),
         )
         loss = trainer.train()

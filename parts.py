@@ -16,7 +16,7 @@ from config import Config, check_ranks_agree, plain
 from engine import sizing
 from engine.config import auto
 from engine.config.overrides import key_of, without
-from engine.errors import one_line
+from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.interop.pretrained import Pretrained, check_resumed, find_pretrained
 from engine.parallel import distributed, sharding
@@ -43,6 +43,11 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
     """
     if snapshot is None and config.init_from is not None:
         pretrained = find_pretrained(config.init_from, world)
+        if pretrained.encoding != config.data.encoding:
+            raise UserError(
+                f"init_from={config.init_from}: its characters are {pretrained.encoding}; set "
+                f"data.encoding={pretrained.encoding}"
+            )
         config.resolve_architecture(pretrained.architecture)
         return pretrained
     if snapshot is not None and config.init_from is not None:

@@ -62,6 +62,7 @@ class SampleConfig:
     copied: bool = False  # say what share of the texts stands in the training text word for word
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
+    slide: bool = False  # beyond the context, see all of it for each character: ten times slower
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # null: different samples every time
     run_dir: str | None = None  # the run; null: the newest under runs/
@@ -92,6 +93,7 @@ class SampleConfig:
             "top_k": self.top_k,
             "top_p": self.top_p,
             "seed": self.seed,
+            "slide": self.slide,
         }
 
 

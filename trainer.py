@@ -34,7 +34,7 @@ from engine.parallel.distributed import Agreement, World, report_unresponsive_ra
 from engine.run import trackers
 from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
-from engine.run.evaluation import evaluate
+from engine.run.evaluation import EvaluationSchedule, evaluate
 from engine.run.plan import Plan
 from engine.run.training_log import TrainingLog
 from engine.signals import Request, Requests, Stopped
@@ -140,6 +140,7 @@ class Trainer:
         run_config: settings to keep in the snapshot and to compare when resuming, beside what is known
             here: `trainer` and, where model and data set have a dataclass `config`, `model` and `data`.
         snapshots: the snapshots of the run; by default those in `run_dir`.
+        is_pretrained: evaluates before the first step, too: the initial weights may be the best.
         on_start: called on rank 0 when training starts and the files of the run are open.
 
     Raises `UserError` for a data set of another kind, a batch that cannot be shared, or a snapshot that
@@ -161,6 +162,7 @@ class Trainer:
         run_dir: str = ".",
         run_config: dict[str, Any] | None = None,
         snapshots: SnapshotManager | None = None,
+        is_pretrained: bool = False,
         on_start: Callable[[], None] = lambda: None,
     ):
         if not hasattr(train_dataset, "batch"):
@@ -182,7 +184,13 @@ class Trainer:
         self.run_config = as_plain(settings_of(own) | (run_config or {}))
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step = 0
-        self.last_evaluation: tuple[float, int] | None = None  # held-out loss and its step
+        self.evaluations = EvaluationSchedule(
+            self.plan,
+            config.eval_every_steps,
+            config.patience,
+            test_dataset is not None,
+            is_pretrained,
+        )
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
         found = self.snapshots.found
         if found:
@@ -245,27 +253,26 @@ class Trainer:
         snapshots cannot be written; the snapshots saved before stay.
         """
         if self._is_finished():
-            return self.last_evaluation[0] if self.last_evaluation else None
+            return self.evaluations.last_loss
         with self._running():
             try:
-                if self._evaluation_is_due():  # the run was stopped before it
-                    self._save(self._evaluate(), is_due=True)
-                while self.step < self.total_steps and not self._patience_is_over():
+                if self.evaluations.is_due(self.step):  # pretrained, or stopped before it
+                    self._save(self._evaluate(), is_due=self.step > 0)
+                while not self._is_over():
                     loss, grad_norm = self._train_step()
                     self.step += 1
                     self._log_step(loss, grad_norm)
                     is_best = self._evaluate()
                     self._save(is_best)
-                if self.step < self.total_steps and self.snapshots.best:
+                if self.step < self.total_steps:
                     log.info(
-                        "patience    the last %d evaluations are all above %.4f of step %d: training ends",
-                        self.config.patience, *self.snapshots.best,
-                    )  # fmt: skip
+                        "no lower held-out loss in the last %d evaluations", self.config.patience
+                    )
                 self.agreement.finish()
             except _StopRequested as stop:
                 self._stop(*stop.args)
             self.snapshots.finish(self.step)
-        return self.last_evaluation[0] if self.last_evaluation else None
+        return self.evaluations.last_loss
 
     def seconds_per_step(self) -> float:
         """Trial: the median time of the plan's steps on the slowest rank, or of the first ones that
@@ -286,16 +293,20 @@ class Trainer:
         return statistics.median(times[len(times) // 3 :])
 
     def _is_finished(self) -> bool:
-        is_over = self._patience_is_over()
-        if not is_over and (self.step < self.total_steps or self._evaluation_is_due()):
+        if not self._is_over() or self.evaluations.is_due(self.step):
             return False
-        if self.last_evaluation:
-            log.info("held-out loss %.4f at step %d", *self.last_evaluation)
+        if self.evaluations.last:
+            log.info("held-out loss %.4f at step %d", *self.evaluations.last)
+        is_early = self.step < self.total_steps
         log.info(
             "this run is finished: %d of %d steps; to train longer, raise %s", self.step, self.total_steps,
-            "trainer.patience" if is_over else "trainer.max_steps, max_epochs or max_minutes",
+            "trainer.patience" if is_early else "trainer.max_steps, max_epochs or max_minutes",
         )  # fmt: skip
         return True
+
+    def _is_over(self) -> bool:
+        patience_is_over = self.evaluations.patience_is_over(self.step, self.snapshots.best)
+        return self.step >= self.total_steps or patience_is_over
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -338,7 +349,9 @@ class Trainer:
     def _open_files(self) -> None:
         self.snapshots.open((*HISTORY, *trackers.HISTORY))
         names, run_dir = self.config.trackers, self.snapshots.run_dir
-        self.training_log.open(run_dir, self.step, self._is_evaluated(), names, self.run_config)
+        self.training_log.open(
+            run_dir, self.step, self.evaluations.is_done(self.step), names, self.run_config
+        )
         self.on_start()
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -420,33 +433,9 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------
     # Evaluating and saving
 
-    def _is_evaluated(self) -> bool:
-        return self.last_evaluation is not None and self.last_evaluation[1] == self.step
-
-    def _evaluation_is_due(self) -> bool:
-        if self.test_dataset is None or self._is_evaluated():
-            return False
-        return self._is_evaluation_step(self.step)
-
-    def _is_evaluation_step(self, step: int) -> bool:
-        every_steps = self.config.eval_every_steps
-        is_due = step > 0 and self.plan.is_due(step, every_steps, None if every_steps else 1)
-        return is_due or step == self.total_steps
-
-    def _patience_is_over(self) -> bool:
-        """Whether the newest `patience` evaluations, the last one of this step, are all above the best."""
-        patience, best = self.config.patience, self.snapshots.best
-        if patience is None or best is None or not self._is_evaluated():
-            return False
-        assert self.last_evaluation is not None
-        since = range(best[1] + 1, self.step + 1)
-        return self.last_evaluation[0] >= best[0] and (
-            sum(map(self._is_evaluation_step, since)) >= patience
-        )
-
     def _evaluate(self) -> bool:
         """Evaluates if that is due; returns whether this is the lowest held-out loss so far."""
-        if not self._evaluation_is_due():
+        if not self.evaluations.is_due(self.step):
             return False
         with self.training_log.paused():
             self.divergence.check(self.step)
@@ -454,7 +443,7 @@ class Trainer:
             loss, characters, rank_losses = self.evaluate()
             if not math.isfinite(loss):
                 raise self.divergence.error(self.step, f"the held-out loss is {loss}")
-            self.last_evaluation = (loss, self.step)
+            self.evaluations.last = (loss, self.step)
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             seconds = time.perf_counter() - started
             best = self.snapshots.best
@@ -477,8 +466,7 @@ class Trainer:
             return False
         return (
             self.save_requested
-            or self.step == self.total_steps
-            or self._patience_is_over()
+            or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
         )
 
@@ -495,7 +483,7 @@ class Trainer:
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
         self.divergence.check(self.step)
-        loss, loss_step = self.last_evaluation or (None, None)
+        loss, loss_step = self.evaluations.last or (None, None)
         return Snapshot(
             model_state=self.bare.state_dict(),
             optimizer_state=optimizer_state(self.bare, self.optimizer),
@@ -524,7 +512,7 @@ class Trainer:
             self.scaler.load_state_dict(snapshot.scaler_state)
         self.step, self.training_log.lines = snapshot.step, snapshot.metrics_lines
         if snapshot.loss is not None and snapshot.loss_step is not None:
-            self.last_evaluation = (snapshot.loss, snapshot.loss_step)
+            self.evaluations.last = (snapshot.loss, snapshot.loss_step)
 
     def _check_requests(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the run if

@@ -70,10 +70,11 @@ def stream(
     seed: int | None = None,
     first_row: int = 0,
     use_cache: bool = True,
+    slide: bool = False,
 ) -> Iterator[Tensor]:
     """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
-    row, int64 (B,), `max_new_tokens` times. The model sees the last `block_size` characters, in
-    evaluation mode.
+    row, int64 (B,), `max_new_tokens` times. The model is in evaluation mode, and sees the last
+    `block_size` characters at most.
 
     Args:
         do_sample: draw from the softmax of logits / `temperature`; otherwise take the likeliest.
@@ -83,6 +84,9 @@ def stream(
             on the device nor on the batch, except for rounding. None: taken from torch's global
             generator, which is otherwise left alone.
         use_cache: False recomputes the whole context for each character: the same result, slower.
+        slide: what the model sees once there are more than `block_size` characters. False: whenever the
+            context is full it begins again with the last half of it, so that the cache can be used. True:
+            always the last `block_size`; every position changes, and all of them are computed again.
 
     Raises ValueError, at the first character, for an empty `idx`, a negative `max_new_tokens`, a
     temperature not above 0, a top_k below 1, or a top_p not in (0, 1].
@@ -106,22 +110,23 @@ def stream(
     device, dtype = idx.device, next(model.parameters()).dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    cache = KVCache(config, B, device, dtype) if use_cache else None
     was_training = model.training
     model.eval()
     try:
-        new = idx[:, -config.block_size :]
-        context = deque(new.split(1, dim=1), maxlen=config.block_size)
-        for length in range(T, T + max_new_tokens):
-            if cache is not None and length <= config.block_size:
-                logits, _ = model(new, cache=cache)
-            else:
-                # Past block_size the window slides: every position, and so every key, changes.
-                logits, _ = model(torch.cat([*context], dim=1))
+        context = deque(idx.split(1, dim=1), maxlen=config.block_size)
+        seen, cache = len(context), None  # characters that the model sees
+        for _ in range(max_new_tokens):
+            if seen > config.block_size:
+                seen, cache = config.block_size if slide else max(1, config.block_size // 2), None
+            if cache is None:
+                new = torch.cat([*context][-seen:], dim=1)
+                cache = KVCache(config, B, device, dtype) if use_cache else None
+            logits, _ = model(new, cache=cache)
             ids = pick(logits[:, -1], temperature, top_k, top_p, generators)
             yield ids
             new = ids[:, None]
             context.append(new)
+            seen += 1
     finally:
         model.train(was_training)
 

@@ -22,13 +22,14 @@ REGULARIZATION = (*DROPOUT, "optimizer.weight_decay")
 CHOSEN = (*SIZES, *REGULARIZATION, "data.train_split", "optimizer.learning_rate")
 
 REFERENCE = (4, 128, 128)  # layers, width and context with which the machine's speed is measured
-STEP_CHARACTERS = 3072
+REFERENCE_FLOPS = 5.5e6  # of it, for each character of training
 EVALUATIONS = 20  # at most, of a run
 EVALUATION_SHARE = 0.04  # of the time, for all evaluations
 EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
+FINE_TUNING = 0.15  # of the learning rate of fresh weights
 
 
 def get(config: Any, key: str) -> Any:
@@ -83,55 +84,60 @@ def choose(
     `seconds_left()` is what is left of `trainer.max_minutes`, and `seconds_per_step()` measures a training
     step of `config`. Raises `UserError` for a text or a time that is too short.
     """
-    trainer = config.trainer
     null = [key for key in CHOSEN if get(config, key) is None]
-    if null and characters < MIN_CHARACTERS:
+    chosen = [*null]
+    if null:
+        choose_model(config, null, characters, processes, seconds_left, seconds_per_step)
+    if config.trainer.max_minutes is not None:
+        chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
+        choose_steps(config, characters, bool(null), seconds_per_step(), seconds_left())
+    return [f"{key}={get(config, key)}" for key in chosen] + ["trainer.max_minutes=null"]
+
+
+def choose_model(
+    config: Any,
+    null: list[str],
+    characters: int,
+    processes: int,
+    seconds_left: Callable[[], float],
+    seconds_per_step: Callable[[], float],
+) -> None:
+    """Chooses the fields `null`, all that `CHOSEN` has; see `choose`."""
+    if characters < MIN_CHARACTERS:
         raise UserError(
             f"data.path={config.data.path}: {characters:,} characters are too few to choose a model for; "
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
-    sizes = {key: get(config, key) for key in SIZES}
-    is_limited = None in sizes.values()
-    if is_limited:
-        fill(config, sizes_of(config, characters, *REFERENCE, processes) | FIRST_GUESS)
-        steps, plan = trainer.max_steps, f"{trainer.max_steps} steps"
-        if trainer.max_minutes is not None:
-            step_s, seconds = seconds_per_step(), seconds_left()
-            steps = seconds / step_s
-            speed = step_characters(config) / step_s
-            plan = f"{duration(seconds)} at {speed:,.0f} characters/s with {REFERENCE[1]} wide"
-        operations = steps * step_flops(config)
-        put(config, sizes)
-        fill(config, sizes_of(config, characters, *best_sizes(characters, operations), processes))
-        log.info(
-            "sizing      %d layers, %d wide, context %d: for %s characters, and %s",
-            config.model.n_layer, config.model.n_embd, config.data.block_size, f"{characters:,}", plan,
-        )  # fmt: skip
-    if "optimizer.learning_rate" in null:
-        put(config, {"optimizer.learning_rate": learning_rate(config.model.n_embd)})
-    fill(config, FIRST_GUESS)
-    chosen = [*null]
+    trainer, data, model = config.trainer, config.data, config.model
+    fill(config, sizes_of(config, characters, *REFERENCE, processes) | FIRST_GUESS)
+    training = int(characters * data.train_split)
+    steps = planned_steps(config, training)
+    plan = f"{steps:,.0f} steps"
     if trainer.max_minutes is not None:
-        chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
         step_s, seconds = seconds_per_step(), seconds_left()
-        if "data.train_split" in null:
-            affordable = EVALUATION_SHARE / 2 * seconds / evaluation_s(config, step_s)
-            held_out = min(characters / 10, max(MIN_HELD_OUT, affordable))
-            put(config, {"data.train_split": 1 - held_out / characters})
-        choose_steps(config, characters, is_limited, step_s, seconds)
-    regularized = [key for key in REGULARIZATION if key in null]
-    if regularized:
-        passes = (
-            trainer.max_steps * step_characters(config) / (characters * config.data.train_split)
-        )
-        dropout, weight_decay = regularization(passes)
-        values = dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay}
-        put(config, {key: values[key] for key in regularized})
-        log.info(
-            "sizing      dropout %g, weight decay %g: for %.3g passes over the text",
-            config.model.resid_pdrop, config.optimizer.weight_decay, passes,
-        )  # fmt: skip
-    return [f"{key}={get(config, key)}" for key in chosen] + ["trainer.max_minutes=null"]
+        steps = min(steps, seconds / step_s)
+        plan = f"{duration(seconds)} at {step_characters(config) / step_s:,.0f} characters/s with {model.n_embd} wide"
+    operations = steps * step_characters(config) * character_flops(config)
+
+    put(config, dict.fromkeys(null))
+    fill(config, sizes_of(config, characters, *best_sizes(characters, operations), processes))
+    log.info(
+        "sizing      %d layers, %d wide, context %d: for %s characters and %s",
+        model.n_layer, model.n_embd, data.block_size, f"{characters:,}", plan,
+    )  # fmt: skip
+    rate = learning_rate(characters, model.n_embd) * (FINE_TUNING if config.init_from else 1.0)
+    affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
+    held_out = min(characters / 10, max(MIN_HELD_OUT, affordable))
+    split = round((1 - data.final_split) * (1 - held_out / characters), 6)
+    fill(config, {"data.train_split": split, "optimizer.learning_rate": rate})
+    training = int(characters * data.train_split)
+    passes = min(operations / character_flops(config) / training, useful_passes(training))
+    dropout, weight_decay = regularization(training, passes)
+    fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
+    log.info(
+        "sizing      dropout %g, weight decay %g, learning rate %g: for about %.2g passes over the text",
+        model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, passes,
+    )  # fmt: skip
 
 
 def evaluation_s(config: Any, step_s: float) -> float:
@@ -147,7 +153,8 @@ def choose_steps(
     """
     trainer = config.trainer
     training = int(characters * config.data.train_split)
-    each = evaluation_s(config, step_s) * (characters - training)
+    held_out = characters * (1 - config.data.final_split) - training
+    each = evaluation_s(config, step_s) * held_out
     left = seconds - FINISH_S
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
@@ -177,10 +184,10 @@ def choose_steps(
 # --------------------------------------------------------------------------------------------------
 # The rule
 
-# Before anything is known: what a step is measured with.
+# What the speed of the machine is measured with; it does not depend on these.
 FIRST_GUESS = {
-    **dict.fromkeys(DROPOUT, 0.1), "optimizer.weight_decay": 0.2,
-    "optimizer.learning_rate": 8e-3, "data.train_split": 0.9,
+    **dict.fromkeys(DROPOUT, 0.0), "optimizer.weight_decay": 0.2,
+    "optimizer.learning_rate": 8e-3, "data.train_split": 0.8,
 }  # fmt: skip
 
 
@@ -196,44 +203,60 @@ def sizes_of(
             count for count in range(most, 0, -1) if width % (2 * count) == 0 or count == 1
         )
     context = config.data.block_size or min(context, max(1, characters // 20))
-    windows = -(-STEP_CHARACTERS // (context * processes)) * processes
+    step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
     return {
         "data.block_size": context,
         "model.n_layer": layers,
         "model.n_head": heads,
         "model.n_embd": own_width or -(-width // (2 * heads)) * 2 * heads,
-        "trainer.batch_size": windows,
+        "trainer.batch_size": -(-step // (context * processes)) * processes,
     }
 
 
 def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     """Layers, width and context for a text of so many `characters` and so many floating-point operations
-    of training.
+    of training: the width grows with the operations, up to what the text can teach.
     """
-    return 4, 128, 128
+    affordable = operations / REFERENCE_FLOPS  # characters of a reference model
+    width = min(128 * (affordable / 4e6) ** 0.4, 96 * (characters / 30_000) ** 0.25)
+    width = min(max(32 * round(width / 32), 64), 1024)
+    layers = 3 if width <= 96 else 4 if width < 256 else 6
+    context = (
+        64 if characters < 50_000 else 128 if min(characters, affordable / 4) < 500_000 else 256
+    )
+    return layers, width, context
 
 
 def useful_passes(characters: int) -> float:
     """Passes over a training text of so many `characters` beyond which training does not pay."""
-    return 1000.0
+    return 24.0
 
 
-def regularization(passes: float) -> tuple[float, float]:
-    """Dropout and weight decay for so many passes over the text."""
-    return 0.1, 1.0
+def regularization(characters: int, passes: float) -> tuple[float, float]:
+    """Dropout and weight decay for so many passes over a training text of so many `characters`."""
+    dropout = min(max((passes - 12) / 67, 0.0), 0.25)
+    decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.33
+    return round(dropout, 2), float(f"{min(decay, 3.0):.2g}")
 
 
-def learning_rate(width: int) -> float:
-    """Peak learning rate of Muon for a model of this width."""
-    return 8e-3 * (128 / width) ** 0.4
+def learning_rate(characters: int, width: int) -> float:
+    """Peak learning rate of Muon for a model of this width and a training text of so many `characters`."""
+    of_text = max(900_000 / characters, 1.0) ** 0.13
+    return float(f"{0.011 * (128 / width) ** 0.5 * of_text:.2g}")
+
+
+def planned_steps(config: Any, training: int) -> float:
+    """The steps that the settings allow over a training text of so many characters, whatever the time."""
+    trainer = config.trainer
+    epochs = math.inf if trainer.max_epochs is None else trainer.max_epochs
+    return min(trainer.max_steps or math.inf, epochs * training / trainer.batch_size)
 
 
 def step_characters(config: Any) -> int:
     return config.trainer.batch_size * config.data.block_size
 
 
-def step_flops(config: Any) -> float:
-    """Floating-point operations of a training step, as `GPT.flops_per_token` but for the vocabulary."""
+def character_flops(config: Any) -> float:
+    """Floating-point operations of training on a character, as `GPT.flops_per_token` without the head."""
     layers, width = config.model.n_layer, config.model.n_embd
-    per_character = 72 * layers * width**2 + 12 * layers * width * config.data.block_size
-    return step_characters(config) * per_character
+    return 72 * layers * width**2 + 12 * layers * width * config.data.block_size

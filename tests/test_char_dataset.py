@@ -1,5 +1,6 @@
 import hashlib
 import itertools
+import math
 import tracemalloc
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from char_dataset import IGNORE, CharDataset, DataConfig, window_order
+from char_dataset import IGNORE, CharDataset, DataConfig, compare_characters, window_order
 from engine.errors import UserError
 
 
@@ -217,3 +218,26 @@ def test_an_unknown_character_is_named(text_file):
     data = CharDataset(DataConfig(path=str(text_file), block_size=8))
     with pytest.raises(UserError, match=r"'É' \(U\+00C9\) at position 2"):
         data.encode("abÉ")
+
+
+def test_the_final_part_is_in_neither_part_of_the_split(text_file):
+    config = DataConfig(path=str(text_file), block_size=8, train_split=0.5, final_split=0.25)
+    whole = CharDataset(config)
+    train, held_out = whole.split()
+    final = whole.final_part()
+    parts = [part.decode(part.data) for part in (train, held_out, final)]
+    assert "".join(parts) == text_file.read_text() and len(parts[2]) == len(whole.data) // 4
+    with pytest.raises(UserError, match="leave nothing to hold out"):
+        DataConfig(path="x", train_split=0.9, final_split=0.1)
+
+
+def test_unseen_characters_and_the_loss_of_letter_frequencies(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("aaab" * 10 + "abcd" * 5)
+    train, held_out = CharDataset(
+        DataConfig(path=str(path), block_size=4, train_split=2 / 3)
+    ).split()
+    unseen, loss = compare_characters(train, held_out)
+    assert unseen == 0.5
+    counts = [31, 11, 1, 1]  # one more than seen
+    assert loss == pytest.approx(sum(-math.log(count / 44) for count in counts) / 4)

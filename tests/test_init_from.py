@@ -217,13 +217,22 @@ def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(train
     assert "gpt_snapshot.best.pt, step 300" in said and re.search(r"added \d: '.*ßé'", said)
     learn(text, tmp_path / "fresh", warmup, "trainer.max_steps=100")
     tuned, fresh = (metrics(tmp_path / name, "val") for name in ("tuned", "fresh"))
-    assert tuned[0]["step"] == 10 and fresh[-1]["step"] == 100
-    assert tuned[0]["loss"] < fresh[-1]["loss"]
+    assert [line["step"] for line in tuned] == [0, 10] and fresh[-1]["step"] == 100
+    assert tuned[1]["loss"] < tuned[0]["loss"] and tuned[1]["loss"] < fresh[-1]["loss"]
     # the schedule begins anew: the warm-up, too
     tuned, fresh = (metrics(tmp_path / name, "train") for name in ("tuned", "fresh"))
     assert tuned[0]["lr"] == fresh[0]["lr"] == pytest.approx(3e-3 * 10 / 11)
     snapshot = load(str(tmp_path / "tuned" / "gpt_snapshot.pt"))
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
+
+
+def test_pretrained_weights_that_training_only_worsens_are_the_best(trained, tmp_path):
+    settings = ["optimizer.learning_rate=1", "trainer.max_steps=10", f"init_from={trained / 'one'}"]
+    learn(trained / "one.txt", tmp_path / "worse", *settings)
+    best = load(str(tmp_path / "worse" / "gpt_snapshot.best.pt"))
+    source = load(str(trained / "one" / "gpt_snapshot.best.pt"))
+    assert best.step == 0 and best.best_loss == pytest.approx(source.best_loss, abs=1e-5)
+    assert all(torch.equal(best.model_state[name], x) for name, x in source.model_state.items())
 
 
 def test_a_run_that_started_without_init_from_refuses_it_and_others_remember_theirs(tmp_path):

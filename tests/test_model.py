@@ -186,7 +186,12 @@ def test_a_token_shift_adds_the_character_before_to_what_the_mlp_sees(arch):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    "options", [{}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7}]
+    "options",
+    [
+        {},
+        {"slide": True},
+        {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7},
+    ],
 )
 def test_cached_generation_is_uncached_generation_also_past_the_block(
     arch, path, options, monkeypatch
@@ -196,6 +201,21 @@ def test_cached_generation_is_uncached_generation_also_past_the_block(
     cached = model.generate(idx, 30, **options)
     assert cached.shape == (3, 34) and torch.equal(cached[:, :4], idx)
     assert torch.equal(cached, model.generate(idx, 30, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("slide", [True, False])
+def test_a_full_context_slides_or_begins_again_with_its_last_half(slide):
+    model = tiny("modern").eval()
+    block_size = model.config.block_size
+    idx = torch.randint(11, (1, block_size))
+    out = model.generate(idx, 2 * block_size, slide=slide)
+    seen = block_size
+    for end in range(block_size, out.size(1)):
+        if seen > block_size:
+            seen = block_size if slide else block_size // 2
+        logits, _ = model(out[:, end - seen : end])
+        assert out[0, end] == logits[0, -1].argmax()
+        seen += 1
 
 
 @pytest.mark.parametrize("length", [1, 11, 12, 20])

@@ -9,6 +9,7 @@ import torch
 from conftest import TINY, command, model_snapshot, start
 
 import sample as sampling
+from char_dataset import CharDataset, DataConfig
 from engine.errors import UserError
 from engine.run import directory as run_directory
 from engine.run.directory import choose_snapshot
@@ -300,3 +301,35 @@ def test_the_run_that_has_logged_last_is_the_newest(tmp_path, monkeypatch):
         os.utime(folder / "metrics.jsonl", (at, at))
     assert run_directory.runs() == ["runs/a", "runs/b", "runs/c"]
     assert run_directory.newest_run() == "runs/a"
+
+
+@pytest.mark.parametrize("num_samples", [1, 5])
+def test_a_text_ends_before_the_stop_string(num_samples, run_dir):
+    def texts(*more: str) -> list[str]:
+        arguments = [f"run_dir={run_dir}", "prompt=The ", f"num_samples={num_samples}", *more]
+        return sample(*arguments, "max_new_tokens=60").stdout[:-1].split("\n" + "-" * 40 + "\n")
+
+    whole = texts()
+    stop = whole[0][20:22]
+    for text, stopped in zip(whole, texts(f"stop={stop}"), strict=True):
+        assert stopped == "The " + text.removeprefix("The ").split(stop)[0]
+
+
+def test_what_is_copied_from_the_training_text_is_said(run_dir):
+    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
+    own = train.decode(train.data[100:150]), "#" * 50
+    assert sampling.copied_share(list(own), snapshot) == 0.5
+    assert sampling.copied_share([held_out.decode(held_out.data[:100])], snapshot) == 0
+
+
+def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
+    book = tmp_path / "book.bin"
+    book.write_bytes("größer ".encode() * 400 + b"\xff")
+    run = [*TINY, "data=text", f"data.path={book}", "data.truncate=1", "data.encoding=bytes"]
+    result = start(*run, f"run_dir={tmp_path / 'run'}")
+    assert "bits per byte" in result.stdout, result.stderr
+    result = sample(f"run_dir={tmp_path / 'run'}", "prompt=größer", "max_new_tokens=9")
+    assert result.stdout.startswith("größer"), result.stderr
+    result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")
+    assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout

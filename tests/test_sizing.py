@@ -37,7 +37,11 @@ def choose(
     )
     config = validate(composed)
     overrides = sizing.choose(
-        config, characters, 1, lambda: 60 * minutes, lambda: sizing.step_flops(config) / flops
+        config,
+        characters,
+        1,
+        lambda: 60 * minutes,
+        lambda: sizing.step_characters(config) * sizing.character_flops(config) / flops,
     )
     return flatten(plain(config)), overrides
 

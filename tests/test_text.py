@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import zipfile
+from pathlib import Path
 
 import chaos
 import fsspec
@@ -138,7 +139,7 @@ def test_characters_and_errors_may_lie_across_the_borders_of_pieces(size, tmp_pa
             content.decode()
         path.write_bytes(content)
         at = expected.value.start
-        with pytest.raises(UserError, match=f"byte 0x{content[at]:02x} at offset {at}$"):
+        with pytest.raises(UserError, match=f"byte 0x{content[at]:02x} at offset {at};"):
             read(str(path))
 
 
@@ -336,6 +337,48 @@ def test_a_text_is_encoded_alike_in_memory_and_in_the_cache(name, truncate, make
         assert len(cached(config)) == 1  # of the first limit
         x, y = data.batch(np.array([0, len(data) - 1]))
         assert data.decode(x[0]) == text[:8] and data.decode(y[1]) == text[-8:]
+
+
+@pytest.mark.parametrize("limit", [1000, 2**20])
+def test_bytes_are_characters_of_their_own(limit, make, monkeypatch):
+    monkeypatch.setattr(encoding, "LARGE", limit)
+    config = make("", encoding="bytes")
+    content = bytes(range(255, 0, -1)) * 9
+    Path(config.path).write_bytes(content)
+    data = CharDataset(config)
+    assert data.vocabulary.encode("latin-1") == bytes(range(1, 256)) and data.unit == "byte"
+    assert data.decode(data.data).encode("latin-1") == content
+
+
+@pytest.mark.parametrize("shuffle", ["lines", "paragraphs", "files"])
+@pytest.mark.parametrize("limit", [1000, 2**20])
+def test_items_are_shuffled_whole_after_truncating_and_always_alike(
+    limit, shuffle, make, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(encoding, "LARGE", limit)
+    separator = {"lines": "\n", "paragraphs": "\n\n", "files": ""}[shuffle]
+    items = [f"<item {i}, a line{separator and '.' * (i % 7)}>{separator}" for i in range(90)]
+    if shuffle == "paragraphs":
+        items = [item.replace(",", "\n") for item in items]
+    if shuffle == "files":
+        for i, item in enumerate(items):
+            (tmp_path / f"{i:02}.part").write_text(item)
+    config = make("".join(items), shuffle=shuffle, truncate=0.9)
+    if shuffle == "files":
+        config.path = str(tmp_path / "*.part")
+    data, again = CharDataset(config), CharDataset(config)
+    text = data.decode(data.data)
+    assert text == again.decode(again.data) and len(text) == int(0.9 * sum(map(len, items)))
+    whole = [item for item in items if item in text]
+    assert len(whole) == "".join(items)[: len(text)].count(">" + separator)
+    assert [items.index(item) for item in sorted(whole, key=text.index)] != sorted(
+        items.index(item) for item in whole
+    )
+
+
+def test_a_text_without_items_is_not_shuffled(make):
+    with pytest.raises(UserError, match="data.shuffle=lines: the text has fewer than two lines"):
+        CharDataset(make("one line " * 20, shuffle="lines"))
 
 
 @pytest.mark.parametrize(

@@ -595,6 +595,26 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path):
     assert (latest.step, latest.best_step, latest.loss) == (5, 4, 2.2)
 
 
+def test_patience_ends_a_run_that_resumes_only_with_more_of_it(parts, tmp_path, caplog):
+    settings = {"max_steps": 9, "eval_every_steps": 1}
+
+    def train(losses: list[float], **more) -> int:
+        trainer = make(parts, tmp_path, **settings, **more)
+        left = iter(losses)
+        trainer.evaluate = lambda: (next(left), 1, [0.0])
+        trainer.train()
+        return trainer.step
+
+    with caplog.at_level("INFO", logger="gpt"):
+        assert train([3.0, 3.1, 2.0, 2.5, 2.0], patience=2) == 5  # an equal loss is no lower one
+        assert "no lower held-out loss in the last 2 evaluations" in caplog.text
+        assert train([], patience=2) == 5
+        assert "to train longer, raise trainer.patience" in caplog.text
+    assert train([1.9, 2.0, 2.0, 1.95], patience=3) == 9
+    with pytest.raises(UserError, match="there is nothing to evaluate"):
+        make((parts[0], None), tmp_path / "other", patience=2)
+
+
 @pytest.mark.parametrize(
     "max_epochs, save_every, steps", [(3, 2, [4, 6]), (3, 3, [6]), (1, None, [2])]
 )

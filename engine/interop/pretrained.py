@@ -32,13 +32,15 @@ log = logging.getLogger("gpt")
 @dataclass
 class Pretrained:
     """`weights` by the names of the model's parameters, the `vocabulary` that their rows belong to,
-    the `architecture` that they fit (fields of `GPTConfig`), and a `description` for the log.
+    the `architecture` that they fit (fields of `GPTConfig`), a `description` for the log, and the
+    `encoding` of the characters, "utf-8" or "bytes".
     """
 
     weights: dict[str, torch.Tensor]
     vocabulary: str
     architecture: dict[str, Any]
     description: str
+    encoding: str = "utf-8"
 
 
 def find_pretrained(source: str, world: World) -> Pretrained:
@@ -60,7 +62,8 @@ def read_pretrained(source: str) -> Pretrained:
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
         description = f"{path}, {found}"
-        return Pretrained(found.model_state, found.vocabulary, found.model_config, description)
+        weights, architecture = found.model_state, found.model_config
+        return Pretrained(weights, found.vocabulary, architecture, description, found.encoding)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error

@@ -1,4 +1,4 @@
-"""Evaluation: the held-out loss, exact, and the same for any world size."""
+"""Evaluation: when it is due; the held-out loss, exact, and the same for any world size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,59 @@ import torch.nn as nn
 
 from engine.parallel import distributed
 from engine.parallel.distributed import World
+from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass
 IGNORE = -1  # a target that is not scored; minGPT's convention
+
+
+class EvaluationSchedule:
+    """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, and with `at_start`
+    before the first; never unless `has_text`. And when `patience` evaluations in a row were no better.
+
+    Attributes:
+        last: (held-out loss, step) of the newest evaluation; None before the first.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        every_steps: int | None,
+        patience: int | None,
+        has_text: bool = True,
+        at_start: bool = False,
+    ):
+        self.plan, self.every_steps, self.patience = plan, every_steps, patience
+        self.has_text, self.at_start = has_text, at_start
+        self.last: tuple[float, int] | None = None
+
+    @property
+    def last_loss(self) -> float | None:
+        return self.last[0] if self.last else None
+
+    def is_done(self, step: int) -> bool:
+        """Whether `step` has been evaluated."""
+        return self.last is not None and self.last[1] == step
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is to be evaluated, and has not been."""
+        return self.has_text and not self.is_done(step) and self._includes(step)
+
+    def _includes(self, step: int) -> bool:
+        if step == 0:
+            return self.at_start
+        every_epochs = None if self.every_steps else 1
+        is_due = self.plan.is_due(step, self.every_steps, every_epochs)
+        return is_due or step == self.plan.total_steps
+
+    def patience_is_over(self, step: int, best: tuple[float, int] | None) -> bool:
+        """Whether the newest `patience` evaluations, the last one at `step`, are no lower than the `best`
+        (held-out loss, step).
+        """
+        if self.patience is None or best is None or self.last is None or not self.is_done(step):
+            return False
+        since = sum(map(self._includes, range(best[1] + 1, step + 1)))
+        return since >= self.patience and self.last[0] >= best[0]
 
 
 @torch.no_grad()

@@ -173,8 +173,8 @@ def encode(
     if shuffle is not None:
         file.seek(0)
         data = np.frombuffer(file.read(), final.dtype)
-        newline = np.searchsorted(vocabulary, ord("\n"))
-        ends = file_ends if shuffle == "files" else line_ends(data == newline, shuffle)
+        newline = np.flatnonzero(vocabulary == ord("\n"))  # its id, if it has one
+        ends = file_ends if shuffle == "files" else line_ends(np.isin(data, newline), shuffle)
         file.seek(0)
         file.write(shuffle_items(data, np.asarray(ends), shuffle).data)
     return {
