@@ -38,26 +38,18 @@ MAX_COUNTED = 2**26  # characters
 class DataConfig:
     """Text, split and context."""
 
+    # fmt: off
     path: Any = MISSING  # the text, UTF-8: a path, URL or pattern ('books/*.txt'), or a list of them; may be compressed
     url: str | None = None  # downloaded from here if path does not exist; null: path must exist
     sha256: str | None = None  # SHA-256 of the text, decompressed, hexadecimal; null: any text
-    block_size: int | None = (
-        128  # characters of context: the length of a window; null: chosen, see engine/sizing.py
-    )
-    train_split: float | None = (
-        0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
-    )
-    final_split: float = (
-        0.0  # share of the text, at its end, that nothing is chosen by: scored once, after training
-    )
+    block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see engine/sizing.py
+    train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
+    final_split: float = 0.0  # share of the text, at its end, that nothing is chosen by: scored once, after training
     truncate: float = 1.0  # share of the text to use at all, from its start
-    shuffle: str | None = (
-        None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
-    )
-    encoding: str = (
-        "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
-    )
+    shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
+    encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
     cache_dir: str = "data/cache"  # local directory where texts over 64 MiB, compressed or remote are kept encoded
+    # fmt: on
 
     def __post_init__(self):
         several = isinstance(self.path, list)

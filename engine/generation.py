@@ -102,7 +102,7 @@ def stream(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
     config: Any = model.config
-    B, T = idx.shape
+    B = len(idx)
     generators = []
     if do_sample:
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed

@@ -44,8 +44,8 @@ MUTATIONS = [
     Mutation(
         "the held-out part begins with a character of the training part",
         "char_dataset.py",
-        "self.data[cut:]",
-        "self.data[cut - 1 :]",
+        "self._part(cut, end)",
+        "self._part(cut - 1, end)",
         "test_char_dataset.py::test_the_text_is_truncated_then_cut_once_before_windowing",
     ),
     Mutation(
@@ -133,11 +133,11 @@ MUTATIONS = [
         "test_model.py::test_cached_logits_are_uncached_logits",
     ),
     Mutation(
-        "the cache is used one character past the block",
+        "a context that begins again has one character more",
         "engine/generation.py",
-        "length <= config.block_size",
-        "length <= config.block_size + 1",
-        "test_model.py::test_cached_generation_is_uncached_generation_also_past_the_block",
+        "[-seen:]",
+        "[-seen - 1 :]",
+        "test_model.py::test_a_full_context_slides_or_begins_again_with_its_last_half",
     ),
     Mutation(
         "a token shift brings the next character instead of the one before",
@@ -303,7 +303,7 @@ MUTATIONS = [
     Mutation(
         "the end is not saved",
         "trainer.py",
-        "            or self.step == self.total_steps\n            or self.plan.is_due(self.step, self.config.save",
+        "            or self._is_over()\n            or self.plan.is_due(self.step, self.config.save",
         "            or self.plan.is_due(self.step, self.config.save",
         "test_trainer.py::test_epochs_save_and_the_end_always_does",
     ),
@@ -396,8 +396,8 @@ MUTATIONS = [
     Mutation(
         "the order of the windows does not depend on the seed",
         "trainer.py",
-        "self.train_dataset, config.seed, config.batch_size",
-        "self.train_dataset, 1337, config.batch_size",
+        "self.train_dataset,\n            config.seed,\n",
+        "self.train_dataset,\n            1337,\n",
         "test_trainer.py::test_another_seed_is_another_order",
     ),
     Mutation(

@@ -46,7 +46,8 @@ def refuse(*arguments: str, says: str, nproc: int = 0, **kwargs) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes_and_says_how_to_run_it(recipe):
     config = composed(f"experiment={recipe}")
-    assert config.run_name == recipe and config.run_dir == f"runs/{recipe}"
+    name = "input" if recipe.startswith("auto") else recipe  # that of the text
+    assert config.run_name == name and config.run_dir == f"runs/{name}"
     lines = (ROOT / "conf" / "experiment" / f"{recipe}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_" and f"main.py experiment={recipe}" in lines[1]
     assert lines[2].startswith("# ") and len(lines[2]) > 40  # what it is and reaches
@@ -159,6 +160,8 @@ def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monk
     monkeypatch.setattr("engine.config.overrides.computes_in_bfloat16", lambda _: has_bfloat16)
     chosen = with_recipe(["trainer.device=cpu", "data=pydoc"])
     assert chosen == [f"experiment=shakespeare_{recipe}", "trainer.device=cpu", "data=pydoc"]
+    chosen = with_recipe(["trainer.device=cpu", "data=text", "data.path=x"])
+    assert chosen[0] == "experiment=auto"
 
 
 def test_a_run_directory_holds_what_the_contract_says(tmp_path):

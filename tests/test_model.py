@@ -222,7 +222,7 @@ def test_a_full_context_slides_or_begins_again_with_its_last_half(slide):
 def test_greedy_generation_is_the_plain_loop(length):
     model = tiny("modern")
     sequence = torch.randint(11, (2, length))
-    out = model.generate(sequence, 15)
+    out = model.generate(sequence, 15, slide=True)
     for _ in range(15):
         logits, _ = model(sequence[:, -12:])
         sequence = torch.cat((sequence, logits[:, -1].argmax(-1, keepdim=True)), dim=1)

@@ -128,6 +128,7 @@ def test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length(monkeypa
 def test_all_that_is_said_of_the_draw_reaches_it():
     config = SampleConfig(temperature=0.5, top_k=3, top_p=0.25, seed=9)
     said = {"temperature": 0.5, "do_sample": True, "top_k": 3, "top_p": 0.25, "seed": 9}
+    said["slide"] = False
     assert config.options() == said
     assert SampleConfig(temperature=0).options()["do_sample"] is False
 

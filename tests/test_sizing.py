@@ -151,7 +151,7 @@ def test_what_is_too_short_is_one_line(characters, minutes, says):
 def test_a_run_without_a_time_takes_none_later(tmp_path):
     recorded = {"trainer": {"max_steps": 10, "max_minutes": None}}
     config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
-    with pytest.raises(UserError, match="raise trainer.max_steps"):
+    with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
         sizing.recall(config, recorded)
 
 

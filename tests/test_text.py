@@ -377,7 +377,7 @@ def test_items_are_shuffled_whole_after_truncating_and_always_alike(
 
 
 def test_a_text_without_items_is_not_shuffled(make):
-    with pytest.raises(UserError, match="data.shuffle=lines: the text has fewer than two lines"):
+    with pytest.raises(UserError, match=r"data\.shuffle=lines: the text has fewer than two lines"):
         CharDataset(make("one line " * 20, shuffle="lines"))
 
 

@@ -67,7 +67,7 @@ def with_recipe(arguments: list[str]) -> list[str]:
     if not named.keys().isdisjoint(("experiment", "--hydra-help")):
         # null is the default, and not an override that Hydra has.
         return [argument for argument in arguments if argument != "experiment=null"]
-    has_own_text = "data.path" in named or named.get("data", "shakespeare") != "shakespeare"
+    has_own_text = "data.path" in named or named.get("data") == "text"
     # torch's default way to ask would keep the GPU from processes that are forks of this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
