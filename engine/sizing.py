@@ -29,7 +29,7 @@ EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
-FINE_TUNING = 0.15  # of the learning rate of fresh weights
+FINE_TUNING = 0.06  # of the learning rate of fresh weights
 
 
 def get(config: Any, key: str) -> Any:
