@@ -29,7 +29,6 @@ EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
-FINE_TUNING = 0.06  # of the learning rate of fresh weights
 
 
 def get(config: Any, key: str) -> Any:
@@ -125,15 +124,18 @@ def choose_model(
         "sizing      %d layers, %d wide, context %d: for %s characters and %s",
         model.n_layer, model.n_embd, data.block_size, f"{characters:,}", plan,
     )  # fmt: skip
-    rate = learning_rate(characters, model.n_embd) * (FINE_TUNING if config.init_from else 1.0)
     affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
     held_out = min(characters / 10, max(MIN_HELD_OUT, affordable))
     split = round((1 - data.final_split) * (1 - held_out / characters), 6)
-    fill(config, {"data.train_split": split, "optimizer.learning_rate": rate})
+    fill(config, {"data.train_split": split})
     training = int(characters * data.train_split)
     passes = min(operations / character_flops(config) / training, useful_passes(training))
     dropout, weight_decay = regularization(training, passes)
+    rate = learning_rate(characters, model.n_embd)
+    if config.init_from is not None:
+        rate *= fine_tuning_share(passes)
     fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
+    fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
     log.info(
         "sizing      dropout %g, weight decay %g, learning rate %g: for about %.2g passes over the text",
         model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, passes,
@@ -242,7 +244,14 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
 def learning_rate(characters: int, width: int) -> float:
     """Peak learning rate of Muon for a model of this width and a training text of so many `characters`."""
     of_text = max(900_000 / characters, 1.0) ** 0.13
-    return float(f"{0.011 * (128 / width) ** 0.5 * of_text:.2g}")
+    return 0.011 * (128 / width) ** 0.5 * of_text
+
+
+def fine_tuning_share(passes: float) -> float:
+    """The share of the learning rate for fresh weights that pretrained ones get: all of it for up to two passes
+    over the text, and less the more passes may overfit.
+    """
+    return min(1.0, (2 / passes) ** 1.25)
 
 
 def planned_steps(config: Any, training: int) -> float:
