@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import time
+from typing import Any, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -19,6 +20,7 @@ from engine.config.overrides import key_of, without
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.interop.pretrained import Pretrained, check_resumed, find_pretrained
+from engine.machine import hardware
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_on_each_host
 from engine.reports.history import Run
@@ -107,6 +109,7 @@ def choose_sizes(
 
 def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
     """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
+    warn_of_memory(config, world)
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     earlier = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
@@ -124,6 +127,23 @@ def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharData
         f" (of which {unseen:.2%} do not occur in training)" if unseen else "", text.vocab_size,
     )  # fmt: skip
     return train_text, held_out
+
+
+def warn_of_memory(config: Config, world: World) -> None:
+    """Warns if training on this host's CPUs may need more memory than is free; the kernel would end it."""
+    model, trainer = cast(Any, config.model), cast(Any, config.trainer)
+    share = trainer.batch_size // world.size
+    characters = min(trainer.micro_batch_size or share, share) * model.block_size
+    weights = 12 * model.n_layer * model.n_embd**2 + 2 * model.vocab_size * model.n_embd
+    # Weights, gradients and averages; what the backward pass needs, of each block or of one; the logits.
+    blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
+    each = 16 * weights + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
+    needed, free = world.local_size * each, hardware.free_memory()
+    if world.device.type == "cpu" and free is not None and needed > free:
+        log.warning(
+            "training needs about %.1f GB of memory and %.1f GB are free: set trainer.micro_batch_size=%d or "
+            "less, or a smaller model", needed / 1e9, free / 1e9, max(1, characters // model.block_size // 2),
+        )  # fmt: skip
 
 
 def log_model(config: Config, model: torch.nn.Module) -> None:

@@ -16,7 +16,8 @@ from engine.config.overrides import with_recipe
 from engine.errors import UserError
 from engine.parallel.distributed import World
 from engine.snapshots.storage import load
-from main import configure, load_text
+from main import configure
+from parts import load_text, warn_of_memory
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -437,3 +438,21 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
     )
     with pytest.raises(UserError, match=r"data\.sha256: the ranks differ, \w+ and of another text"):
         load_text(config, None, World(0, 1, 0, 1, torch.device("cpu")))
+
+
+def test_a_run_that_needs_more_memory_than_is_free_is_warned_of(tmp_path):
+    result = start(*TINY, f"run_dir={tmp_path}", "trainer.max_steps=1")
+    assert "of memory" not in result.stdout
+    huge = [
+        "data.block_size=1024",
+        "data.truncate=1",
+        "trainer.batch_size=65536",
+        "model.n_embd=64",
+    ]
+    config = validate(configure(*TINY, *huge))
+    config.model.vocab_size = 100
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("parts.log.warning", lambda text, *values: lines.append(text % values))
+        warn_of_memory(config, World(0, 1, 0, 1, torch.device("cpu")))
+    assert re.match(r"training needs about \d+\.\d GB of memory", lines[0]) and "=32768" in lines[0]

@@ -1,6 +1,7 @@
 """Hardware: device names, peak rates, memory, bfloat16 support, malloc settings."""
 
 import ctypes
+import os
 import platform
 import re
 import resource
@@ -81,6 +82,22 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_reserved(device)  # a CUDA graph keeps what it has freed
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
+
+
+def free_memory() -> int | None:
+    """Memory of the host that is free or can be freed, bytes, within the limit of a container; None where
+    it is not known (Linux alone says it).
+    """
+    if not os.path.exists("/proc/meminfo"):
+        return None
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    cgroup = "/sys/fs/cgroup/memory."
+    if os.path.exists(f"{cgroup}max"):
+        limit, used = (open(cgroup + name).read().strip() for name in ("max", "current"))
+        if limit != "max":
+            free = min(free, int(limit) - int(used))
+    return free
 
 
 def keep_freed_memory() -> None:
