@@ -114,7 +114,7 @@ def choose_model(
     plan = f"{steps:,.0f} steps"
     if trainer.max_minutes is not None:
         step_s, seconds = seconds_per_step(), seconds_left()
-        steps = min(steps, seconds / step_s)
+        steps = min(steps, max(seconds, 0.0) / step_s)
         plan = f"{duration(seconds)} at {step_characters(config) / step_s:,.0f} characters/s with {model.n_embd} wide"
     operations = steps * step_characters(config) * character_flops(config)
 
@@ -251,7 +251,7 @@ def fine_tuning_share(passes: float) -> float:
     """The share of the learning rate for fresh weights that pretrained ones get: all of it for up to two passes
     over the text, and less the more passes may overfit.
     """
-    return min(1.0, (2 / passes) ** 1.25)
+    return (2 / max(passes, 2.0)) ** 1.25
 
 
 def planned_steps(config: Any, training: int) -> float:

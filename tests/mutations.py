@@ -491,6 +491,62 @@ MUTATIONS = [
         '"finished"',
         "test_sweep.py::test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other",
     ),
+    Mutation(
+        "what is given is chosen, too",
+        "engine/sizing.py",
+        "put(config, {key: value for key, value in values.items() if get(config, key) is None})",
+        "put(config, values)",
+        "test_sizing.py::test_what_is_given_stands_and_the_rest_is_chosen_around_it",
+    ),
+    Mutation(
+        "evaluations take none of the time",
+        "engine/sizing.py",
+        "(left - evaluations * each)",
+        "left",
+        "test_sizing.py::test_steps_and_evaluations_fit_into_the_time",
+    ),
+    Mutation(
+        "a longer time does not train on",
+        "engine/sizing.py",
+        "trainer.max_minutes / before",
+        "before['max_minutes'] / before",
+        "test_sizing.py::test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on",
+    ),
+    Mutation(
+        "patience ends a run one evaluation late",
+        "engine/run/evaluation.py",
+        "since >= self.patience",
+        "since > self.patience",
+        "test_trainer.py::test_patience_ends_a_run_that_resumes_only_with_more_of_it",
+    ),
+    Mutation(
+        "pretrained weights are not evaluated before the first step",
+        "engine/run/evaluation.py",
+        "return self.at_start",
+        "return False",
+        "test_init_from.py::test_pretrained_weights_that_training_only_worsens_are_the_best",
+    ),
+    Mutation(
+        "items are shuffled differently at each start",
+        "engine/text/encoding.py",
+        "np.random.default_rng(0)",
+        "np.random.default_rng()",
+        "test_text.py::test_items_are_shuffled_whole_after_truncating_and_always_alike",
+    ),
+    Mutation(
+        "the final part is held out, too",
+        "char_dataset.py",
+        "(self.config.train_split or 0.9)), self._final_start()",
+        "(self.config.train_split or 0.9)), len(self.data)",
+        "test_char_dataset.py::test_the_final_part_is_in_neither_part_of_the_split",
+    ),
+    Mutation(
+        "a text ends after the stop string",
+        "sample.py",
+        "held = held[: -len(stop)]",
+        "held = held[:]",
+        "test_sample.py::test_a_text_ends_before_the_stop_string",
+    ),
 ]
 
 

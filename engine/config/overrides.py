@@ -79,7 +79,8 @@ def with_recipe(arguments: list[str]) -> list[str]:
     else:
         recipe = "shakespeare_float32"
     if all(a in ("-m", "--multirun") for a in arguments if a.startswith("-")):  # not with --cfg
-        log.info("recipe      %s, which fits this machine; --help lists the others", recipe)
+        fits = "your text and this machine" if has_own_text else "this machine"
+        log.info("recipe      %s, which fits %s; --help lists the others", recipe, fits)
     # Hydra wants all overrides in one place. A choice inside conf/config.yaml would be an interpolated
     # group, and those may not override other groups.
     positions = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
