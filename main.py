@@ -90,6 +90,7 @@ def run_training(config: Config, started: float) -> float | None:
         text = load_text(config, snapshots.found, world)
         choose_sizes(config, text, snapshots, world, started)
         train_text, held_out = split_text(config, text)
+        final = text.with_config(config.data).final_part()
         model = build_model(config, snapshots.found, world)
         log_model(config, model)
         if pretrained is not None:
@@ -118,7 +119,7 @@ def run_training(config: Config, started: float) -> float | None:
         )
         loss = trainer.train()
         if world.is_first:
-            conclude(config, trainer, text.with_config(config.data).final_part())
+            conclude(config, trainer, final)
     return loss
 
 
@@ -134,7 +135,8 @@ def main(composed: DictConfig) -> float | None:
         with slurm.submitit_job(distributed.leave):
             config = validate(composed)
             if not config.launch.starts_others():
-                return run_training(config, signals.started)
+                is_job = hydra_config.mode == RunMode.MULTIRUN  # each of which has the time
+                return run_training(config, time.monotonic() if is_job else signals.started)
             launch.start(config.launch, __file__, worker_arguments(hydra_config, config.run_dir))
             return Run(config.run_dir).last_loss
     except Stopped as stopped:  # also ends the other jobs of a sweep

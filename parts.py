@@ -1,6 +1,7 @@
 """The parts of a run, built from its configuration: pretrained weights, text, sizes, model; its record and its end."""
 
 import copy
+import dataclasses
 import logging
 import math
 import os
@@ -32,7 +33,7 @@ from engine.run.provenance import record_start
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
-from model import GPT, create_optimizer
+from model import GPT, GPTConfig, create_optimizer
 from sample import load_model
 from trainer import Trainer
 
@@ -85,7 +86,7 @@ def choose_sizes(
 
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
-        trial.model.block_size, trial.model.model_type = trial.data.block_size, None
+        trial.model = with_sizes(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs, trial.trainer.patience = 30, None, None
         model = build_model(trial, None, world)
         optimizer = create_optimizer(model, trial.optimizer)
@@ -99,12 +100,18 @@ def choose_sizes(
         sizing.recall(config, snapshots.found.config)
     elif sizing.is_needed(config):
         chosen = sizing.choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
-        typed = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-        kept = without(typed, *(f"{key_of(override)}=" for override in chosen))
-        log.info(
-            "sizing      the same again: %s", shlex.join(["python", "main.py", *kept, *chosen])
-        )
-    config.model.block_size, config.model.model_type = config.data.block_size, None
+        if HydraConfig.initialized():
+            own = ("launch.", *(f"{key_of(override)}=" for override in chosen))
+            typed = without(HydraConfig.get().overrides.task, *own)
+            chosen = ["python", "main.py", *typed, *chosen]
+        log.info("sizing      the same again: %s", shlex.join(chosen))
+    config.model = with_sizes(config)
+
+
+def with_sizes(config: Config) -> GPTConfig:
+    """The model's configuration, checked, with the context of the data. Raises `UserError`."""
+    block_size = config.data.block_size
+    return dataclasses.replace(config.model, model_type=None, block_size=block_size)
 
 
 def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
@@ -174,9 +181,12 @@ def record_run(config: Config, trainer: Trainer) -> None:
 
 
 def score_final(trainer: Trainer, final: CharDataset) -> None:
-    """Scores the part of the text that nothing was chosen by with the best snapshot, once; logs the loss, and
-    appends it to the metrics.
+    """Scores the part of the text that nothing was chosen by with the best snapshot, unless that was done at
+    this step; logs the loss, and appends it to the metrics.
     """
+    scored = Run(trainer.snapshots.run_dir).final
+    if scored is not None and scored["step"] == trainer.step:
+        return
     snapshots, device = trainer.snapshots, trainer.world.device
     best = snapshots.storage.best if snapshots.best is not None else snapshots.path
     snapshot = load_full(best)

@@ -195,16 +195,17 @@ def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterator[str]:
 
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
-    """The share of the characters of `texts` within pieces of at least `COPIED` characters that the text
-    of the run has, too. Raises `UserError` if that text cannot be read.
+    """The share of the characters of `texts` within pieces of at least `COPIED` characters that the training
+    text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that text cannot be read.
     """
     data = CharDataset(DataConfig(**snapshot.config["data"]))
     ids = data.split()[0].data.numpy()
     points = np.array([ord(character) for character in data.vocabulary], np.uint32)
     source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
     copied = total = 0
+    lines = f"\n{source}\n"
     for text in texts:
-        is_copied = np.zeros(len(text), bool)
+        is_copied = np.full(len(text), len(text) < COPIED and f"\n{text}\n" in lines)
         for start in range(len(text) - COPIED + 1):
             if text[start : start + COPIED] in source:
                 is_copied[start : start + COPIED] = True
@@ -336,17 +337,20 @@ def main(arguments: list[str]) -> int:
 
 
 def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
-    """Prints texts: character by character on a terminal, otherwise one at a time. Returns them."""
+    """Prints texts: character by character on a terminal, otherwise one at a time. Returns them without
+    their first piece, the prompt.
+    """
     printed = []
     for i, text in enumerate(texts):
         if i:
             print("-" * 40)
         pieces = []
-        for piece in text if sys.stdout.isatty() else ["".join(text)]:
-            print(piece, end="", flush=True)
+        for piece in text:
             pieces.append(piece)
-        print()
-        printed.append("".join(pieces))
+            if sys.stdout.isatty():
+                print(piece, end="", flush=True)
+        print("" if sys.stdout.isatty() else "".join(pieces), flush=True)
+        printed.append("".join(pieces[1:]))
     return printed
 
 

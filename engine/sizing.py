@@ -29,6 +29,7 @@ EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
+USEFUL_PASSES = 24  # over the text; more only overfit
 
 
 def get(config: Any, key: str) -> Any:
@@ -54,17 +55,20 @@ def is_needed(config: Any) -> bool:
 
 
 def recall(config: Any, recorded: dict[str, Any]) -> None:
-    """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot. Another
-    time than then changes the steps in proportion. Raises `UserError` for a run that had no time.
+    """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot. If the time
+    had decided the steps, they are the same, or change in proportion to another time. Raises `UserError`
+    for a run that was started without a time, and now has nothing else to end it.
     """
     trainer, before = config.trainer, recorded.get("trainer", {})
+    minutes = before.get("max_minutes")
+    if minutes is not None and (trainer.max_minutes is not None or trainer.max_steps is None):
+        steps = round(before["max_steps"] * (trainer.max_minutes or minutes) / minutes)
+        trainer.max_steps = min(steps, trainer.max_steps or steps)
     if trainer.max_steps is None and trainer.max_epochs is None:
-        if before.get("max_minutes") is None:
-            raise UserError(
-                f"trainer.max_minutes={trainer.max_minutes:g}: this run was started without it; to train "
-                "longer, raise trainer.max_steps"
-            )
-        trainer.max_steps = round(before["max_steps"] * trainer.max_minutes / before["max_minutes"])
+        raise UserError(
+            f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
+            "train longer, raise trainer.max_steps"
+        )
     for key in (*CHOSEN, "trainer.eval_every_steps"):
         group, name = key.split(".")
         fill(config, {key: recorded.get(group, {}).get(name)})
@@ -108,6 +112,7 @@ def choose_model(
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
     trainer, data, model = config.trainer, config.data, config.model
+    fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
     fill(config, sizes_of(config, characters, *REFERENCE, processes) | FIRST_GUESS)
     training = int(characters * data.train_split)
     steps = planned_steps(config, training)
@@ -121,7 +126,7 @@ def choose_model(
     put(config, dict.fromkeys(null))
     fill(config, sizes_of(config, characters, *best_sizes(characters, operations), processes))
     log.info(
-        "sizing      %d layers, %d wide, context %d: for %s characters and %s",
+        "sizing      %d x %d wide, context %d: for %s characters and %s",
         model.n_layer, model.n_embd, data.block_size, f"{characters:,}", plan,
     )  # fmt: skip
     affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
@@ -129,7 +134,7 @@ def choose_model(
     split = round((1 - data.final_split) * (1 - held_out / characters), 6)
     fill(config, {"data.train_split": split})
     training = int(characters * data.train_split)
-    passes = min(operations / character_flops(config) / training, useful_passes(training))
+    passes = min(operations / character_flops(config) / training, USEFUL_PASSES)
     dropout, weight_decay = regularization(training, passes)
     rate = learning_rate(characters, model.n_embd)
     if config.init_from is not None:
@@ -170,9 +175,11 @@ def choose_steps(
         )
     pays = math.inf
     if is_limited:
-        pays = math.ceil(useful_passes(training) * training / step_characters(config))
+        pays = math.ceil(USEFUL_PASSES * training / step_characters(config))
     typed = trainer.max_steps or math.inf
     trainer.max_steps = int(min(fitting, pays, typed))
+    if trainer.max_steps == typed:
+        trainer.max_minutes = None  # it did not decide anything, also when the run resumes
     why = f"{fitting:,} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
         why += "; more would only overfit"
@@ -189,7 +196,7 @@ def choose_steps(
 # What the speed of the machine is measured with; it does not depend on these.
 FIRST_GUESS = {
     **dict.fromkeys(DROPOUT, 0.0), "optimizer.weight_decay": 0.2,
-    "optimizer.learning_rate": 8e-3, "data.train_split": 0.8,
+    "optimizer.learning_rate": 8e-3,
 }  # fmt: skip
 
 
@@ -219,19 +226,15 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     """Layers, width and context for a text of so many `characters` and so many floating-point operations
     of training: the width grows with the operations, up to what the text can teach.
     """
-    affordable = operations / REFERENCE_FLOPS  # characters of a reference model
-    width = min(128 * (affordable / 4e6) ** 0.4, 96 * (characters / 30_000) ** 0.25)
-    width = min(max(32 * round(width / 32), 64), 1024)
+    affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
+    for_the_time = 128 * (affordable / 4e6) ** 0.4
+    for_the_text = 96 * (characters / 30_000) ** 0.25
+    width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     layers = 3 if width <= 96 else 4 if width < 256 else 6
-    context = (
-        64 if characters < 50_000 else 128 if min(characters, affordable / 4) < 500_000 else 256
-    )
+    context = 64 if characters < 50_000 else 128
+    if characters >= 500_000 and affordable >= 2e6:
+        context = 256
     return layers, width, context
-
-
-def useful_passes(characters: int) -> float:
-    """Passes over a training text of so many `characters` beyond which training does not pay."""
-    return 24.0
 
 
 def regularization(characters: int, passes: float) -> tuple[float, float]:

@@ -165,6 +165,21 @@ def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monk
     assert chosen[0] == "experiment=auto"
 
 
+@pytest.mark.parametrize(
+    "typed, added",
+    [
+        ("trainer.max_minutes=1", "trainer.max_steps=null trainer.max_epochs=null"),
+        ("trainer.max_minutes=1 trainer.max_steps=5", ""),
+        ("trainer.max_steps=5", ""),
+        ("data.path=x trainer.max_steps=5", "trainer.max_minutes=null"),
+        ("data.path=x trainer.max_steps=5 trainer.max_minutes=1", ""),
+    ],
+)
+def test_what_ends_a_run_is_what_was_typed(typed, added):
+    chosen = with_recipe(["trainer.device=cpu", *typed.split()])
+    assert chosen[1:] == [*added.split(), "trainer.device=cpu", *typed.split()]
+
+
 def test_a_run_directory_holds_what_the_contract_says(tmp_path):
     run = tmp_path / "deep" / "run"
     result = start(*TINY, f"run_dir={run}", cwd=tmp_path)

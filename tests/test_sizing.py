@@ -108,22 +108,31 @@ def test_a_run_chooses_once_and_the_command_it_prints_repeats_it(nproc, tmp_path
     assert metrics(first) == metrics(second)
 
 
-def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on():
-    chosen, _ = choose()
-    recorded = {group: {} for group in ("data", "model", "optimizer", "trainer")}
+def resumed(chosen: dict, *overrides: str) -> dict:
+    """The settings of `overrides`, for a run that was started with those `chosen`."""
+    recorded: dict = {group: {} for group in ("data", "model", "optimizer", "trainer")}
     for key, value in chosen.items():
         group, _, name = key.partition(".")
-        if group in recorded:
-            recorded[group][name] = value
+        recorded.get(group, {})[name] = value
+    config = validate(configure("experiment=auto", "data=text", "data.path=x.txt", *overrides))
+    sizing.recall(config, recorded)
+    return flatten(plain(config))
+
+
+@pytest.mark.parametrize("limit", [[], ["trainer.max_steps=1000000"], ["trainer.max_epochs=1000"]])
+def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
+    chosen, _ = choose(*limit)
     for minutes in (1.5, 4.5):
-        composed = configure(
-            "experiment=auto", "data=text", "data.path=x.txt", f"trainer.max_minutes={minutes}"
-        )
-        config = validate(composed)
-        sizing.recall(config, recorded)
-        again = flatten(plain(config))
+        again = resumed(chosen, f"trainer.max_minutes={minutes}", *limit)
         assert [key for key in sizing.CHOSEN if again[key] != chosen[key]] == []
         assert again["trainer.max_steps"] == round(chosen["trainer.max_steps"] * minutes / 1.5)
+
+
+def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
+    chosen, _ = choose("trainer.max_steps=7")
+    for steps in (7, 9):
+        again = resumed(chosen, "trainer.max_minutes=1.5", f"trainer.max_steps={steps}")
+        assert again["trainer.max_steps"] == steps
 
 
 def test_a_time_with_a_named_recipe_sets_the_steps_alone(tmp_path):

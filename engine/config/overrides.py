@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.config.arguments import explain_value
@@ -56,18 +56,31 @@ def worker_arguments(hydra: Any, run_dir: str) -> list[str]:
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
-    """`arguments`, with the recipe that fits this machine unless they name one."""
-    named = {key_of(argument): argument.partition("=")[2] for argument in arguments}
-    if (
-        named.get("trainer.max_minutes", "null") != "null"
-    ):  # it sets the steps, whatever the recipe has
-        ends = {"trainer.max_steps", "trainer.max_epochs"}
-        if ends.isdisjoint(named):
-            arguments = [*arguments, *(f"{key}=null" for key in sorted(ends))]
-    if not named.keys().isdisjoint(("experiment", "--hydra-help")):
-        # null is the default, and not an override that Hydra has.
-        return [argument for argument in arguments if argument != "experiment=null"]
-    has_own_text = "data.path" in named or named.get("data") == "text"
+    """`arguments`, with the recipe that fits this machine unless they name one. A time that is typed replaces
+    the recipe's steps, and steps that are typed replace the time of `experiment=auto`.
+    """
+    typed = {key_of(argument): argument.partition("=")[2] for argument in arguments}
+    recipe = typed.get("experiment")
+    added = []
+    if recipe is None and "--hydra-help" not in typed:
+        recipe = fitting_recipe("data.path" in typed or typed.get("data") == "text", arguments)
+        added.append(f"experiment={recipe}")
+    ends = ("trainer.max_steps", "trainer.max_epochs")
+    if typed.get("trainer.max_minutes", "null") != "null":
+        added += [f"{end}=null" for end in ends if not typed.keys() & ends]
+    elif (recipe or "").startswith("auto") and typed.keys() & ends:
+        added += ["trainer.max_minutes=null"] * ("trainer.max_minutes" not in typed)
+    # null is the default, and not an override that Hydra has.
+    arguments = [argument for argument in arguments if argument != "experiment=null"]
+    # Hydra wants all overrides in one place. A choice inside conf/config.yaml would be an interpolated
+    # group, and those may not override other groups.
+    positions = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
+    first = next(positions, 0)
+    return [*arguments[:first], *added, *arguments[first:]]
+
+
+def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
+    """The recipe that fits this machine; logged, unless `arguments` ask Hydra for something else."""
     # torch's default way to ask would keep the GPU from processes that are forks of this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
@@ -81,11 +94,7 @@ def with_recipe(arguments: list[str]) -> list[str]:
     if all(a in ("-m", "--multirun") for a in arguments if a.startswith("-")):  # not with --cfg
         fits = "your text and this machine" if has_own_text else "this machine"
         log.info("recipe      %s, which fits %s; --help lists the others", recipe, fits)
-    # Hydra wants all overrides in one place. A choice inside conf/config.yaml would be an interpolated
-    # group, and those may not override other groups.
-    positions = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
-    first = next(positions, 0)
-    return [*arguments[:first], f"experiment={recipe}", *arguments[first:]]
+    return recipe
 
 
 def job_name(overrides: list[str], swept: str = "") -> str:
@@ -102,7 +111,7 @@ def text_name(path: Any) -> str:
     """The name of a run on the text at `path`: that of its first file without endings, or for a pattern that
     of its directory.
     """
-    first = path if isinstance(path, str) else str(path[0])
+    first = str(path[0] if isinstance(path, list | ListConfig) else path)
     parts = [part.split(".")[0] for part in re.split("[/:]", first) if part]
     names = [re.sub(r"[^\w-]+", "_", part) for part in parts if "*" not in part]
     return next((name for name in reversed(names) if name.strip("_")), "text")

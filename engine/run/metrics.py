@@ -60,7 +60,8 @@ def position(record: dict[str, Any]) -> tuple[int, bool]:
 class Metrics:
     """Appends to `metrics.jsonl` in `run_dir` and passes numbers and samples on to `trackers`.
 
-    Every line has `step`, `epoch`, `split` ("train" or "val"), `loss` in nats per character, `bpc`
+    Every line has `step`, `epoch`, `split` ("train", "val", or "final" for the part of the text that is scored
+    once, after training), `loss` in nats per character, `bpc`
     in bits per character and `seconds` of training so far, time between starts not counted.
     Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of all
     processes), `mfu` (share of the peak rate), `memory` (peak bytes) and sometimes `samples`;
@@ -84,7 +85,11 @@ class Metrics:
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
         earlier = read_lines(self.path, "split")
-        kept = [line for line in earlier if position(line) <= (step, evaluated)]
+        kept = [
+            line
+            for line in earlier
+            if position(line) <= (step, evaluated) and line["split"] != "final"
+        ]
         write_lines(self.path, kept)
         self.lines = len(kept)  # in the file, or waiting to be written
         if self.lines < lines:

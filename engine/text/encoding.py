@@ -115,7 +115,9 @@ def load(stem: str) -> EncodedText | None:
 
 def from_text(text: str, encoding: str) -> str:
     """The characters of a model for `text`: itself, or one for each of its bytes."""
-    return text.encode().decode("latin-1") if encoding == "bytes" else text
+    if encoding != "bytes":
+        return text
+    return text.encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 def to_text(characters: str, encoding: str) -> str:
@@ -171,6 +173,7 @@ def encode(
     rewrite(file, length, dtype, final)
     file.truncate(length * final.itemsize)
     if shuffle is not None:
+        digest.update(f"data.shuffle={shuffle}".encode())  # another text
         file.seek(0)
         data = np.frombuffer(file.read(), final.dtype)
         newline = np.flatnonzero(vocabulary == ord("\n"))  # its id, if it has one
