@@ -375,8 +375,8 @@ MUTATIONS = [
     Mutation(
         "lines past the snapshot stay in the metrics",
         "engine/run/metrics.py",
-        "if position(line) <= (step, evaluated)]",
-        "]",
+        "if position(line) <= (step, evaluated) and",
+        "if",
         "test_metrics.py::test_lines_past_the_restored_step_are_dropped_and_seconds_continue",
     ),
     Mutation(
@@ -508,8 +508,8 @@ MUTATIONS = [
     Mutation(
         "a longer time does not train on",
         "engine/sizing.py",
-        "trainer.max_minutes / before",
-        "before['max_minutes'] / before",
+        "(trainer.max_minutes or minutes) / minutes",
+        "1",
         "test_sizing.py::test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on",
     ),
     Mutation(
