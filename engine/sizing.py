@@ -227,7 +227,8 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     of training: the width grows with the operations, up to what the text can teach.
     """
     affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
-    for_the_time = 128 * (affordable / 4e6) ** 0.4
+    enough = min(4e6, USEFUL_PASSES * characters)
+    for_the_time = 128 * (affordable / enough) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     layers = 3 if width <= 96 else 4 if width < 256 else 6
@@ -239,7 +240,7 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
 
 def regularization(characters: int, passes: float) -> tuple[float, float]:
     """Dropout and weight decay for so many passes over a training text of so many `characters`."""
-    dropout = min(max((passes - 12) / 67, 0.0), 0.25)
+    dropout = min(max((passes - 12) / 75, 0.0), 0.25)
     decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.33
     return round(dropout, 2), float(f"{min(decay, 3.0):.2g}")
 
