@@ -44,7 +44,7 @@ from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
-TRIAL_S = 1.0
+TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Sizing: chooses the model, the regularization and the steps for a text, a machine and a time.
 
-The rule was fitted to a grid of runs (benchmarks/sizing.md). It works in three stages: the speed of the machine
-and the length of the text give the model and its context; the measured time of a step of that model
-gives the number of steps; and the passes over the text that these make give the regularization.
+The rule was fitted to a grid of runs (benchmarks/sizing.md). The speed of a reference model on this machine and
+the length of the text give the model, its context and about how many passes over the text fit into the
+time, and these the regularization. The measured time of a step of the chosen model gives the steps.
 """
 
 import logging
@@ -39,6 +39,7 @@ def get(config: Any, key: str) -> Any:
 
 
 def put(config: Any, values: dict[str, Any]) -> None:
+    """Sets the fields of `values`."""
     for key, value in values.items():
         group, name = key.split(".")
         setattr(getattr(config, group), name, value)
@@ -193,7 +194,7 @@ def choose_steps(
 # --------------------------------------------------------------------------------------------------
 # The rule
 
-# What the speed of the machine is measured with; it does not depend on these.
+# What the speed of the machine is measured with: no dropout, which costs up to a third of it.
 FIRST_GUESS = {
     **dict.fromkeys(DROPOUT, 0.0), "optimizer.weight_decay": 0.2,
     "optimizer.learning_rate": 8e-3,

@@ -21,6 +21,7 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     other types, `null` is None. Raises `UserError` naming an argument that is unknown, empty, missing
     or of the wrong type.
     """
+    # A type variable cannot say that its type is a dataclass.
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     verbatim: dict[str, str | list[str]] = {}
     others: dict[str, str | None] = {}
