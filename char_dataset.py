@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -341,6 +341,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def move_if_small(datasets: Iterable[Any], device: torch.device) -> None:
+    """Moves the texts to the GPU, whose batches are cut there, if they take up to a tenth of its memory."""
+    datasets = list(datasets)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
+        for dataset in datasets:
+            dataset.to(device)
 
 
 # --------------------------------------------------------------------------------------------------

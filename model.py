@@ -61,7 +61,7 @@ class GPTConfig:
     block_size: int | None = None  # characters of context; set data.block_size
     embd_pdrop: float | None = 0.1  # dropout probability of the embeddings; null: chosen, see engine/sizing.py
     resid_pdrop: float | None = 0.1  # dropout probability of the outputs of attention and MLP; null: chosen
-    attn_pdrop: float | None = 0.1  # dropout probability of the attention weights; null: chosen
+    attn_pdrop: float = 0.1  # dropout probability of the attention weights
     bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)
     tie_weights: bool | None = None  # the head shares the embedding's weights; null: as arch has (gpt2: true)
     token_shift: bool = False  # MLPs also see the character before (RWKV); no export to Transformers
@@ -324,8 +324,8 @@ class GPT(nn.Module):
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and if `targets` (B, T) are given, the
-        mean cross-entropy in nats over those that are not -1 (as in minGPT). Do not differentiate it
-        with respect to the returned logits. With a `cache`, `idx` follows the characters in
+        mean cross-entropy in nats over those that are not -1 (as in minGPT). The loss sends no
+        gradient through the returned logits. With a `cache`, `idx` follows the characters in
         it. Raises ValueError if the context would exceed `block_size`.
         """
         (_, T), block_size = idx.shape, self.config.block_size

@@ -1,11 +1,14 @@
 """The parts of a run, built from its configuration: pretrained weights, text, sizes, model; its record and its end."""
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import math
 import os
 import shlex
+import statistics
 import time
 from typing import Any, cast
 
@@ -26,7 +29,7 @@ from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_on_each_host
 from engine.reports.history import Run
 from engine.reports.reference import rising, worse_than_frequencies
-from engine.run.directory import CONFIG, REPORT, relative_path
+from engine.run.directory import CONFIG, METRICS, REPORT, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics
 from engine.run.provenance import record_start
@@ -38,6 +41,7 @@ from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
+TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
 def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretrained | None:
@@ -91,10 +95,9 @@ def choose_sizes(
         model = build_model(trial, None, world)
         optimizer = create_optimizer(model, trial.optimizer)
         train_text, _ = text.with_config(trial.data).split()
-        trainer = Trainer(
-            trial.trainer, model, optimizer, train_text, world=world, snapshots=snapshots
+        return time_steps(
+            Trainer(trial.trainer, model, optimizer, train_text, world=world, snapshots=snapshots)
         )
-        return trainer.seconds_per_step()
 
     if snapshots.found is not None:
         sizing.recall(config, snapshots.found.config)
@@ -106,6 +109,23 @@ def choose_sizes(
             chosen = ["python", "main.py", *typed, *chosen]
         log.info("sizing      the same again: %s", shlex.join(chosen))
     config.model = with_sizes(config)
+
+
+def time_steps(trainer: Trainer) -> float:
+    """Trial: the median time in seconds of an optimizer step on the slowest rank, over the steps of the plan or
+    the first ones that take `TRIAL_S` together. Trains the model.
+    """
+    times = [0.0]
+    with contextlib.closing(trainer.steps()) as steps:
+        started = time.perf_counter()
+        for loss, _ in steps:
+            loss.item()  # waits for the device
+            times.append(time.perf_counter() - started)
+            times[-1] = max(distributed.gather(times[-1], trainer.world))
+            if len(times) > 4 and times[-1] > TRIAL_S:
+                break
+    trainer.agreement.finish()
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
 def with_sizes(config: Config) -> GPTConfig:
@@ -197,10 +217,15 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
         "final       loss %.4f (%.4f bits per %s) of %s characters that nothing was chosen by; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", best,
     )  # fmt: skip
-    metrics = Metrics(snapshots.run_dir, trainer.step, trackers=())
     epoch = trainer.plan.epoch(trainer.step)
-    metrics.log(trainer.step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
-    metrics.close()
+    try:
+        metrics = Metrics(snapshots.run_dir, trainer.step, trackers=())
+        metrics.log(
+            trainer.step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step
+        )
+        metrics.close()
+    except OSError as error:  # a full disk; no reason to fail
+        log.warning("cannot write the final loss to %s: %s", METRICS, one_line(error))
 
 
 def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> None:

@@ -8,10 +8,8 @@ It knows nothing of GPT nor of Hydra: `model(x, y)` returns `(anything, loss)`, 
 """
 
 import contextlib
-import hashlib
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from char_dataset import MicroBatches, prefetch
+from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
 from engine.config.checks import check_option, check_range
 from engine.config.settings import as_plain, settings_of
@@ -44,7 +42,6 @@ from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
-TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
 @dataclass
@@ -54,7 +51,7 @@ class TrainerConfig:
     # fmt: off
     max_epochs: int | None = 10  # epochs; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
-    max_minutes: float | None = None  # of the whole process, which set max_steps at the start; null: no limit
+    max_minutes: float | None = None  # minutes of the whole process; main.py turns them into max_steps; null: no limit
     batch_size: int | None = 64  # windows per optimizer step, over all processes together; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: its whole share
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
@@ -178,7 +175,9 @@ class Trainer:
         self.world = world or distributed.join_processes(
             config.device, config.threads, config.timeout_s
         )
-        device, bare = self.world.device, distributed.unwrap(model)
+        self.model = sharding.wrap(model, self.world, config.strategy)
+        self.bare = bare = distributed.unwrap(self.model)
+        device = self.world.device
         own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
         self.run_config = as_plain(settings_of(own) | (run_config or {}))
@@ -195,12 +194,9 @@ class Trainer:
         found = self.snapshots.found
         if found:
             check_can_resume(found, self.snapshots.path, self.run_config, train_dataset, self.world)
-        if not sharding.is_sharded(bare):  # whose parameters are on their device already
-            bare.to(device)
         earlier = found.choices_on(device.type) if found else {}
         flops = self.plan.total_steps * self.plan.characters * flops_per_token(bare)
-        if device.type == "cuda":
-            flops /= self.world.size
+        flops /= self.world.size if device.type == "cuda" else 1
         self.choices = auto.resolve(config, device, flops, earlier)
         auto.apply(self.choices, bare)
         amp_dtype = self.choices["amp_dtype"]
@@ -213,31 +209,22 @@ class Trainer:
             peak_flops(device) if amp_dtype != "float32" else None,
             getattr(train_dataset, "unit", "character"),
         )
+        self.divergence = DivergenceCheck(
+            self.world, self.scaler, self._learning_rate, self.training_log
+        )
         if found:
-            self._restore(found, bare)
-        self.bare, self.model = bare, model
-        if model is bare and config.strategy == "ddp":
-            self.model = distributed.wrap(bare, self.world)
-        elif model is bare and self.world.size > 1 and not sharding.is_sharded(bare):
-            raise UserError(
-                "trainer.strategy=fsdp: shard the model (sharding.build), then create its optimizer, "
-                "before the Trainer"
-            )
+            self._restore(found)
         if found and probe and has_changed(self._call_eagerly(probe), found.probe_logits):
             log.warning("%s: %s", self.snapshots.path, CHANGED)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests, self.agreement = Requests(), Agreement(self.world)
-        self.update: Callable = self._update
+        self.train_step: Callable = self._train_step
         one_gpu = device.type == "cuda" and self.world.size == 1
         if config.cuda_graph and one_gpu and not self.scaler.is_enabled():
-            self.update = CapturedStep(self._update, self._loss, optimizer)
+            self.train_step = CapturedStep(self._train_step, self._loss, optimizer)
         self.save_requested = False
         if device.type == "cuda" and config.data_loader_workers == 0:
-            datasets = [data for data in (train_dataset, test_dataset) if data is not None]
-            memory = torch.cuda.get_device_properties(device).total_memory
-            if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
-                for dataset in datasets:
-                    dataset.to(device)
+            move_if_small(filter(None, (train_dataset, test_dataset)), device)
 
     @property
     def total_steps(self) -> int:
@@ -254,16 +241,15 @@ class Trainer:
         """
         if self._is_finished():
             return self.evaluations.last_loss
-        with self._running():
+        with self._running() as steps:
             try:
-                if self.evaluations.is_due(self.step):  # pretrained, or stopped before it
+                # The initial weights are pretrained, or the run was stopped before this evaluation.
+                if self.evaluations.is_due(self.step):
                     self._save(self._evaluate(), is_due=self.step > 0)
                 while not self._is_over():
-                    loss, grad_norm = self._train_step()
-                    self.step += 1
+                    loss, grad_norm = next(steps)
                     self._log_step(loss, grad_norm)
-                    is_best = self._evaluate()
-                    self._save(is_best)
+                    self._save(self._evaluate())
                 if self.step < self.total_steps:
                     log.info(
                         "no lower held-out loss in the last %d evaluations", self.config.patience
@@ -274,23 +260,59 @@ class Trainer:
             self.snapshots.finish(self.step)
         return self.evaluations.last_loss
 
-    def seconds_per_step(self) -> float:
-        """Trial: the median time of the plan's steps on the slowest rank, or of the first ones that
-        take `TRIAL_S` together. Trains the model; evaluates, logs and saves nothing.
+    def steps(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+        """The optimizer steps that are left, one an iteration: this rank's mean loss and the gradient norm
+        over all ranks, on the device. Evaluates, logs and saves nothing.
         """
-        self.batches, times = self._batches(), [math.inf]
+        batches = self._batches()
+        self.optimizer.zero_grad()
         self.model.train()
-        for step in range(self.total_steps):
-            started = time.perf_counter()
-            set_learning_rate(self.optimizer, self.schedule(step, self.total_steps))
-            loss, _ = self.update(self._micro_batches())
-            loss.item()  # waits for the device
-            times.append(max(distributed.gather(time.perf_counter() - started, self.world)))
-            if step >= 3 and sum(times[1:]) > TRIAL_S:
-                break
-        self.batches.close()
-        self.agreement.finish()
-        return statistics.median(times[len(times) // 3 :])
+        try:
+            while self.step < self.total_steps:
+                distributed.seed_step(self.config.seed, self.step, self.world)
+                set_learning_rate(self.optimizer, self.schedule(self.step, self.total_steps))
+                loss, norm = self.train_step(self._micro_batches(batches))
+                self.step += 1
+                self.divergence.note(self.step, loss, norm)
+                yield loss, norm
+        finally:
+            batches.close()
+
+    def _train_step(
+        self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward passes, clipping and the optimizer's update; returns as `steps`."""
+        accumulation = self.plan.accumulation
+        total = torch.zeros((), device=self.world.device)
+        for i, (x, y) in enumerate(micro_batches, 1):
+            # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
+            # rank has the memory for all of them.
+            if isinstance(self.model, DDP):
+                self.model.require_backward_grad_sync = i == accumulation
+            with auto.autocast(self.choices):
+                _, loss = self.model(x, y)
+            self.scaler.scale(loss / accumulation).backward()
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
+        if self.config.grad_norm_clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = sharding.full_tensor(norm).to(self.world.device)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total / accumulation, norm
+
+    def _micro_batches(
+        self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The next step's micro-batches of `batches`, on the device."""
+        for _ in range(self.plan.accumulation):
+            self._check_requests()
+            x, y = next(batches)
+            device = self.world.device
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def _is_finished(self) -> bool:
         if not self._is_over() or self.evaluations.is_due(self.step):
@@ -305,13 +327,12 @@ class Trainer:
         return True
 
     def _is_over(self) -> bool:
-        patience_is_over = self.evaluations.patience_is_over(self.step, self.snapshots.best)
-        return self.step >= self.total_steps or patience_is_over
+        return self.step >= self.total_steps or self.evaluations.patience_is_over(self.step)
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Everything that is open while the loop runs: files, signal handlers, threads, the log."""
-        self.batches = self._batches()
+    def _running(self) -> Iterator[Generator[tuple[torch.Tensor, torch.Tensor]]]:
+        """Opens what the loop needs: files, signal handlers, threads, the log, and its `steps`."""
+        steps = self.steps()
         with (
             self.requests,
             report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"),
@@ -319,15 +340,10 @@ class Trainer:
             try:
                 distributed.run_on_first(self._open_files, self.world)
                 self.agreement.finish()  # of an earlier call to `train`, which was stopped
-                self.optimizer.zero_grad()
-                self.divergence = DivergenceCheck(
-                    self.world, self.scaler, self._learning_rate, self.training_log
-                )
                 self.training_log.start(self.step, self.choices)
-                self.model.train()
-                yield
+                yield steps
             finally:
-                self.batches.close()
+                steps.close()
                 self.snapshots.close()  # after an error, too, a save in progress is worth its time
                 self.training_log.close()
 
@@ -353,50 +369,6 @@ class Trainer:
             run_dir, self.step, self.evaluations.is_done(self.step), names, self.run_config
         )
         self.on_start()
-
-    def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step. Returns this rank's mean loss and the gradient norm over all ranks, on the
-        device.
-        """
-        seed_step(self.config.seed, self.step, self.world)
-        set_learning_rate(self.optimizer, self.schedule(self.step, self.total_steps))
-        loss, norm = self.update(self._micro_batches())
-        self.divergence.note(self.step + 1, loss, norm)
-        return loss, norm
-
-    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's micro-batches of one step, on the device."""
-        for _ in range(self.plan.accumulation):
-            self._check_requests()
-            x, y = next(self.batches)
-            device = self.world.device
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-    def _update(
-        self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward passes, clipping and the optimizer's update; returns as `_train_step`."""
-        accumulation = self.plan.accumulation
-        total = torch.zeros((), device=self.world.device)
-        for i, (x, y) in enumerate(micro_batches, 1):
-            # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
-            # rank has the memory for all of them.
-            if isinstance(self.model, DDP):
-                self.model.require_backward_grad_sync = i == accumulation
-            with auto.autocast(self.choices):
-                _, loss = self.model(x, y)
-            self.scaler.scale(loss / accumulation).backward()
-            total += loss.detach()
-        self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
-        if self.config.grad_norm_clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        norm = sharding.full_tensor(norm).to(self.world.device)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total / accumulation, norm
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -443,10 +415,10 @@ class Trainer:
             loss, characters, rank_losses = self.evaluate()
             if not math.isfinite(loss):
                 raise self.divergence.error(self.step, f"the held-out loss is {loss}")
-            self.evaluations.last = (loss, self.step)
-            self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             seconds = time.perf_counter() - started
+            self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             best = self.snapshots.best
+            self.evaluations.note(self.step, loss, best)
             self.training_log.log_evaluation(
                 self.step, loss, characters, rank_losses, seconds, best
             )
@@ -494,7 +466,8 @@ class Trainer:
             scaler_state=self.scaler.state_dict(),
             loss=loss,
             loss_step=loss_step,
-            metrics_lines=self.training_log.sync(),  # first, as the snapshot vouches for these lines
+            since_best=self.evaluations.since_best,
+            metrics_lines=self.training_log.sync(),  # on disk before the snapshot that counts them
             processes=self.world.size,
             vocabulary=self.train_dataset.vocabulary,
             text_digest=self.train_dataset.digest,
@@ -506,13 +479,14 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------
     # Resuming and stopping
 
-    def _restore(self, snapshot: Snapshot, bare: nn.Module) -> None:
-        self.snapshots.restore(snapshot, bare, self.optimizer)
+    def _restore(self, snapshot: Snapshot) -> None:
+        self.snapshots.restore(snapshot, self.bare, self.optimizer)
         if self.scaler.is_enabled() and snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
         self.step, self.training_log.lines = snapshot.step, snapshot.metrics_lines
         if snapshot.loss is not None and snapshot.loss_step is not None:
             self.evaluations.last = (snapshot.loss, snapshot.loss_step)
+            self.evaluations.since_best = snapshot.since_best
 
     def _check_requests(self) -> None:
         """Notes a request to save; raises `_StopRequested` on every rank at the same point of the run if
@@ -538,14 +512,3 @@ class Trainer:
             self.snapshots.path,
         )  # fmt: skip
         raise stopped
-
-
-def seed_step(seed: int, step: int, world: World) -> None:
-    """Seeds everything random in one step of one rank, so that no generator needs saving. Ranks differ: what
-    must be the same on all, as noise on averaged gradients, needs a generator of its own.
-    """
-    digest = hashlib.blake2b(f"{seed} {step} {world.rank}".encode(), digest_size=8).digest()
-    own = int.from_bytes(digest, "little")
-    torch.default_generator.manual_seed(own)  # torch.manual_seed takes a stack trace at each call
-    if world.device.type == "cuda":
-        torch.cuda.manual_seed(own)

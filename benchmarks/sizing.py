@@ -2,14 +2,14 @@
 
     python benchmarks/sizing.py texts=DIRECTORY               trains what sizing.jsonl does not have yet
     python benchmarks/sizing.py texts=DIRECTORY workers=2     in two processes of one thread each
-    python benchmarks/sizing.py report                        prints the table of sizing.md
+    python benchmarks/sizing.py report                        prints the tables of sizing.md
 
-Each text, DIRECTORY/NAME.txt, is cut off after so many characters, trained on with each of `GRID`'s settings, and
-the best snapshot scored on up to 100,000 characters that follow, of which nothing was chosen. Losses depend on
-characters and settings, not on time, so that the machine may be busy.
+A cell is a text, DIRECTORY/NAME.txt, cut off after so many characters, and a time. In each cell the rule's choice is
+trained, the choice with one setting changed, and the default recipe for the same time; the best snapshot is
+scored on up to 100,000 characters that follow, of which nothing was chosen. Time is counted, not taken: in
+characters that the reference model could be trained on, so that losses do not depend on the machine.
 """
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -23,34 +23,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import main
 import sample
+from config import Config, validate
+from engine import sizing
 from engine.config.arguments import parse, run_program
 from engine.snapshots.sharded import load_full
 
 RESULTS = Path(__file__).resolve().parent / "sizing.jsonl"
 SCORED = 100_000  # characters
 
-# By characters of the text: a middle, and for each setting the values that are tried beside the middle's.
-Settings = dict[str, float]
-GRID: dict[int, tuple[Settings, dict[str, list[float]]]] = {
-    30_000: (
-        {"width": 96, "layers": 3, "context": 64, "dropout": 0.1, "decay": 1, "rate": 0.03,
-         "batch": 2048, "trained": 0.6e6},
-        {"rate": [0.016, 0.055], "decay": [0.5, 2], "dropout": [0, 0.2], "width": [64, 128],
-         "trained": [0.3e6, 1.2e6], "batch": [1024]},
-    ),
-    100_000: (
-        {"width": 128, "layers": 4, "context": 64, "dropout": 0.1, "decay": 1, "rate": 0.03,
-         "batch": 2048, "trained": 1.2e6},
-        {"rate": [0.016, 0.055], "decay": [0.4, 2], "dropout": [0, 0.2], "width": [96],
-         "trained": [0.6e6, 2.4e6], "context": [128], "batch": [1024]},
-    ),
-    1_000_000: (
-        {"width": 128, "layers": 4, "context": 128, "dropout": 0, "decay": 0.3, "rate": 0.022,
-         "batch": 2048, "trained": 1.2e6},
-        {"rate": [0.011, 0.04], "decay": [0.1, 1], "width": [96, 160], "batch": [1024, 3072],
-         "context": [64, 256]},
-    ),
-}  # fmt: skip
+# Text, characters, and the time: millions of characters of the reference model. 1.1 million took half a minute,
+# start included, on two cores of a Zen 4; 3.3 million one and a half, 11 million five.
+CELLS = [
+    ("shakespeare", 30_000, 1.1),
+    ("names", 30_000, 1.1),
+    ("de", 300_000, 3.3),
+    ("code", 1_000_000, 3.3),
+    ("shakespeare", 1_000_000, 3.3),
+    ("names", 100_000, 3.3),
+    ("ru", 30_000, 1.1),
+    ("code", 20_000_000, 3.3),
+    ("shakespeare", 300_000, 3.3),
+    ("code", 100_000, 1.1),
+    ("ru", 1_000_000, 1.1),
+    ("vim", 5_000_000, 3.3),
+    ("code", 20_000_000, 11.0),
+    ("ru", 1_000_000, 11.0),
+]
+FACTORS = {
+    "rate": (0.6, 1.7),
+    "decay": (0.5, 2),
+    "width": (0.7, 1.4),
+    "context": (0.5, 2),
+    "batch": (0.5, 2),
+}
 
 
 @dataclass
@@ -59,102 +64,155 @@ class Arguments:
 
     texts: str  # a directory of .txt files
     workers: int = 1  # processes
+    cells: int = len(CELLS)  # the first so many
 
 
-def settings_of(characters: int) -> list[Settings]:
-    """The middle, and what differs from it in one value."""
-    middle, others = GRID[characters]
-    changes = [{name: value} for name, values in others.items() for value in values]
-    return [middle, *(middle | change for change in changes)]
+Settings = dict[str, Any]
 
 
-def train(text: str, characters: int, settings: Settings) -> dict[str, Any]:
-    """Trains on the first `characters` of the file `text`; returns the held-out losses by step, and the loss
-    of the best snapshot on what follows, in nats per character.
+def composed(text: str, *overrides: str) -> Config:
+    return validate(main.configure("data=text", f"data.path={text}", *overrides))
+
+
+def chosen(text: str, characters: int, millions: float) -> Settings:
+    """The rule's choice."""
+    config = composed(text, "trainer.max_minutes=1")
+    config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
+    null = [key for key in sizing.CHOSEN if sizing.get(config, key) is None]
+    sizing.choose_model(
+        config, null, characters, 1, lambda: 1e6 * millions, lambda: sizing.step_characters(config)
+    )
+    return {
+        "layers": config.model.n_layer,
+        "width": config.model.n_embd,
+        "heads": config.model.n_head,
+        "context": config.data.block_size,
+        "batch": sizing.step_characters(config),
+        "dropout": config.model.resid_pdrop,
+        "decay": config.optimizer.weight_decay,
+        "rate": config.optimizer.learning_rate,
+        "split": config.data.train_split,
+    }
+
+
+def neighbours(settings: Settings) -> list[Settings]:
+    """The settings with one changed; a width has its own rate."""
+    changes: list[Settings] = [
+        {name: settings[name] * factor} for name, factors in FACTORS.items() for factor in factors
+    ]
+    for change in changes:
+        if "width" in change:
+            heads = max(1, round(change["width"] / (64 if change["width"] >= 112 else 32)))
+            width = 2 * heads * round(change["width"] / (2 * heads))
+            rate = settings["rate"] * (settings["width"] / width) ** 0.5
+            change.update(width=width, heads=heads, rate=rate)
+        if "context" in change:
+            change["context"] = round(change["context"])
+    dropout = settings["dropout"]
+    changes += [{"dropout": value} for value in ((0.0, 2 * dropout) if dropout else (0.1,))]
+    return [settings | change for change in changes]
+
+
+def cost(settings: Settings, vocabulary: int) -> float:
+    """Seconds for a character of training, relative to the reference model, as measured on two cores of a Zen 4."""
+    layers, width = settings["layers"], settings["width"]
+    flops = (
+        72 * layers * width**2 + 12 * layers * width * settings["context"] + 6 * vocabulary * width
+    )
+    narrow = 1.75 if width <= 64 else 1.25 if width < 128 else 1.0
+    return flops / sizing.REFERENCE_FLOPS * narrow * (1.4 if settings["dropout"] else 1.0)
+
+
+def train(text: str, characters: int, millions: float, settings: Settings, seed: int) -> Settings:
+    """Trains on the first `characters` of the file `text`; returns the held-out losses by step, and the loss of the
+    best snapshot on what follows, in nats per character. Without settings, trains the default recipe.
     """
-    width, context = int(settings["width"]), int(settings["context"])
-    windows = round(settings["batch"] / context)
-    steps = round(settings["trained"] / (windows * context))
     content = Path(text).read_text("utf-8")
     used = content[:characters]
-    rest = "".join(c for c in content[characters:][: 2 * SCORED] if c in set(used))[:SCORED]
+    known = set(used)
+    rest = "".join(c for c in content[characters:][: 2 * SCORED] if c in known)[:SCORED]
+    assert len(rest) > SCORED / 2
+    limit = 1e6 * millions
+    if settings:
+        limit = min(
+            limit / cost(settings, len(known)),
+            sizing.USEFUL_PASSES * settings["split"] * characters,
+        )
+        if "passes" in settings:
+            limit = settings["passes"] * settings["split"] * characters
+        windows = max(1, round(settings["batch"] / settings["context"]))
+        steps = round(limit / (windows * settings["context"]))
+        own = [
+            *("experiment=auto", "model.model_type=null", f"data.block_size={settings['context']}"),
+            *(f"model.n_layer={settings['layers']}", f"model.n_head={settings['heads']}"),
+            *(f"model.n_embd={settings['width']}", "model.attn_pdrop=0"),
+            *(f"model.{name}_pdrop={settings['dropout']}" for name in ("embd", "resid")),
+            f"optimizer.learning_rate={settings['rate']}",
+            f"optimizer.weight_decay={settings['decay']}",
+            f"data.train_split={settings['split']}",
+            f"trainer.batch_size={windows}",
+        ]
+    else:
+        steps = round(limit / 3072)
+        own = ["experiment=shakespeare_cpu"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(used, "utf-8")
         Path(folder, "rest.txt").write_text(rest, "utf-8")
-        main.train(
-            main.configure(
-                *("experiment=shakespeare_shift", "data=text", f"data.path={folder}/text.txt"),
-                *(f"data.block_size={context}", f"model.n_layer={int(settings['layers'])}"),
-                *(f"model.n_embd={width}", f"model.n_head={width // (64 if width >= 128 else 32)}"),
-                *(
-                    f"model.{name}_pdrop={settings['dropout']}"
-                    for name in ("embd", "resid", "attn")
-                ),
-                f"optimizer.learning_rate={settings['rate']}",
-                f"optimizer.weight_decay={settings['decay']}",
-                *(f"trainer.batch_size={windows}", f"trainer.max_steps={steps}"),
-                *(
-                    f"trainer.eval_every_steps={max(1, steps // 8)}",
-                    "trainer.save_every_steps=null",
-                ),
-                *("samples=false", "report=false", "trainer.trackers=[]", "trainer.threads=1"),
-                *(f"run_dir={folder}/run", "trainer.log_every_steps=1000000", "trainer.device=cpu"),
-                "trainer.seed=1",
-            )
+        config = main.configure(
+            *("data=text", f"data.path={folder}/text.txt", *own, f"trainer.max_steps={steps}"),
+            *(f"trainer.eval_every_steps={max(1, steps // 10)}", "trainer.save_every_steps=null"),
+            *("samples=false", "report=false", "trainer.trackers=[]", "trainer.threads=1"),
+            *(f"run_dir={folder}/run", "trainer.log_every_steps=1000000", "trainer.device=cpu"),
+            *(f"trainer.seed={seed}", "trainer.max_minutes=null"),
         )
+        main.train(config)
         lines = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
         scored = sample.SampleConfig(score=f"{folder}/rest.txt", device="cpu")
         loss, _ = sample.score(scored, load_full(f"{folder}/run/gpt_snapshot.best.pt"))
     held_out = [(line["step"], round(line["loss"], 4)) for line in lines if line["split"] == "val"]
-    return {"held_out": held_out, "score": round(loss, 4)}
+    return {"steps": steps, "held_out": held_out, "score": round(loss, 4)}
 
 
-def run(job: tuple[str, int, Settings]) -> dict[str, Any]:
-    text, characters, settings = job
-    return {"text": Path(text).stem, "characters": characters, **settings, **train(*job)}
+def run(job: tuple[str, Settings, Settings]) -> Settings:
+    text, cell, settings = job
+    return {
+        **cell,
+        **settings,
+        **train(text, cell["characters"], cell["millions"], settings, cell["seed"]),
+    }
 
 
 def program(arguments: list[str]) -> None:
-    if arguments == ["report"]:
-        report()
-        return
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     done = [json.loads(line) for line in lines]
-    jobs = [
-        (str(text), characters, settings)
-        for characters, text in itertools.product(GRID, sorted(Path(config.texts).glob("*.txt")))
-        for settings in settings_of(characters)
-        if not any(
-            line.items() >= {"text": text.stem, "characters": characters, **settings}.items()
-            for line in done
-        )
-        and os.path.getsize(text) > characters + SCORED
-    ]
+    jobs = []
+    for name, characters, millions in CELLS[: config.cells]:
+        text = f"{config.texts}/{name}.txt"
+        choice = chosen(text, characters, millions)
+        cell = {"text": name, "characters": characters, "millions": millions, "seed": 1}
+        for kind, settings in [
+            ("choice", choice),
+            ("recipe", {}),
+            *(("other", s) for s in neighbours(choice)),
+        ]:
+            settings = {
+                k: float(f"{v:.3g}") if isinstance(v, float) and k != "split" else v
+                for k, v in settings.items()
+            }
+            cell_ = {**cell, "kind": kind}
+            if not any(
+                line.items()
+                >= {**cell, **({"kind": kind} if not settings else {}), **settings}.items()
+                for line in done
+            ):
+                jobs.append((text, cell_, settings))
+    print(len(jobs), "runs", file=sys.stderr)
     os.environ["OMP_NUM_THREADS"] = "1"
     with multiprocessing.get_context("spawn").Pool(config.workers, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(run, jobs):
             with open(RESULTS, "a") as file:
                 file.write(json.dumps(result) + "\n")
-
-
-def report() -> None:
-    """Prints, for each length of text, the mean score over texts of each setting beside the middle."""
-    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    for characters in GRID:
-        middle = GRID[characters][0]
-        print(
-            f"\n{characters:,} characters; middle: "
-            + ", ".join(f"{k} {v:g}" for k, v in middle.items())
-        )
-        print("\n| | score | mean |\n|---|---|---|")
-        for settings in settings_of(characters):
-            key = {"characters": characters, **settings}
-            scores = {line["text"]: line["score"] for line in lines if line.items() >= key.items()}
-            changed = [f"{k} {v:g}" for k, v in settings.items() if v != middle[k]] or ["middle"]
-            shown = ", ".join(f"{text} {score:.3f}" for text, score in sorted(scores.items()))
-            mean = sum(scores.values()) / len(scores) if scores else float("nan")
-            print(f"| {changed[0]} | {shown} | {mean:.4f} |")
 
 
 if __name__ == "__main__":

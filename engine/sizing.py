@@ -17,7 +17,7 @@ log = logging.getLogger("gpt")
 
 # The fields that are chosen where they are null. Snapshots keep them, and config.yaml shows them.
 SIZES = ("data.block_size", "model.n_layer", "model.n_head", "model.n_embd", "trainer.batch_size")
-DROPOUT = ("model.embd_pdrop", "model.resid_pdrop", "model.attn_pdrop")
+DROPOUT = ("model.embd_pdrop", "model.resid_pdrop")
 REGULARIZATION = (*DROPOUT, "optimizer.weight_decay")
 CHOSEN = (*SIZES, *REGULARIZATION, "data.train_split", "optimizer.learning_rate")
 
@@ -70,7 +70,10 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
             f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
             "train longer, raise trainer.max_steps"
         )
-    for key in (*CHOSEN, "trainer.eval_every_steps"):
+    if trainer.max_minutes is not None:
+        fill(config, {"trainer.eval_every_steps": before.get("eval_every_steps")})
+    trainer.max_minutes = trainer.max_minutes if minutes is not None else None
+    for key in CHOSEN:
         group, name = key.split(".")
         fill(config, {key: recorded.get(group, {}).get(name)})
 
@@ -106,7 +109,7 @@ def choose_model(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[], float],
 ) -> None:
-    """Chooses the fields `null`, all that `CHOSEN` has; see `choose`."""
+    """Chooses the fields listed in `null`, those of `CHOSEN` that are None; see `choose`."""
     if characters < MIN_CHARACTERS:
         raise UserError(
             f"data.path={config.data.path}: {characters:,} characters are too few to choose a model for; "
@@ -177,15 +180,15 @@ def choose_steps(
     pays = math.inf
     if is_limited:
         pays = math.ceil(USEFUL_PASSES * training / step_characters(config))
-    typed = trainer.max_steps or math.inf
+    typed = planned_steps(config, training)
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps == typed:
-        trainer.max_minutes = None  # it did not decide anything, also when the run resumes
+        trainer.max_minutes = None  # it decided nothing, and does not when the run resumes
     why = f"{fitting:,} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
         why += "; more would only overfit"
     if trainer.max_steps == typed:
-        why += "; trainer.max_steps"
+        why += "; as set"
     log.info("sizing      %s steps: %s", f"{trainer.max_steps:,}", why)
     if trainer.eval_every_steps is None:
         trainer.eval_every_steps = math.ceil(trainer.max_steps / evaluations)
@@ -262,8 +265,9 @@ def fine_tuning_share(passes: float) -> float:
 def planned_steps(config: Any, training: int) -> float:
     """The steps that the settings allow over a training text of so many characters, whatever the time."""
     trainer = config.trainer
+    windows = training - config.data.block_size
     epochs = math.inf if trainer.max_epochs is None else trainer.max_epochs
-    return min(trainer.max_steps or math.inf, epochs * training / trainer.batch_size)
+    return min(trainer.max_steps or math.inf, epochs * -(-windows // trainer.batch_size))
 
 
 def step_characters(config: Any) -> int:
@@ -271,6 +275,7 @@ def step_characters(config: Any) -> int:
 
 
 def character_flops(config: Any) -> float:
-    """Floating-point operations of training on a character, as `GPT.flops_per_token` without the head."""
+    """Floating-point operations of training on a character, as `GPT.flops_per_token`."""
     layers, width = config.model.n_layer, config.model.n_embd
-    return 72 * layers * width**2 + 12 * layers * width * config.data.block_size
+    head = 6 * width * (config.model.vocab_size or 0)
+    return 72 * layers * width**2 + 12 * layers * width * config.data.block_size + head

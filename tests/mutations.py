@@ -239,14 +239,14 @@ MUTATIONS = [
     ),
     Mutation(
         "all ranks draw the same dropout",
-        "trainer.py",
+        "engine/parallel/distributed.py",
         'f"{seed} {step} {world.rank}".encode()',
         'f"{seed} {step}".encode()',
         "test_trainer.py::test_dropout_differs_by_step_and_rank_and_repeats_by_seed",
     ),
     Mutation(
         "the seed of dropout is ignored",
-        "trainer.py",
+        "engine/parallel/distributed.py",
         'f"{seed} {step} {world.rank}".encode()',
         'f"{step} {world.rank}".encode()',
         "test_trainer.py::test_dropout_differs_by_step_and_rank_and_repeats_by_seed",
@@ -515,8 +515,8 @@ MUTATIONS = [
     Mutation(
         "patience ends a run one evaluation late",
         "engine/run/evaluation.py",
-        "since >= self.patience",
-        "since > self.patience",
+        "self.since_best >= self.patience",
+        "self.since_best > self.patience",
         "test_trainer.py::test_patience_ends_a_run_that_resumes_only_with_more_of_it",
     ),
     Mutation(

@@ -235,7 +235,7 @@ def test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, del
     time.sleep(delay)
     ranks = chaos.children(process.pid)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=90)
     deadline = time.monotonic() + 30
     while any(chaos.is_alive(rank) for rank in ranks):
         assert time.monotonic() < deadline, "the workers train on"

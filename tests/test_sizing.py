@@ -133,6 +133,25 @@ def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
     for steps in (7, 9):
         again = resumed(chosen, "trainer.max_minutes=1.5", f"trainer.max_steps={steps}")
         assert again["trainer.max_steps"] == steps
+        assert again["trainer.max_minutes"] is None  # as when it started
+
+
+def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
+    config = validate(
+        configure("experiment=nanogpt_cpu", "trainer.max_minutes=1", "trainer.max_epochs=1")
+    )
+    config.trainer.max_steps = config.trainer.eval_every_steps = None
+    sizing.choose(config, 20_000, 1, lambda: 60.0, lambda: 0.001)
+    windows = int(20_000 * config.data.train_split) - config.data.block_size
+    assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
+    assert config.trainer.eval_every_steps < config.trainer.max_steps
+
+
+def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start():
+    recorded = {"trainer": {"max_steps": 10, "max_minutes": None, "eval_every_steps": 100}}
+    config = validate(configure("experiment=nanogpt_cpu", "trainer.eval_every_steps=null"))
+    sizing.recall(config, recorded)
+    assert config.trainer.eval_every_steps is None
 
 
 def test_a_time_with_a_named_recipe_sets_the_steps_alone(tmp_path):

@@ -344,3 +344,11 @@ def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
     snapshots.save(some_snapshot(1), latest=True, best=False)
     with pytest.raises(UserError, match="the snapshot of step 1 was not written"):
         snapshots.finish(1)
+
+
+def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
+    snapshots = manager(path)
+    monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
+    snapshots.save(some_snapshot(1), latest=True, best=False)
+    snapshots.close()
+    assert "step 1: the snapshot was not written" in caplog.text

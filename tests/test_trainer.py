@@ -14,14 +14,14 @@ from char_dataset import ORDER_STEPS, CharDataset, DataConfig, MicroBatches, pre
 from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
-from engine.parallel.distributed import World
+from engine.parallel.distributed import World, seed_step
 from engine.run.plan import Plan, share_of_rank
 from engine.signals import Stopped
 from engine.snapshots.snapshot import SnapshotError
 from engine.snapshots.storage import load
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from sample import load_model
-from trainer import Trainer, TrainerConfig, seed_step
+from trainer import Trainer, TrainerConfig
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
@@ -163,13 +163,13 @@ def test_the_first_step_does_not_count_in_the_time_of_a_step(parts, tmp_path, mo
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     trainer = make(parts, tmp_path, log_every_steps=3, eval_every_steps=None)
-    step = trainer._train_step
+    step = trainer.train_step
 
-    def slow_at_first():
+    def slow_at_first(micro_batches):
         clock[0] += 1000.0 if trainer.step == 0 else 2.0
-        return step()
+        return step(micro_batches)
 
-    trainer._train_step = slow_at_first
+    trainer.train_step = slow_at_first
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rates = [line["tokens_per_s"] for line in lines if line["split"] == "train"]
@@ -180,13 +180,13 @@ def test_evaluations_and_saves_do_not_count_in_the_time_of_a_step(parts, tmp_pat
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     trainer = make(parts, tmp_path, log_every_steps=4, max_steps=8, eval_every_steps=3)
-    step, evaluate = trainer._train_step, trainer.evaluate
+    step, evaluate = trainer.train_step, trainer.evaluate
 
-    def after(seconds, function):
+    def after(seconds, function, *arguments):
         clock[0] += seconds
-        return function()
+        return function(*arguments)
 
-    trainer._train_step = lambda: after(2.0, step)
+    trainer.train_step = lambda micro_batches: after(2.0, step, micro_batches)
     trainer.evaluate = lambda: after(1000.0, evaluate)
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -197,14 +197,14 @@ def test_evaluations_and_saves_do_not_count_in_the_time_of_a_step(parts, tmp_pat
 def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
     trainer = make(parts, tmp_path, optimizer=optimizer)
     trainer.schedule = lambda step, total: 0.5**step
-    step, seen = trainer._train_step, []
+    step, seen = trainer.train_step, []
 
-    def noted():
-        result = step()
+    def noted(micro_batches):
+        result = step(micro_batches)
         seen.append([group["lr"] for group in trainer.optimizer.param_groups])
         return result
 
-    trainer._train_step = noted
+    trainer.train_step = noted
     trainer.train()
     assert len(seen[0]) > 1
     assert seen == [[1e-2 * 0.5**k] * len(seen[0]) for k in range(6)]
@@ -544,14 +544,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     whole = make(parts, tmp_path / "a", arch, 0.2, optimizer, **settings)
     whole.train()
     broken = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
-    step = broken._train_step
+    step = broken.train_step
 
-    def crash():
+    def crash(micro_batches):
         if broken.step == 6:
             raise Crash
-        return step()
+        return step(micro_batches)
 
-    broken._train_step = crash
+    broken.train_step = crash
     with pytest.raises(Crash):
         broken.train()
     resumed = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
@@ -598,8 +598,8 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path):
 def test_patience_ends_a_run_that_resumes_only_with_more_of_it(parts, tmp_path, caplog):
     settings = {"max_steps": 9, "eval_every_steps": 1}
 
-    def train(losses: list[float], **more) -> int:
-        trainer = make(parts, tmp_path, **settings, **more)
+    def train(losses: list[float], folder="run", **more) -> int:
+        trainer = make(parts, tmp_path / folder, **{**settings, **more})
         left = iter(losses)
         trainer.evaluate = lambda: (next(left), 1, [0.0])
         trainer.train()
@@ -611,8 +611,17 @@ def test_patience_ends_a_run_that_resumes_only_with_more_of_it(parts, tmp_path, 
         assert train([], patience=2) == 5
         assert "to train longer, raise trainer.patience" in caplog.text
     assert train([1.9, 2.0, 2.0, 1.95], patience=3) == 9
+    assert train([1.9, 2.0, 2.0], "other", patience=4, eval_every_steps=3) == 9
+    # Evaluations are counted as they happen: a shorter interval counts none of the earlier steps.
+    assert train([2.0], "other", patience=4, max_steps=10) == 10
     with pytest.raises(UserError, match="there is nothing to evaluate"):
-        make((parts[0], None), tmp_path / "other", patience=2)
+        make((parts[0], None), tmp_path / "none", patience=2)
+
+
+def test_minutes_without_steps_are_refused_outside_main(parts, tmp_path):
+    for settings in ({"max_minutes": 1}, {"max_minutes": 1, "max_steps": None, "max_epochs": None}):
+        with pytest.raises(UserError, match=r"give the Trainer max_steps"):
+            make(parts, tmp_path, **{"max_steps": None, **settings})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-# Fixed on resume, as is the model: no single configuration would reproduce the result.
+# Fixed on resume, as is the model: changed midway, no one configuration would reproduce the run.
 FIXED = {
     "data.block_size", "data.train_split", "data.final_split", "data.truncate",  # other windows
     "data.shuffle", "data.encoding",

@@ -6,6 +6,7 @@ one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under sru
 
 import atexit
 import contextlib
+import hashlib
 import os
 import re
 import sys
@@ -158,6 +159,17 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside `wrap`'s result, whose parameter names a snapshot holds."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def seed_step(seed: int, step: int, world: World) -> None:
+    """Seeds everything random in one step of one rank, so that no generator needs saving. Each
+    rank has its own seed; randomness that all must share needs a generator of its own.
+    """
+    digest = hashlib.blake2b(f"{seed} {step} {world.rank}".encode(), digest_size=8).digest()
+    own = int.from_bytes(digest, "little")
+    torch.default_generator.manual_seed(own)  # torch.manual_seed takes a stack trace at each call
+    if world.device.type == "cuda":
+        torch.cuda.manual_seed(own)
 
 
 def gather(value: Any, world: World) -> list[Any]:

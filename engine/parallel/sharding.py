@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.nn as nn
 
+from engine.errors import UserError
 from engine.machine import hardware
 from engine.parallel import distributed
 from engine.parallel.distributed import World
@@ -38,6 +39,20 @@ def build(
     model.to_empty(device=world.device)
     model.init_weights()
     return model
+
+
+def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
+    """A bare `model` as `distributed.wrap` has it; one that is wrapped or sharded unchanged. Raises
+    `UserError` for one that is to be sharded: its optimizer would hold the full parameters.
+    """
+    if distributed.unwrap(model) is not model or is_sharded(model):
+        return model
+    if strategy == "fsdp" and world.size > 1:
+        raise UserError(
+            "trainer.strategy=fsdp: shard the model (sharding.build), then create its optimizer, before "
+            "the Trainer"
+        )
+    return distributed.wrap(model, world)
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:

@@ -16,10 +16,11 @@ IGNORE = -1  # a target that is not scored; minGPT's convention
 
 class EvaluationSchedule:
     """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, and with `at_start`
-    before the first; never unless `has_text`. And when `patience` evaluations in a row were no better.
+    before the first; never unless `has_text`. Also tells when `patience` evaluations in a row were no better.
 
     Attributes:
         last: (held-out loss, step) of the newest evaluation; None before the first.
+        since_best: evaluations since the one with the lowest loss.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class EvaluationSchedule:
         self.plan, self.every_steps, self.patience = plan, every_steps, patience
         self.has_text, self.at_start = has_text, at_start
         self.last: tuple[float, int] | None = None
+        self.since_best = 0
 
     @property
     def last_loss(self) -> float | None:
@@ -44,23 +46,22 @@ class EvaluationSchedule:
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is to be evaluated, and has not been."""
-        return self.has_text and not self.is_done(step) and self._includes(step)
-
-    def _includes(self, step: int) -> bool:
+        if not self.has_text or self.is_done(step):
+            return False
         if step == 0:
             return self.at_start
         every_epochs = None if self.every_steps else 1
         is_due = self.plan.is_due(step, self.every_steps, every_epochs)
         return is_due or step == self.plan.total_steps
 
-    def patience_is_over(self, step: int, best: tuple[float, int] | None) -> bool:
-        """Whether the newest `patience` evaluations, the last one at `step`, are no lower than the `best`
-        (held-out loss, step).
-        """
-        if self.patience is None or best is None or self.last is None or not self.is_done(step):
-            return False
-        since = sum(map(self._includes, range(best[1] + 1, step + 1)))
-        return since >= self.patience and self.last[0] >= best[0]
+    def note(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
+        """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""
+        self.last = (loss, step)
+        self.since_best = 0 if best is None or loss < best[0] else self.since_best + 1
+
+    def patience_is_over(self, step: int) -> bool:
+        """Whether `step` has been evaluated, and was the last of `patience` evaluations without a lower loss."""
+        return self.patience is not None and self.is_done(step) and self.since_best >= self.patience
 
 
 @torch.no_grad()

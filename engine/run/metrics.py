@@ -101,7 +101,7 @@ class Metrics:
         self.started = time.perf_counter() - before
         self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         self.unwritten = b""
-        logged = max((step, evaluated), *map(position, earlier))
+        logged = max([(step, evaluated), *map(position, earlier)])
         start = Start(os.path.abspath(run_dir), hyperparameters or {}, step, logged)
         self.trackers = Trackers(trackers, start)
 

@@ -32,6 +32,11 @@ class Plan:
         `micro_batch_size` allows; the run ends at `max_steps` or `max_epochs`, whichever comes first.
         Raises as `share_of_rank`.
         """
+        if config.max_steps is None and (config.max_minutes or config.max_epochs is None):
+            raise UserError(
+                f"trainer.max_minutes={config.max_minutes}: main.py turns it into trainer.max_steps; give the "
+                "Trainer max_steps"
+            )
         share = share_of_rank(config.batch_size, world_size)
         limit = min(config.micro_batch_size or share, share)
         micro = next(size for size in range(limit, 0, -1) if share % size == 0)

@@ -174,8 +174,10 @@ class TrainingLog:
         )  # fmt: skip
         if passes > MANY_PASSES:
             log.warning(
-                "plan: so many passes over a text overfit; the best snapshot is kept, trainer.patience=3 ends "
-                "the run sooner, and experiment=auto chooses the model and the steps for the text"
+                "plan: %.3g passes over the text will probably overfit; the best snapshot is kept, "
+                "trainer.patience=3 ends the run sooner, and experiment=auto chooses the model and the steps for "
+                "the text",
+                passes,
             )
 
     def _of(self, step: int) -> str:

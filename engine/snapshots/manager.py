@@ -205,10 +205,7 @@ class SnapshotManager:
             return
         self.failures += 1
         self._last_error = f": {error}"
-        log.warning(
-            "step %d: the snapshot was not written to %s: %s; each existing file is still complete",
-            saving.step, self.path, error,
-        )  # fmt: skip
+        self._log_failure(saving.step, error)
         if self.failures >= self.config.max_save_failures:
             raise UserError(
                 f"step {saving.step}: {self.failures} snapshots in a row could not be written "
@@ -229,10 +226,16 @@ class SnapshotManager:
         distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
 
     def close(self) -> None:
-        """After an error: waits for the save in progress, on rank 0 alone, and ignores its result."""
-        if self._saving is not None and self.world.is_first:
-            self._saving.error()
-        self._saving = None
+        """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
+        saving, self._saving = self._saving, None
+        if saving is not None and self.world.is_first and (error := saving.error()):
+            self._log_failure(saving.step, error)
+
+    def _log_failure(self, step: int, error: str) -> None:
+        log.warning(
+            "step %d: the snapshot was not written to %s: %s; each existing file is still complete",
+            step, self.path, error,
+        )  # fmt: skip
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

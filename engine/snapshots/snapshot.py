@@ -54,6 +54,7 @@ class Snapshot:
     best_step: int | None = None  # and its step
     loss: float | None = None  # newest held-out loss, nats per character
     loss_step: int | None = None  # and its step
+    since_best: int = 0  # evaluations since the one with the lowest loss
     metrics_lines: int = 0  # lines of metrics.jsonl up to this step
     processes: int = 1  # world size when it was taken
     vocabulary: str = ""  # the distinct characters; a character's position is its id

@@ -205,7 +205,7 @@ class SnapshotStorage:
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())
             os.replace(temporary, target)
-        finally:  # after a success, too: rename(2) keeps both names of one file
+        finally:  # after a success, too: rename(2) does nothing if both names are the same file
             with contextlib.suppress(FileNotFoundError):
                 os.remove(temporary)
 
