@@ -119,7 +119,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str) -> str:
     """`README.md`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
-    text = text_name(snapshot.config.get("data", {}))
+    text = source_name(snapshot.config.get("data", {}))
     parameters = sum(p.numel() for p in model.parameters())
     prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
@@ -155,7 +155,7 @@ The model was trained on {config.block_size} characters of context, the default 
 """
 
 
-def text_name(data: dict[str, Any]) -> str:
+def source_name(data: dict[str, Any]) -> str:
     """Which text, without this machine's folders, and a comma; "" if it is not known."""
     path = data.get("url") or data.get("path") or []
     paths = path if isinstance(path, list) else [path]

@@ -160,7 +160,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization, without weights."""
+    """Root mean square normalization, without weights, as in nanochat."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x)

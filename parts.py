@@ -91,12 +91,12 @@ def choose_sizes(
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
         trial.model = with_sizes(trial)
-        trial.trainer.max_steps, trial.trainer.max_epochs, trial.trainer.patience = 30, None, None
+        trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
         model = build_model(trial, None, world)
         optimizer = create_optimizer(model, trial.optimizer)
-        train_text, _ = text.with_config(trial.data).split()
+        split = text.with_config(trial.data).split()
         return time_steps(
-            Trainer(trial.trainer, model, optimizer, train_text, world=world, snapshots=snapshots)
+            Trainer(trial.trainer, model, optimizer, *split, world=world, snapshots=snapshots)
         )
 
     if snapshots.found is not None:
@@ -124,7 +124,7 @@ def time_steps(trainer: Trainer) -> float:
             times[-1] = max(distributed.gather(times[-1], trainer.world))
             if len(times) > 4 and times[-1] > TRIAL_S:
                 break
-    trainer.agreement.finish()
+    trainer.requests.finish()
     return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 

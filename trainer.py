@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,14 +29,15 @@ from engine.kernels.graph import CapturedStep
 from engine.machine.hardware import flops_per_token, peak_flops
 from engine.optim.schedule import set_learning_rate
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import Agreement, World, report_unresponsive_ranks
-from engine.run import trackers
+from engine.parallel.distributed import World, report_unresponsive_ranks
+from engine.run import memory, trackers
 from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
-from engine.run.evaluation import EvaluationSchedule, evaluate
+from engine.run.evaluation import Evaluations, evaluate
 from engine.run.plan import Plan
+from engine.run.requests import AgreedRequests, StopRequested
 from engine.run.training_log import TrainingLog
-from engine.signals import Request, Requests, Stopped
+from engine.signals import Request, Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
 from engine.snapshots.probe import CHANGED, has_changed
 from engine.snapshots.snapshot import Snapshot, check_can_resume
@@ -53,7 +55,7 @@ class TrainerConfig:
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # minutes of the whole process; main.py turns them into max_steps; null: no limit
     batch_size: int | None = 64  # windows per optimizer step, over all processes together; null: chosen
-    micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: its whole share
+    micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: as many as fit
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
     data_loader_workers: int = 0  # prefetch threads; 0: none, usually enough
     snapshot_path: str = "gpt_snapshot.pt"  # latest snapshot: a path, in run_dir unless absolute, or a URL
@@ -113,10 +115,6 @@ class TrainerConfig:
                 "folder that all hosts see, not a URL"
             )
         trackers.check(self.trackers)
-
-
-class _StopRequested(Exception):
-    """All ranks agreed to stop, on the request in `args[0]`."""
 
 
 class Trainer:
@@ -182,14 +180,7 @@ class Trainer:
         own["data"] = getattr(train_dataset, "config", None)
         self.run_config = as_plain(settings_of(own) | (run_config or {}))
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
-        self.step = 0
-        self.evaluations = EvaluationSchedule(
-            self.plan,
-            config.eval_every_steps,
-            config.patience,
-            test_dataset is not None,
-            is_pretrained,
-        )
+        self.step, self.is_updating = 0, False
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
         found = self.snapshots.found
         if found:
@@ -201,6 +192,21 @@ class Trainer:
         auto.apply(self.choices, bare)
         amp_dtype = self.choices["amp_dtype"]
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == "float16")
+        # A sharded model is not tried: a rank that ran out of memory would leave the others waiting.
+        is_tried = memory.is_refused(device) and not sharding.is_sharded(bare)
+        if config.micro_batch_size is None and is_tried:
+            windows = earlier.get("micro_batch_size") or memory.largest_micro_batch(
+                self.plan, bare, self._trial_loss, self.world
+            )
+            self.choices["micro_batch_size"] = windows
+            self.plan = self.plan.with_micro_batch(windows)
+        self.evaluations = Evaluations(
+            self.plan,
+            config.eval_every_steps,
+            config.patience,
+            test_dataset is not None,
+            is_pretrained,
+        )
         self.training_log = TrainingLog(
             self.world,
             self.plan,
@@ -217,12 +223,8 @@ class Trainer:
         if found and probe and has_changed(self._call_eagerly(probe), found.probe_logits):
             log.warning("%s: %s", self.snapshots.path, CHANGED)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.requests, self.agreement = Requests(), Agreement(self.world)
-        self.train_step: Callable = self._train_step
-        one_gpu = device.type == "cuda" and self.world.size == 1
-        if config.cuda_graph and one_gpu and not self.scaler.is_enabled():
-            self.train_step = CapturedStep(self._train_step, self._loss, optimizer)
-        self.save_requested = False
+        self.requests = AgreedRequests(self.world)
+        self.train_step = self._captured()
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
 
@@ -254,9 +256,9 @@ class Trainer:
                     log.info(
                         "no lower held-out loss in the last %d evaluations", self.config.patience
                     )
-                self.agreement.finish()
-            except _StopRequested as stop:
-                self._stop(*stop.args)
+                self.requests.finish()
+            except StopRequested as stop:
+                self._stop(stop.request)
             self.snapshots.finish(self.step)
         return self.evaluations.last_loss
 
@@ -271,7 +273,17 @@ class Trainer:
             while self.step < self.total_steps:
                 distributed.seed_step(self.config.seed, self.step, self.world)
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.total_steps))
-                loss, norm = self.train_step(self._micro_batches(batches))
+                try:
+                    loss, norm = self.train_step(self._micro_batches(batches))
+                except torch.OutOfMemoryError as error:
+                    may_repeat = self.world.size == 1 and not self.is_updating
+                    self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
+                    self.choices["micro_batch_size"] = self.plan.micro_batch_size
+                    self.train_step = self._captured()
+                    batches.close()
+                    batches = self._batches()
+                    self.optimizer.zero_grad()
+                    continue
                 self.step += 1
                 self.divergence.note(self.step, loss, norm)
                 yield loss, norm
@@ -299,7 +311,9 @@ class Trainer:
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         norm = sharding.full_tensor(norm).to(self.world.device)
+        self.is_updating = True
         self.scaler.step(self.optimizer)
+        self.is_updating = False
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total / accumulation, norm
@@ -309,7 +323,7 @@ class Trainer:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The next step's micro-batches of `batches`, on the device."""
         for _ in range(self.plan.accumulation):
-            self._check_requests()
+            self.requests.check()
             x, y = next(batches)
             device = self.world.device
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -339,7 +353,7 @@ class Trainer:
         ):
             try:
                 distributed.run_on_first(self._open_files, self.world)
-                self.agreement.finish()  # of an earlier call to `train`, which was stopped
+                self.requests.finish()  # of an earlier call to `train`, which was stopped
                 self.training_log.start(self.step, self.choices)
                 yield steps
             finally:
@@ -376,9 +390,22 @@ class Trainer:
         with auto.eagerly(self.choices), auto.autocast(self.choices):
             return torch.stack([self.model(x, y)[1] for x, y in micro_batches]).mean()
 
+    def _trial_loss(self, windows: int) -> torch.Tensor:
+        """The loss of so many windows, to see whether there is memory for them."""
+        x, y = self.train_dataset.batch(np.zeros(windows, np.int64))
+        with auto.eagerly(self.choices), auto.autocast(self.choices):
+            return self.bare(x.to(self.world.device), y.to(self.world.device))[1]
+
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]
         return group.get("initial_lr", group["lr"]) * self.schedule(step, self.total_steps)
+
+    def _captured(self) -> Callable:
+        """`_train_step`, on one GPU as a CUDA graph."""
+        one_gpu = self.world.device.type == "cuda" and self.world.size == 1
+        if self.config.cuda_graph and one_gpu and not self.scaler.is_enabled():
+            return CapturedStep(self._train_step, self._loss, self.optimizer)
+        return self._train_step
 
     def _log_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Logs the step if a line is due."""
@@ -431,13 +458,15 @@ class Trainer:
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            return evaluate(self.bare, self.test_dataset, self.world, self._check_requests)
+            return evaluate(self.bare, self.test_dataset, self.world, self.requests.check)
 
     def _save_is_due(self) -> bool:
-        if self.step == 0 or self.snapshots.saved_step == self.step:
+        if (
+            self.step == 0 or self.snapshots.saved_step == self.step
+        ):  # nothing has been trained since
             return False
         return (
-            self.save_requested
+            self.requests.save
             or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
         )
@@ -445,9 +474,9 @@ class Trainer:
     def _save(self, is_best: bool, is_due: bool = False) -> None:
         """Saves the latest snapshot if that is due, and the best one."""
         is_due = is_due or self._save_is_due()
-        if self.save_requested and is_due:
+        if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
-        self.save_requested = False
+        self.requests.save = False
         if is_due or is_best:
             with self.training_log.paused():
                 self.snapshots.save(self._snapshot(), is_due, is_best)
@@ -488,18 +517,9 @@ class Trainer:
             self.evaluations.last = (snapshot.loss, snapshot.loss_step)
             self.evaluations.since_best = snapshot.since_best
 
-    def _check_requests(self) -> None:
-        """Notes a request to save; raises `_StopRequested` on every rank at the same point of the run if
-        one of them was asked to stop.
-        """
-        agreed = Request(self.agreement(self.requests.take()))
-        if agreed > Request.SAVE:
-            raise _StopRequested(agreed)
-        self.save_requested = self.save_requested or agreed == Request.SAVE
-
     def _stop(self, request: Request) -> None:
         """Saves, logs how to resume, and raises `Stopped`."""
-        self.agreement.finish()
+        self.requests.finish()
         self.snapshots.wait()
         if self.snapshots.saved_step != self.step:
             self.snapshots.save(self._snapshot(), latest=True, best=False)

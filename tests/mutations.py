@@ -513,6 +513,20 @@ MUTATIONS = [
         "test_sizing.py::test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on",
     ),
     Mutation(
+        "a micro-batch that fits on one rank is taken by all",
+        "engine/run/memory.py",
+        "if all(distributed.gather(",
+        "if any(distributed.gather(",
+        "test_distributed.py::test_ranks_agree_on_the_micro_batch_and_name_it_when_memory_runs_out",
+    ),
+    Mutation(
+        "an update that ran out of memory is done again",
+        "trainer.py",
+        "self.world.size == 1 and not self.is_updating",
+        "self.world.size == 1",
+        "test_trainer.py::test_an_update_that_runs_out_of_memory_is_not_done_again",
+    ),
+    Mutation(
         "patience ends a run one evaluation late",
         "engine/run/evaluation.py",
         "self.since_best >= self.patience",

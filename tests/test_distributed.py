@@ -79,7 +79,7 @@ def test_rank_0_alone_prints_and_writes(runs):
         assert len(list(run.glob("tensorboard/*"))) <= 1
     out = (runs["2 accumulating"] / "stdout").read_text()
     assert (
-        "12 windows = 2 processes x 2 micro-batch x 3 accumulated; x 16 characters = 192 "
+        "12 windows = 2 processes x 3 micro-batch x 2 accumulated; x 16 characters = 192 "
         "characters per step" in out
     )
 
@@ -118,6 +118,36 @@ exec(compile(open(__file__).read(), __file__, 'exec'))
     assert result.returncode != 0
     summary = result.stderr[result.stderr.rindex("Root Cause") :]
     assert "rank      : 1" in summary and "RuntimeError: the disk of rank 1 is on fire" in summary
+
+
+def test_ranks_agree_on_the_micro_batch_and_name_it_when_memory_runs_out(tmp_path):
+    script = tmp_path / "refusing.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+import model, trainer
+forward = model.GPT.forward
+step = trainer.Trainer._train_step
+limit = [6, 3][int(os.environ["RANK"])]
+def refusing(self, x, *args, **more):
+    if self.training and len(x) > limit:
+        raise torch.OutOfMemoryError
+    return forward(self, x, *args, **more)
+def failing(self, micro_batches):
+    global limit
+    limit = 0 if self.step == 3 and self.world.rank == 1 else limit
+    return step(self, micro_batches)
+model.GPT.forward, trainer.Trainer._train_step = refusing, failing
+trainer.memory.is_refused = lambda device: True
+sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
+exec(compile(open(__file__).read(), __file__, 'exec'))
+""")
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=str(script))
+    assert result.returncode != 0
+    assert "2 processes x 3 micro-batch x 2 accumulated" in result.stdout, result.stdout
+    assert "step 4: out of memory with 3 windows at once; the same command with" in result.stderr
+    assert "trainer.micro_batch_size=1" in result.stderr
 
 
 @pytest.mark.parametrize(

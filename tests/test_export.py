@@ -318,7 +318,9 @@ def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported)
 
 
 def test_no_folder_of_this_machine_is_named():
-    assert export.text_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
+    assert (
+        export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
+    )
 
 
 def test_dropout_and_temperature_are_those_of_the_run_and_of_sampling():

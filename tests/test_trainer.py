@@ -618,6 +618,68 @@ def test_patience_ends_a_run_that_resumes_only_with_more_of_it(parts, tmp_path, 
         make((parts[0], None), tmp_path / "none", patience=2)
 
 
+class Refusing:
+    """An allocator that refuses: the model's forward pass in training runs out of memory over `limit` windows."""
+
+    def __init__(self, monkeypatch, limit: int):
+        monkeypatch.setattr("engine.run.memory.is_refused", lambda device: True)
+        self.limit, self.forward, self.seen = limit, GPT.forward, []
+        monkeypatch.setattr(GPT, "forward", lambda model, *args, **more: self(model, *args, **more))
+
+    def __call__(self, model, x, *args, **more):
+        if model.training:
+            self.seen.append(len(x))
+            if len(x) > self.limit:
+                raise torch.OutOfMemoryError
+        return self.forward(model, x, *args, **more)
+
+
+def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp_path, monkeypatch):
+    given = make(parts, tmp_path / "given", micro_batch_size=3)
+    given.train()
+    memory = Refusing(monkeypatch, limit=5)
+    trainer = make(parts, tmp_path / "found")
+    assert memory.seen == [12, 6, 3]  # halves of the batch
+    trainer.train()
+    assert torch.equal(weights(trainer), weights(given))
+    assert load(str(tmp_path / "found" / "gpt_snapshot.pt")).choices["micro_batch_size"] == 3
+    memory.seen.clear()
+    resumed = make(parts, tmp_path / "found", max_steps=8)
+    assert memory.seen == [] and resumed.plan.micro_batch_size == 3
+    memory.limit = 0
+    with pytest.raises(UserError, match=r"a window of data\.block_size=8 needs more memory"):
+        make(parts, tmp_path / "none")
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
+    parts, tmp_path, monkeypatch, caplog
+):
+    given = make(parts, tmp_path / "given", micro_batch_size=3)
+    given.train()
+    memory = Refusing(monkeypatch, limit=12)
+    trainer = make(parts, tmp_path / "halved")
+    memory.limit = 5
+    trainer.train()
+    assert "step 1: out of memory with 12 windows at once; done again with 6" in caplog.text
+    assert torch.equal(weights(trainer), weights(given))
+    assert load(str(tmp_path / "halved" / "gpt_snapshot.pt")).choices["micro_batch_size"] == 3
+    memory.limit = 0
+    message = r"step 7: out of memory .* trainer\.micro_batch_size=1 resumes"
+    with pytest.raises(UserError, match=message):
+        make(parts, tmp_path / "halved", max_steps=8).train()
+
+
+def test_an_update_that_runs_out_of_memory_is_not_done_again(parts, tmp_path, monkeypatch):
+    trainer = make(parts, tmp_path)
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(trainer.optimizer, "step", refuse)
+    with pytest.raises(UserError, match=r"step 1: out of memory .* trainer\.micro_batch_size=6"):
+        trainer.train()
+
+
 def test_minutes_without_steps_are_refused_outside_main(parts, tmp_path):
     for settings in ({"max_minutes": 1}, {"max_minutes": 1, "max_steps": None, "max_epochs": None}):
         with pytest.raises(UserError, match=r"give the Trainer max_steps"):

@@ -1,8 +1,8 @@
 """Resolves `auto` settings once; stored in snapshots for resuming.
 
-The choices of a run are a dictionary: `device` ("cpu" or "cuda"), `amp_dtype`, `compile` and
-`deterministic`. They follow from a `TrainerConfig`; where a setting is `auto`, `earlier` choices from a
-snapshot are kept.
+The choices of a run are a dictionary: `device` ("cpu" or "cuda"), `amp_dtype`, `compile`,
+`deterministic`, and on a GPU `micro_batch_size`, which the trainer finds by trial. They follow from a
+`TrainerConfig`; where a setting is `auto`, `earlier` choices from a snapshot are kept.
 """
 
 import contextlib

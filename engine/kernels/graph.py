@@ -77,6 +77,8 @@ class CapturedStep:
             # Prefetch threads may be pinning memory, which a global capture forbids.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.results = self.step(self.inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             cause = one_line(error.__context__ or error).split(" Search for")[0]
             raise UserError(

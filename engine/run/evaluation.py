@@ -14,7 +14,7 @@ EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass
 IGNORE = -1  # a target that is not scored; minGPT's convention
 
 
-class EvaluationSchedule:
+class Evaluations:
     """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, and with `at_start`
     before the first; never unless `has_text`. Also tells when `patience` evaluations in a row were no better.
 

@@ -1,5 +1,6 @@
 """Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,17 @@ class Plan:
                 "Trainer max_steps"
             )
         share = share_of_rank(config.batch_size, world_size)
-        limit = min(config.micro_batch_size or share, share)
-        micro = next(size for size in range(limit, 0, -1) if share % size == 0)
         ends = [] if config.max_steps is None else [config.max_steps]
         if config.max_epochs is not None:
             ends.append(-(-config.max_epochs * windows // config.batch_size))
-        return cls(windows, block_size, config.batch_size, micro, share // micro, min(ends))
+        plan = cls(windows, block_size, config.batch_size, share, 1, min(ends))
+        return plan.with_micro_batch(config.micro_batch_size or share)
+
+    def with_micro_batch(self, limit: int) -> "Plan":
+        """The same steps in micro-batches of at most `limit` windows."""
+        share = self.micro_batch_size * self.accumulation
+        micro = next(size for size in range(min(limit, share), 0, -1) if share % size == 0)
+        return dataclasses.replace(self, micro_batch_size=micro, accumulation=share // micro)
 
     @property
     def characters(self) -> int:

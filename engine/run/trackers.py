@@ -2,7 +2,8 @@
 
 A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS`. `package` is
 what it imports, None for nothing. `history` names its file or folder in the run directory, which a run
-from scratch renames; None if a new run does not append to it.
+from scratch renames; None if a new run does not append to it. `log` gets finite numbers, not always the same
+ones; a resumed run logs the steps after its snapshot again. The final loss goes to metrics.jsonl alone.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ class Start(NamedTuple):
         run_dir: absolute path of the run directory.
         hyperparameters: flat dictionary.
         step: where training starts; 0 for a new run.
-        logged: step of the last line that earlier starts logged, and whether it is an evaluation.
+        logged: step of the last line that earlier starts logged, or of the snapshot if that is later, and
+            whether it is an evaluation.
     """
 
     run_dir: str

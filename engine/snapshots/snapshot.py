@@ -110,11 +110,11 @@ class Snapshot:
         )
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
-        """What the settings that were `auto` resolved to; empty on another kind of device."""
+        """What the settings that were `auto` or null resolved to; empty on another kind of device."""
         if self.choices.get("device", device_type) != device_type:
             return {}
         settings = self.config.get("trainer", {})
-        explicit = {name for name in self.choices if settings.get(name, "auto") != "auto"}
+        explicit = {name for name in self.choices if settings.get(name) not in ("auto", None)}
         if settings.get("use_amp") is False:
             explicit.add("amp_dtype")
         return {name: choice for name, choice in self.choices.items() if name not in explicit}

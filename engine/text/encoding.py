@@ -21,7 +21,15 @@ from fsspec.utils import infer_compression
 
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
-from engine.text.sources import PYDOC, find_files, name_of, pydoc_text, read_text, version_of
+from engine.text.sources import (
+    FILE_END,
+    PYDOC,
+    find_files,
+    name_of,
+    pydoc_text,
+    read_text,
+    version_of,
+)
 
 log = logging.getLogger("gpt")
 
@@ -141,7 +149,7 @@ def encode(
     id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
     file_ends = []
     for text in pieces:
-        if not text:
+        if text == FILE_END:
             file_ends.append(length)
             continue
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)

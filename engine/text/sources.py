@@ -31,6 +31,7 @@ SHAKESPEARE_URL = (
 )
 PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no download
 PIECE = 2**18  # bytes read at once
+FILE_END = ""  # follows the pieces of each file
 PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|generation|blobid")
@@ -146,7 +147,7 @@ def read_text(
     files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8"
 ) -> Iterator[str]:
     """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks; with the
-    `encoding` "bytes", each byte as the character of its number. An empty piece ends each file.
+    `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file.
 
     Raises `UserError` for a file that cannot be read or is not UTF-8 (naming the byte), and at the
     end if the SHA-256 of the content differs from `sha256`.
@@ -170,7 +171,7 @@ def read_text(
                 digest.update(piece)
             if text:
                 yield text
-        yield ""
+        yield FILE_END
     if sha256 not in (None, digest.hexdigest()):
         raise UserError(
             f"{name_of(files[0])}: SHA-256 is {digest.hexdigest()}, but data.sha256={sha256}; "

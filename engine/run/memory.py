@@ -1,0 +1,81 @@
+"""Out of memory: the largest micro-batch that a GPU has the memory for, by trial; a step done again in halves."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+
+from engine.errors import UserError
+from engine.parallel import distributed
+from engine.parallel.distributed import World
+from engine.run.plan import Plan
+
+log = logging.getLogger("gpt")
+HEADROOM = (
+    0.05  # of a GPU's memory, for what a trial does not show: fragments, evaluation, libraries
+)
+
+
+def is_refused(device: torch.device) -> bool:
+    """Whether torch refuses memory that is not there, with `torch.OutOfMemoryError`: on GPUs. On a CPU the
+    kernel ends the process.
+    """
+    return device.type == "cuda"
+
+
+def largest_micro_batch(
+    plan: Plan, model: nn.Module, forward: Callable[[int], torch.Tensor], world: World
+) -> int:
+    """Trial: the micro-batch size of `plan`, halved until `forward(windows)`, the loss of so many windows, and its
+    backward pass through `model` fit into the memory of every rank. Raises `UserError` if one window is too many.
+    """
+    while True:
+        windows = plan.micro_batch_size
+        if all(distributed.gather(_fits(windows, model, forward, world.device), world)):
+            return windows
+        log.info("memory      %d windows at once need more than the GPU has", windows)
+        if windows == 1:
+            raise UserError(
+                f"a window of data.block_size={plan.block_size} needs more memory than the GPU has: set a shorter "
+                "one, a smaller model, or model.activation_checkpointing=true"
+            )
+        plan = plan.with_micro_batch(windows // 2)
+
+
+def _fits(
+    windows: int, model: nn.Module, forward: Callable[[int], torch.Tensor], device: torch.device
+) -> bool:
+    """Whether there is memory for `windows`, beside the optimizer's two averages of every parameter and some
+    headroom.
+    """
+    needed = sum(2 * 4 * parameter.numel() for parameter in model.parameters())
+    if device.type == "cuda":
+        needed += int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
+    try:
+        reserved = torch.empty(needed, dtype=torch.uint8, device=device)
+        forward(windows).backward()
+        del reserved
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+    return True
+
+
+def halved(plan: Plan, step: int, may_repeat: bool, error: torch.OutOfMemoryError) -> Plan:
+    """The plan after `step` has run out of memory: half the micro-batch, with which it is done again. Raises
+    `UserError` unless it `may_repeat`: its update had begun, or several ranks would have to agree.
+    """
+    windows = plan.micro_batch_size
+    smaller = plan.with_micro_batch(max(1, windows // 2))
+    if not may_repeat or windows == 1:
+        raise UserError(
+            f"step {step}: out of memory with {windows} windows at once; the same command with "
+            f"trainer.micro_batch_size={smaller.micro_batch_size} resumes from the newest snapshot"
+        ) from error
+    log.warning(
+        "step %d: out of memory with %d windows at once; done again with %d, as are the steps to come",
+        step, windows, smaller.micro_batch_size,
+    )  # fmt: skip
+    return smaller
