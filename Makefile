@@ -21,8 +21,8 @@ ddp: $(VENV)/.installed  ## the same with NPROC processes (2)
 sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROMEO: num_samples=3'
 	$(RUN) sample.py $(ARGS)
 
-playground: $(VENV)/.installed-playground  ## a local page to try the models; ARGS='run_dir=...'
-	$(RUN) playground.py $(ARGS)
+playground: $(VENV)/.installed  ## a page to try the models of the newest runs; ARGS='newest=2'
+	$(RUN) export.py page=runs/playground.html newest=3 open=true $(ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 	$(RUN) -m pytest -n 3 -m "not slow" $(ARGS)
@@ -54,12 +54,7 @@ $(VENV)/.installed: requirements.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/.installed-playground: requirements-playground.txt $(VENV)/.installed
-	@echo "Adding what the playground needs."
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-playground.txt
-	@touch $@
-
-$(VENV)/.installed-dev: requirements-dev.txt requirements-playground.txt $(VENV)/.installed
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@echo "Adding what the tests need."
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@

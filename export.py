@@ -1,5 +1,8 @@
-"""Exports a trained model: for Hugging Face's Transformers, or as a single snapshot file.
+"""Exports a trained model: as a web page, for Hugging Face's Transformers, or as a single snapshot file.
 
+python export.py page=play.html                                 a page that runs the model, in any browser
+python export.py page=play.html snapshots=[a.pt,b.pt]           several models side by side
+python export.py page=play.html newest=3 open=true              those of the newest runs, opened at once
 python export.py out=my_gpt                                     the newest run, its best snapshot
 python export.py run_dir=runs/NAME out=my_gpt                   another run
 python export.py snapshot=runs/NAME/gpt_snapshot.pt out=my_gpt
@@ -7,13 +10,15 @@ python export.py run_dir=runs/NAME out=single.pt                a sharded snapsh
 
 `AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits, `main.py init_from=my_gpt`
 fine-tunes it, and `hf upload USER/NAME my_gpt` publishes it. It needs safetensors (pip install
-safetensors).
+safetensors). A page needs neither Python nor a network where it is opened.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import tempfile
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +26,12 @@ from typing import Any
 import torch
 
 from engine.config.arguments import parse, run_program
+from engine.config.checks import check_range
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
+from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
-from engine.run.directory import choose_snapshot
+from engine.run.directory import choose_snapshot, runs
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
@@ -36,20 +43,48 @@ from sample import load_model, opening
 class ExportConfig:
     """What to write, and where; every field is an argument, `name=value`."""
 
-    out: str  # the directory to write; FILE.pt: a single snapshot file
+    out: str | None = None  # the directory to write; FILE.pt: a single snapshot file
+    page: str | None = None  # or the web page to write; one that exists is replaced
     run_dir: str | None = None  # the run; without: the newest under runs/
     snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
+    snapshots: str | None = None  # of a page: several, [a.pt,b.pt]
+    newest: int = 1  # of a page: so many of the newest runs under runs/
+    open: bool = False  # open the page in a browser, if there is one
 
     def __post_init__(self):
-        if not is_local(self.out):
-            raise UserError(f"out={self.out}: must be local")
-        if os.path.lexists(self.out):
-            raise UserError(f"out={self.out}: already exists; give another name, or remove it")
+        if (self.out is None) == (self.page is None):
+            raise UserError("out= or page=: give one of them")
+        name, path = ("out", self.out) if self.out else ("page", self.page or "")
+        if not is_local(path):
+            raise UserError(f"{name}={path}: must be local")
+        if os.path.lexists(path) and not (self.page and is_page(path)):
+            raise UserError(f"{name}={path}: already exists; give another name, or remove it")
+        check_range("newest", self.newest, 1)
+        if sum((self.newest > 1, bool(self.snapshots), bool(self.snapshot or self.run_dir))) > 1:
+            raise UserError("newest=, snapshots=, and run_dir= or snapshot=: give one of them")
+        if self.out and (self.snapshots or self.newest > 1):
+            raise UserError("snapshots= and newest= are for a page=")
+
+    def paths(self) -> list[str]:
+        """The snapshots to export. Raises `UserError` if there is none."""
+        if self.snapshots:
+            return [path.strip() for path in self.snapshots.strip("[]").split(",")]
+        if self.newest == 1:
+            return [choose_snapshot(self.snapshot, self.run_dir)]
+        found = []
+        for run in runs():
+            with contextlib.suppress(UserError):  # it has not saved yet
+                found.append(choose_snapshot(None, run))
+        return found[: self.newest] or [choose_snapshot(None, None)]
 
 
 def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
-    path = choose_snapshot(config.snapshot, config.run_dir)
+    if config.page is not None:
+        write_page(config.paths(), config.page, config.open)
+        return
+    assert config.out is not None
+    [path] = config.paths()
     snapshot = load_full(path)
     line = f"{config.out}: {path}, {snapshot}"
     try:
@@ -62,6 +97,69 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         raise UserError(f"out={config.out}: cannot be written: {one_line(error)}") from error
     print(line)
+
+
+def is_page(path: str) -> bool:
+    """Whether a file is a page that this program wrote."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return page.MARK in file.read(1000)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def write_page(paths: list[str], out: str, is_opened: bool) -> None:
+    """Writes a page that runs the models of the snapshots at `paths`, and opens it if there is a browser. Raises
+    `UserError`."""
+    content = page.render([describe(load_full(path), path) for path in paths])
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+        with atomic_write(out) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"page={out}: cannot be written: {one_line(error)}") from error
+    print(f"{out}: {', '.join(paths)}; {len(content) / 1e6:.1f} MB")
+    if is_opened and not webbrowser.open(Path(out).resolve().as_uri()):
+        print(f"there is no browser to open it: {Path(out).resolve()}")
+
+
+@torch.no_grad()
+def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
+    """What a page has of the model of `snapshot`, read from `path`. Raises `UserError`."""
+    snapshot = dataclasses.replace(snapshot, model_state=page.rounded(snapshot.model_state))
+    model = load_model(snapshot, "cpu")
+    settings = dataclasses.asdict(model.config)
+    try:
+        return page.describe(
+            snapshot.config.get("run_name", "run"),
+            facts(snapshot, model),
+            opening(snapshot.vocabulary),
+            settings,
+            snapshot.model_state,
+            snapshot.vocabulary,
+            snapshot.encoding,
+            model(page.checked_ids(settings)[None])[0][0],
+        )
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
+    """What the model is, how it was trained and how well: labels and values."""
+    config: Any = model.config
+    text = source_name(snapshot.config.get("data", {}))
+    return [
+        ("snapshot", f"{snapshot} (nats per character)"),
+        ("characters trained on", f"{snapshot.windows_seen * config.block_size:,}"),
+        ("started from", str(snapshot.config.get("init_from") or "fresh weights")),
+        ("text", f"{text}SHA-256 {snapshot.text_digest}"),
+        (
+            "architecture",
+            f"{config.arch}: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} wide, "
+            f"{config.block_size} characters of context",
+        ),
+        ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
+    ]
 
 
 def export(snapshot: Snapshot, path: str, out: str) -> str:
@@ -119,8 +217,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str) -> str:
     """`README.md`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
-    text = source_name(snapshot.config.get("data", {}))
-    parameters = sum(p.numel() for p in model.parameters())
+    rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
 library_name: transformers
@@ -141,12 +238,7 @@ print(pipeline("text-generation", "PATH_OR_NAME")({prompt})[0]["generated_text"]
 
 | | |
 |---|---|
-| snapshot | {snapshot} (nats per character) |
-| characters trained on | {snapshot.windows_seen * config.block_size:,} |
-| started from | {snapshot.config.get("init_from") or "fresh weights"} |
-| text | {text}SHA-256 `{snapshot.text_digest}` |
-| architecture | `{config.arch}`: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} wide |
-| parameters | {parameters:,} |
+{rows}
 
 One token is one character. Characters that are not in the training text become the token
 U+{ord(unknown_token(snapshot.vocabulary)):04X} (id {config.vocab_size}), which was not trained and is never generated.

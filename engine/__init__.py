@@ -14,6 +14,6 @@ order, and none imports a program of the root (tests/test_architecture.py):
     snapshots                the state of a run: saved atomically, verified, restored
     run                      the run directory: its lock, log, metrics, trackers, evaluation
     sizing                   what model and how many steps fit a text and a time
-    interop                  Transformers and back; pretrained weights
+    interop                  Transformers and back; pretrained weights; a page that runs a model
     reports                  the page of a run, its verdict, the table of a sweep
 """

@@ -9,8 +9,6 @@ import pytest
 from conftest import ROOT, TINY, model_snapshot, start
 
 import export
-import playground
-from engine.config.arguments import parse
 
 BLOCKS = re.findall(
     r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
@@ -72,9 +70,6 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
         run = request.getfixturevalue("finished")
         kept = [f"run_dir={run}" if a.startswith("run_dir=") else a for a in arguments]
         result = start(*kept, script="report.py", cwd=run.parents[2])
-    elif "playground.py" in words:
-        parse(playground.PlaygroundConfig, arguments)  # test_playground.py runs it
-        return
     elif "sample.py" in words:
         kept = [a for a in arguments if not a.startswith(("run_dir=", "snapshot="))]
         (tmp_path / "book.txt").write_text("A text of one's own.\n")

@@ -1,6 +1,7 @@
-"""Interoperability: Hugging Face Transformers, and weights to fine-tune.
+"""Interoperability: Hugging Face Transformers, a page for browsers, and weights to fine-tune.
 
 `transformers` writes a model as a directory for Hugging Face's Transformers, and reads one;
-`pretrained` reads the weights that a run is fine-tuned from, and loads them into its model. Both know
-a model as a dictionary of tensors and one of `GPTConfig`'s fields, and import neither.
+`pretrained` reads the weights that a run is fine-tuned from, and loads them into its model;
+`page` writes models as one HTML page, whose code is in `browser/`. They know a model as a dictionary of tensors
+and one of `GPTConfig`'s fields, and import neither.
 """

@@ -1,0 +1,276 @@
+// A GPT in a web worker: plain JavaScript, one character at a time, with a cache of keys and values.
+//
+// Messages to it have a `kind` and a `call`, which its answers repeat:
+//   load {model}                              -> ready {difference}, from the logits that PyTorch put into the page
+//   generate {ids, count, temperature, topK, topP, seed, stop}  -> made {ids}, again and again; then done
+//   look {ids, layer, head}                   -> looked {logits, weights}, of the character that follows `ids`
+//   score {ids}                               -> scored {loss, characters}, nats per character
+//   cancel {}                                 ends what is being generated or scored
+"use strict";
+
+/** Weights in 16 bits, base64, as 32-bit numbers. */
+function decode(text) {
+  const numbers = new Float32Array(1 << 16);
+  for (let bits = 0; bits < numbers.length; bits++) {
+    const exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    const size = exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24;
+    numbers[bits] = exponent === 31 ? NaN : bits >> 15 ? -size : size;
+  }
+  const bytes = atob(text), weights = new Float32Array(bytes.length / 2);
+  for (let i = 0; i < weights.length; i++) {
+    weights[i] = numbers[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
+  }
+  return weights;
+}
+
+/** out = weight x + bias, of a weight (outputs, inputs). */
+function linear(weight, bias, x, out) {
+  const inputs = x.length, fours = inputs - (inputs % 4);
+  for (let row = 0, at = 0; row < out.length; row++) {
+    let a = bias ? bias[row] : 0, b = 0, c = 0, d = 0, i = 0;
+    for (; i < fours; i += 4, at += 4) {
+      a += weight[at] * x[i];
+      b += weight[at + 1] * x[i + 1];
+      c += weight[at + 2] * x[i + 2];
+      d += weight[at + 3] * x[i + 3];
+    }
+    for (; i < inputs; i++, at++) a += weight[at] * x[i];
+    out[row] = a + b + c + d;
+  }
+}
+
+/** Root mean square normalization of x[from] to x[to - 1], in place. */
+function rmsNorm(x, from, to) {
+  let sum = 0;
+  for (let i = from; i < to; i++) sum += x[i] * x[i];
+  const scale = 1 / Math.sqrt(sum / (to - from) + 1e-6);
+  for (let i = from; i < to; i++) x[i] *= scale;
+}
+
+/** Layer normalization, in place. */
+function layerNorm(x, weight, bias) {
+  let mean = 0, variance = 0;
+  for (const value of x) mean += value / x.length;
+  for (const value of x) variance += (value - mean) ** 2 / x.length;
+  const scale = 1 / Math.sqrt(variance + 1e-5);
+  for (let i = 0; i < x.length; i++) x[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0);
+}
+
+/** GELU, x Phi(x), to 1e-7: the error function of Numerical Recipes (Press et al., 1992, section 6.2). */
+function gelu(x) {
+  const z = Math.abs(x) * Math.SQRT1_2, t = 1 / (1 + z / 2);
+  const coefficients = [-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807,
+    -1.13520398, 1.48851587, -0.82215223, 0.17087277];
+  const tail = t * Math.exp(-z * z + coefficients.reduceRight((sum, c) => sum * t + c, 0)) / 2;
+  return x * (x < 0 ? tail : 1 - tail);
+}
+
+class GPT {
+  constructor({config, tensors, weights}) {
+    const all = decode(weights);
+    let at = 0;
+    this.tensors = {};
+    for (const [name, size] of tensors) this.tensors[name] = all.subarray(at, (at += size));
+    Object.assign(this, config);
+    this.layers = Array.from({length: config.n_layer}, () => ({
+      keys: new Float32Array(config.block_size * config.n_embd),
+      values: new Float32Array(config.block_size * config.n_embd),
+      last: new Float32Array(config.n_embd),
+    }));
+    this.reset();
+  }
+
+  /** Forgets the characters so far. */
+  reset() {
+    this.length = 0;
+    for (const layer of this.layers) layer.last.fill(0);
+  }
+
+  norm(x, name) {
+    const y = x.slice();
+    if (this.arch === "modern") rmsNorm(y, 0, y.length);
+    else layerNorm(y, this.tensors[`${name}.weight`], this.tensors[`${name}.bias`]);
+    return y;
+  }
+
+  linear(x, name, outputs) {
+    const out = new Float32Array(outputs);
+    linear(this.tensors[`${name}.weight`], this.tensors[`${name}.bias`], x, out);
+    return out;
+  }
+
+  /** The logits of the character that follows `id`. `look`, {layer, head}, gets the attention weights. */
+  step(id, look) {
+    const C = this.n_embd, position = this.length++;
+    const x = this.tensors["tok_emb.weight"].slice(id * C, (id + 1) * C);
+    if (this.arch === "modern") rmsNorm(x, 0, C);
+    else for (let i = 0; i < C; i++) x[i] += this.tensors["pos_emb.weight"][position * C + i];
+    this.layers.forEach((layer, number) => {
+      const block = `blocks.${number}`;
+      const attended = this.attend(this.norm(x, `${block}.ln_1`), layer, block, position,
+        look && look.layer === number ? look : undefined);
+      for (let i = 0; i < C; i++) x[i] += attended[i];
+      let y = this.norm(x, `${block}.ln_2`);
+      if (this.token_shift) {
+        const shift = this.tensors[`${block}.shift.weight`], before = layer.last;
+        layer.last = y;
+        y = y.map((value, i) => value + before[i] * shift[i]);
+      }
+      const hidden = this.linear(y, `${block}.mlp.c_fc`, 4 * C);
+      for (let i = 0; i < hidden.length; i++) {
+        hidden[i] = this.arch === "modern" ? Math.max(hidden[i], 0) ** 2 : gelu(hidden[i]);
+      }
+      const out = this.linear(hidden, `${block}.mlp.c_proj`, C);
+      for (let i = 0; i < C; i++) x[i] += out[i];
+    });
+    const head = this.tie_weights ? "tok_emb" : "head";
+    const logits = this.linear(this.norm(x, "ln_f"), head, this.vocab_size);
+    return this.arch === "modern" ? logits.map(logit => 15 * Math.tanh(logit / 15)) : logits;
+  }
+
+  /** Causal attention of one position over itself and those in the cache. */
+  attend(x, {keys, values}, block, position, look) {
+    const C = this.n_embd, D = C / this.n_head;
+    const qkv = this.linear(x, `${block}.attn.c_attn`, 3 * C);
+    if (this.arch === "modern") {
+      for (let from = 0; from < 2 * C; from += D) {  // each head of the queries and of the keys
+        for (let i = 0; i < D / 2; i++) {
+          const angle = position * 10000 ** (-2 * i / D), cos = Math.cos(angle), sin = Math.sin(angle);
+          const first = qkv[from + i], second = qkv[from + i + D / 2];
+          qkv[from + i] = first * cos + second * sin;
+          qkv[from + i + D / 2] = second * cos - first * sin;
+        }
+        rmsNorm(qkv, from, from + D);
+      }
+    }
+    keys.set(qkv.subarray(C, 2 * C), position * C);
+    values.set(qkv.subarray(2 * C), position * C);
+    const y = new Float32Array(C), weights = new Float32Array(position + 1);
+    for (let head = 0; head < this.n_head; head++) {
+      const from = head * D;
+      let highest = -Infinity, sum = 0;
+      for (let t = 0; t <= position; t++) {
+        let score = 0;
+        for (let i = 0; i < D; i++) score += qkv[from + i] * keys[t * C + from + i];
+        weights[t] = score / Math.sqrt(D);
+        highest = Math.max(highest, weights[t]);
+      }
+      for (let t = 0; t <= position; t++) sum += weights[t] = Math.exp(weights[t] - highest);
+      for (let t = 0; t <= position; t++) {
+        const weight = (weights[t] /= sum);
+        for (let i = 0; i < D; i++) y[from + i] += weight * values[t * C + from + i];
+      }
+      if (look && look.head === head) look.weights = Array.from(weights);
+    }
+    return this.linear(y, `${block}.attn.c_proj`, C);
+  }
+
+  /** The logits of the character that follows `ids`, of which the last `block_size` are seen. */
+  read(ids, look) {
+    this.reset();
+    let logits;
+    const seen = ids.slice(-this.block_size);
+    seen.forEach((id, i) => (logits = this.step(id, i === seen.length - 1 ? look : undefined)));
+    return logits;
+  }
+}
+
+/** Uniform numbers from 0 to 1 (mulberry32). */
+function random(seed) {
+  return () => {
+    seed = (seed + 0x6d2b79f5) | 0;
+    let t = Math.imul(seed ^ (seed >>> 15), 1 | seed);
+    t ^= t + Math.imul(t ^ (t >>> 7), 61 | t);
+    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
+/** Draws an id: the likeliest at a temperature of 0, otherwise among the `topK` likeliest, or the fewest whose
+ *  probabilities reach `topP`. */
+function pick(logits, {temperature, topK, topP}, uniform) {
+  const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]);
+  if (!temperature) return order[0];
+  let kept = topK ? order.filter(id => logits[id] >= logits[order[Math.min(topK, order.length) - 1]]) : order;
+  const weigh = ids => ids.map(id => Math.exp((logits[id] - logits[order[0]]) / temperature));
+  let weights = weigh(kept), sum = weights.reduce((a, b) => a + b);
+  if (topP < 1) {
+    let before = 0;
+    const count = weights.findIndex(weight => (before += weight / sum) >= topP) + 1;
+    if (count) kept = kept.slice(0, count);
+    weights = weigh(kept);
+    sum = weights.reduce((a, b) => a + b);
+  }
+  let left = uniform() * sum;
+  const drawn = weights.findIndex(weight => (left -= weight) < 0);
+  return kept[drawn < 0 ? kept.length - 1 : drawn];
+}
+
+let gpt, newest = 0;  // the call that may run
+const channel = new MessageChannel();  // a turn of the event loop without setTimeout's 4 ms
+const turn = () => new Promise(resume => {
+  channel.port1.onmessage = resume;
+  channel.port2.postMessage(0);
+});
+
+const answers = {
+  load({model}) {
+    gpt = new GPT(model);
+    const logits = gpt.read(model.check.ids);
+    const off = logits.map((logit, i) => Math.abs(logit - model.check.logits[i]));
+    return {kind: "ready", difference: Math.max(...off)};
+  },
+
+  async generate({ids, count, seed, stop, call, ...options}) {
+    const uniform = random(seed), text = ids.slice();
+    let logits = gpt.read(text), made = [], shown = performance.now();
+    for (let i = 0; i < count; i++) {
+      // A full context begins again with its last half, as in engine/generation.py.
+      if (i && gpt.length === gpt.block_size) logits = gpt.read(text.slice(-Math.max(1, gpt.block_size >> 1)));
+      else if (i) logits = gpt.step(text[text.length - 1]);
+      const id = pick(logits, options, uniform);
+      text.push(id);
+      made.push(id);
+      if (performance.now() - shown > 30 || i === count - 1) {
+        postMessage({kind: "made", call, ids: made});
+        [made, shown] = [[], performance.now()];
+        await turn();
+        if (newest !== call) break;
+      }
+      if (stop.length && text.length - ids.length >= stop.length
+          && stop.every((id, k) => text[text.length - stop.length + k] === id)) break;
+    }
+    if (made.length) postMessage({kind: "made", call, ids: made});
+    return {kind: "done"};
+  },
+
+  look({ids, layer, head}) {
+    const look = {layer, head};
+    return {kind: "looked", logits: Array.from(gpt.read(ids, look)), weights: look.weights};
+  },
+
+  /** In windows of `block_size`, laid end to end, as training and `sample.py score=` have it. */
+  async score({ids, call}) {
+    let loss = 0;
+    for (let i = 1; i < ids.length; i++) {
+      if ((i - 1) % gpt.block_size === 0) gpt.reset();
+      const logits = gpt.step(ids[i - 1]), highest = Math.max(...logits);
+      let sum = 0;
+      for (const logit of logits) sum += Math.exp(logit - highest);
+      loss += highest + Math.log(sum) - logits[ids[i]];
+      if (i % 64 === 0) await turn();
+      if (newest !== call) return {kind: "done"};
+    }
+    return {kind: "scored", loss: loss / (ids.length - 1), characters: ids.length - 1};
+  },
+
+  cancel: () => ({kind: "done"}),
+};
+
+onmessage = async ({data}) => {
+  newest = data.call;
+  try {
+    postMessage({...await answers[data.kind](data), call: data.call});
+  } catch (error) {
+    postMessage({kind: "failed", call: data.call, message: String(error)});
+  }
+};

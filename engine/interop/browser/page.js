@@ -1,0 +1,158 @@
+// The page: prompt and settings for all models, and for each its text, what else it considered, and where it looked.
+"use strict";
+
+const element = id => document.getElementById(id);
+const worker = URL.createObjectURL(new Blob([element("worker").textContent], {type: "text/javascript"}));
+const MARKS = {" ": "␣ space", "\n": "↵ newline", "\t": "⇥ tab", "\r": "␍ return"};
+const TOLERANCE = 1e-3;  // of a logit
+const ALTERNATIVES = 10;
+
+class Model {
+  constructor(model) {
+    this.model = model;
+    this.idOf = new Map(model.vocabulary.map((character, id) => [character, id]));
+    this.card = element("models").appendChild(document.querySelector("template").content.cloneNode(true).children[0]);
+    const find = selector => this.card.querySelector(selector);
+    [this.status, this.text, this.panel] = [".status", ".text", ".look"].map(find);
+    find("h2").textContent = model.name;
+    this.text.setAttribute("aria-label", `Text of ${model.name}`);
+    for (const [label, value] of model.facts) {
+      find("dl").append(Object.assign(document.createElement("dt"), {textContent: label}),
+        Object.assign(document.createElement("dd"), {textContent: value}));
+    }
+    for (const [name, count] of [["layer", model.config.n_layer], ["head", model.config.n_head]]) {
+      for (let i = 1; i <= count; i++) find(`.${name}`).add(new Option(i, i - 1));
+      find(`.${name}`).onchange = () => this.look(this.at);
+    }
+    this.text.onclick = event => "at" in event.target.dataset && this.look(Number(event.target.dataset.at));
+    this.text.onkeydown = event => {
+      const by = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: -20, ArrowDown: 20}[event.key];
+      if (!by || this.ids.length < 2) return;
+      event.preventDefault();
+      this.look(Math.min(Math.max((this.at ?? this.start - 1) + by, 1), this.ids.length - 1));
+    };
+    [this.ids, this.call, this.answers] = [[], 0, {}];
+    this.worker = new Worker(worker);
+    this.worker.onmessage = ({data}) => data.call === this.call && this.answers[data.kind](data);
+    this.ask({kind: "load", model}, {ready: ({difference}) => {
+      this.isWrong = !(difference < TOLERANCE);
+      this.say(this.isWrong
+        ? `This browser computes other numbers than PyTorch, by up to ${difference.toPrecision(2)}: do not trust the text.`
+        : "Ready.", this.isWrong);
+      delete model.weights;
+    }});
+  }
+
+  say(text, isError = false) {
+    this.status.textContent = text;
+    this.status.classList.toggle("error", isError);
+  }
+
+  /** Sends a message; `answers` has a function for each kind of answer. It ends what was asked before. */
+  ask(message, answers) {
+    this.answers = {failed: ({message}) => this.say(message, true), done() {}, ...answers};
+    this.worker.postMessage({...message, call: ++this.call});
+  }
+
+  /** The ids of a text; null, with a message, if it is empty or has a character that the model does not know. */
+  encode(text, what) {
+    const characters = this.model.encoding === "bytes"
+      ? Array.from(new TextEncoder().encode(text), byte => String.fromCharCode(byte)) : Array.from(text);
+    const unknown = characters.find(character => !this.idOf.has(character));
+    if (unknown !== undefined) this.say(`${what}: the model does not know ${JSON.stringify(unknown)}.`, true);
+    return unknown === undefined ? characters.map(character => this.idOf.get(character)) : null;
+  }
+
+  /** Appends ids to the text. Of bytes, the last of a character shows it. */
+  append(ids) {
+    const atEnd = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 40;
+    const spans = ids.map((id, i) => {
+      const at = this.ids.length + i, character = this.model.vocabulary[id];
+      const span = document.createElement("span");
+      span.textContent = this.decoder
+        ? this.decoder.decode(Uint8Array.of(character.charCodeAt(0)), {stream: true}) : character;
+      span.dataset.at = at;
+      if (at < this.start) span.className = "prompt";
+      return span;
+    });
+    this.text.append(...spans);
+    this.ids.push(...ids);
+    if (atEnd) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  generate(prompt, options) {
+    const ids = this.encode(prompt, "Prompt"), stop = this.encode(options.stop, "Stop");
+    if (!ids || !stop) return;
+    if (!ids.length) return this.say("The prompt is empty: give at least one character.", true);
+    [this.ids, this.start, this.at, this.panel.hidden] = [[], ids.length, undefined, true];
+    this.decoder = this.model.encoding === "bytes" ? new TextDecoder() : null;
+    this.text.replaceChildren();
+    this.append(ids);
+    const started = performance.now();
+    this.ask({kind: "generate", ids, ...options, stop}, {
+      made: ({ids}) => {
+        this.append(ids);
+        const count = this.ids.length - this.start, seconds = (performance.now() - started) / 1000;
+        this.say(`${count} characters, ${Math.round(count / seconds)} a second`, this.isWrong);
+      },
+    });
+  }
+
+  /** Shows what else the model considered for the character at a position, and where a head looked. */
+  look(at) {
+    if (!(at > 0)) return;
+    this.at = at;
+    for (const span of this.text.children) span.style.removeProperty("--seen");
+    this.text.querySelector(".picked")?.classList.remove("picked");
+    this.text.children[at].classList.add("picked");
+    this.text.children[at].scrollIntoView({block: "nearest"});
+    const [layer, head] = ["layer", "head"].map(name => Number(this.card.querySelector(`.${name}`).value));
+    this.ask({kind: "look", ids: this.ids.slice(0, at), layer, head}, {looked: ({logits, weights}) => {
+      const temperature = Number(element("temperature").value) || 1, highest = Math.max(...logits);
+      const powers = logits.map(logit => Math.exp((logit - highest) / temperature));
+      const sum = powers.reduce((a, b) => a + b), made = this.ids[at];
+      const order = Array.from(powers.keys()).sort((a, b) => powers[b] - powers[a]);
+      const shown = order.slice(0, ALTERNATIVES);
+      if (!shown.includes(made)) shown.push(made);
+      const name = character => MARKS[character] ?? (this.decoder && !/[!-~]/.test(character)
+        ? `0x${character.charCodeAt(0).toString(16)}` : character);
+      this.panel.querySelector("tbody").replaceChildren(...shown.map(id => {
+        const row = document.createElement("tr"), share = powers[id] / sum;
+        row.innerHTML = `<th scope="row"></th><td><i class="bar" style="width: ${100 * share}%"></i></td><td></td>`;
+        row.className = id === made ? "made" : "";
+        row.children[0].textContent = name(this.model.vocabulary[id]);
+        row.children[2].textContent = `${(100 * share).toPrecision(3)} %`;
+        return row;
+      }));
+      this.panel.querySelector("caption").textContent =
+        `Instead of ${name(this.model.vocabulary[made])}, at a temperature of ${temperature}`;
+      this.panel.hidden = false;
+      const first = at - weights.length;
+      weights.forEach((weight, i) => this.text.children[first + i].style.setProperty("--seen", Math.sqrt(weight)));
+    }});
+  }
+
+  score(text) {
+    const ids = this.encode(text, "Prompt");
+    if (!ids) return;
+    if (ids.length < 2) return this.say("To be scored, the prompt needs at least two characters.", true);
+    this.say("Scoring …");
+    this.ask({kind: "score", ids}, {scored: ({loss, characters}) => this.say(
+      `Loss ${loss.toFixed(4)} nats per character (${(loss / Math.LN2).toFixed(4)} bits) of ${characters} characters`)});
+  }
+}
+
+const models = JSON.parse(element("data").textContent).map(model => new Model(model));
+document.title = models.map(({model}) => model.name).join(", ");
+document.querySelector("h1").textContent = models.length === 1 ? models[0].model.name : document.title;
+element("prompt").value = models[0].model.prompt;
+const number = id => Number(element(id).value);
+document.querySelector("form").onsubmit = event => {
+  event.preventDefault();
+  const stop = element("stop").value.replaceAll("\\n", "\n");
+  const options = {count: number("count"), temperature: number("temperature"), topK: number("topK"),
+    topP: number("topP"), seed: number("seed"), stop};
+  for (const model of models) model.generate(element("prompt").value, options);
+};
+element("halt").onclick = () => models.forEach(model => model.ask({kind: "cancel"}, {}));
+element("score").onclick = () => models.forEach(model => model.score(element("prompt").value));

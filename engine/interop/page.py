@@ -1,0 +1,139 @@
+"""A model as one HTML page, which runs it in the browser: engine/interop/browser/.
+
+    content = render([describe(name, config, weights, vocabulary, ...), ...])
+
+The page computes in 32 bits from weights in 16. It has the logits that PyTorch gives for one input, and compares its
+own with them when it is opened.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.kernels.native import LAYER_NORM_EPS, NORM_EPS
+
+BROWSER = Path(__file__).resolve().parent / "browser"
+MARK = (
+    "<!-- character-level GPT: written by export.py -->"  # of a page, which a new one may replace
+)
+ROPE_BASE, SOFTCAP = 10_000.0, 15  # as in model.py and model.js, which tests compare
+CHECKED = 32  # characters of the input that is compared
+TOLERANCE = 0.01  # of a logit, for weights of 16 bits
+
+
+def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as the page has them: rounded to 16 bits, the head's left out if it is the embedding's."""
+    return {name: weight.half().float() for name, weight in weights.items()}
+
+
+def describe(
+    name: str,
+    facts: Sequence[tuple[str, str]],
+    prompt: str,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    vocabulary: str,
+    encoding: str,
+    logits: Tensor,
+) -> dict[str, Any]:
+    """What the page has of a model.
+
+    Args:
+        config: a dictionary of `GPTConfig`'s fields; `weights` are `rounded`.
+        logits: (T, V) of the model with these weights for `checked_ids`. Raises `UserError` if the page would compute
+            others: the code of the model was edited.
+    """
+    ids = checked_ids(config)
+    if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
+        raise UserError(
+            "a page would compute other logits: model.py was edited; sample.py streams from any model"
+        )
+    tensors = {
+        name: weight
+        for name, weight in weights.items()
+        if not (name == "head.weight" and config["tie_weights"])
+    }
+    halves = torch.cat([weight.flatten() for weight in tensors.values()]).half()
+    kept = ("arch", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tie_weights")
+    return {
+        "name": name,
+        "facts": facts,
+        "prompt": prompt,
+        "config": {key: config[key] for key in (*kept, "token_shift")},
+        "vocabulary": list(vocabulary),
+        "encoding": encoding,
+        "tensors": [(name, weight.numel()) for name, weight in tensors.items()],
+        "weights": base64.b64encode(halves.numpy().astype("<f2").tobytes()).decode(),
+        "check": {"ids": ids.tolist(), "logits": logits[-1].tolist()},
+    }
+
+
+def render(models: list[dict[str, Any]]) -> str:
+    """The page, with its models side by side."""
+    # In a script, "<" could end it; JSON may have it as an escape.
+    data = json.dumps(models).replace("<", "\\u003c")
+    parts = {
+        "{{worker}}": (BROWSER / "model.js").read_text("utf-8"),
+        "{{script}}": (BROWSER / "page.js").read_text("utf-8"),
+        "{{data}}": data,
+    }
+    page = (BROWSER / "page.html").read_text("utf-8")
+    for name, content in parts.items():
+        page = page.replace(name, content, 1)
+    return page
+
+
+def checked_ids(config: dict[str, Any]) -> Tensor:
+    """The ids (T,) of the input whose logits are compared."""
+    return 7 * torch.arange(min(CHECKED, config["block_size"])) % config["vocab_size"]
+
+
+def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """The logits (T, V) for `ids` (T,) of the model that model.js has."""
+    is_modern, T, C = config["arch"] == "modern", len(ids), config["n_embd"]
+    D = C // config["n_head"]
+
+    def rms_norm(x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if is_modern:
+            return rms_norm(x)
+        return F.layer_norm(
+            x, (C,), weights[f"{name}.weight"], weights.get(f"{name}.bias"), LAYER_NORM_EPS
+        )
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def rotate(x: Tensor) -> Tensor:
+        angle = torch.arange(T)[:, None] * ROPE_BASE ** -(torch.arange(0, D, 2) / D)
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+    x = weights["tok_emb.weight"][ids]
+    x = rms_norm(x) if is_modern else x + weights["pos_emb.weight"][:T]
+    for number in range(config["n_layer"]):
+        block = f"blocks.{number}"
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        q, k, v = qkv.view(T, 3, -1, D).permute(1, 2, 0, 3)
+        if is_modern:
+            q, k = rms_norm(rotate(q)), rms_norm(rotate(k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
+        y = norm(x, f"{block}.ln_2")
+        if config["token_shift"]:
+            y = y + F.pad(y, (0, 0, 1, -1)) * weights[f"{block}.shift.weight"]
+        y = linear(y, f"{block}.mlp.c_fc")
+        y = F.relu(y).square() if is_modern else F.gelu(y)
+        x = x + linear(y, f"{block}.mlp.c_proj")
+    logits = linear(norm(x, "ln_f"), "tok_emb" if config["tie_weights"] else "head")
+    return SOFTCAP * torch.tanh(logits / SOFTCAP) if is_modern else logits

@@ -1,0 +1,236 @@
+"""The page that runs a model: what it computes, in Python's words and in a headless Chromium, and its file."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import model_snapshot
+
+import export
+import sample
+from engine.errors import UserError
+from engine.interop import page
+from model import MLP, ROPE_BASE, SOFTCAP
+from sample import load_model
+
+LETTERS = "\n abcdefghijklmnopqrstuvwxyz<>&{}$`é漢"
+BYTES = "".join(map(chr, range(256)))
+# The architectures that the page has.
+MODELS = {
+    "gpt2": ("gpt2", {}),
+    "nanogpt": ("gpt2", {"bias": False, "n_embd": 36}),
+    "untied": ("gpt2", {"tie_weights": False}),
+    "modern": ("modern", {}),
+    "shifted": ("modern", {"token_shift": True}),
+}
+HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>&amp;"
+
+
+def snapshot_of(name, vocabulary=LETTERS):
+    arch, settings = MODELS[name]
+    snapshot = model_snapshot(vocabulary, arch, **settings)
+    snapshot.config |= {"run_name": f"{name} {HOSTILE}"}
+    return snapshot
+
+
+def write(tmp_path, *snapshots) -> list[str]:
+    """Writes the snapshots, and a page of them; returns their paths."""
+    paths = [str(tmp_path / f"{i}.pt") for i in range(len(snapshots))]
+    for path, snapshot in zip(paths, snapshots, strict=True):
+        Path(path).write_bytes(snapshot.to_bytes())
+    export.main([f"page={tmp_path / 'page.html'}", f"snapshots=[{','.join(paths)}]"])
+    return paths
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_page_computes_the_models_logits(name):
+    model = load_model(snapshot_of(name), "cpu")
+    ids = torch.randint(len(LETTERS), (24,))
+    with torch.no_grad():
+        expected = model(ids[None])[0][0]
+        found = page.compute(dataclasses.asdict(model.config), model.state_dict(), ids)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert (page.ROPE_BASE, page.SOFTCAP) == (ROPE_BASE, SOFTCAP)
+
+
+def test_a_model_whose_code_was_edited_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(MLP, "forward", lambda self, x: self.c_proj(torch.sin(self.c_fc(x))))
+    with pytest.raises(UserError, match=r"0\.pt: a page would compute other logits.* sample\.py"):
+        write(tmp_path, snapshot_of("modern"))
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_is_replaced_and_nothing_else_is(tmp_path):
+    write(tmp_path, snapshot_of("gpt2"))
+    [path] = write(tmp_path, snapshot_of("modern"))
+    text = tmp_path / "notes.html"
+    text.write_text("mine")
+    with pytest.raises(UserError, match=r"page=.*notes\.html: already exists"):
+        export.main([f"page={text}", f"snapshot={path}"])
+    for wrong in (["page=a", "out=b"], [], ["out=a", "newest=2"], ["page=a", "newest=0"]):
+        with pytest.raises(UserError, match=r"^(out|newest|snapshots)="):
+            export.main(wrong)
+    assert text.read_text() == "mine"
+
+
+def test_the_page_of_the_default_recipe_is_small(tmp_path):
+    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 128, "block_size": 256}
+    write(tmp_path, model_snapshot(LETTERS + "".join(map(chr, range(200, 226))), "modern", **sizes))
+    assert (tmp_path / "page.html").stat().st_size < 2.5e6
+
+
+# --- in a browser ---
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("there is no Chromium with its driver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(60)
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """What a person does with the page, and sees of it."""
+
+    def __init__(self, browser, path):
+        self.browser = browser
+        browser.get(path.as_uri())
+        self.wait(lambda: "Loading …" not in self.texts(".status"))
+
+    def all(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def texts(self, selector):
+        return [e.get_property("textContent") for e in self.all(selector)]
+
+    def wait(self, true):
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.browser, 60, 0.05).until(lambda _: true())
+
+    def set(self, name, value):
+        self.browser.execute_script(
+            "document.getElementById(arguments[0]).value = arguments[1]", name, str(value)
+        )
+
+    def press(self, name):
+        self.all(f"#{name}")[0].click()
+
+    def ask(self, number, message, answer):
+        """The worker's answer to a message of model `number`."""
+        return self.browser.execute_async_script(
+            "const [number, message, answer, done] = arguments;"
+            "models[number].ask(message, {[answer]: done, failed: done});",
+            *(number, message, answer),
+        )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The path of a page with a model of each architecture and one of bytes, and these models."""
+    folder = tmp_path_factory.mktemp("page")
+    snapshots = [snapshot_of(name) for name in MODELS]
+    of_bytes = snapshot_of("shifted", BYTES)
+    of_bytes.config |= {"data": {"encoding": "bytes"}}
+    paths = write(folder, *snapshots, of_bytes)
+    return folder / "page.html", snapshots, paths
+
+
+def test_it_computes_as_pytorch_does_and_says_so(browser, served):
+    path, snapshots, _ = served
+    opened = Page(browser, path)
+    assert opened.texts(".status") == ["Ready."] * (len(MODELS) + 1)
+    for number, snapshot in enumerate(snapshots):
+        weights = page.rounded(snapshot.model_state)
+        model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
+        ids = torch.randint(len(LETTERS), (20,))
+        looked = opened.ask(
+            number, {"kind": "look", "ids": ids.tolist(), "layer": 1, "head": 2}, "looked"
+        )
+        logits, attention = model.inspect(ids)
+        assert looked["logits"] == pytest.approx(logits[-1].tolist(), abs=1e-3)
+        assert looked["weights"] == pytest.approx(attention[1, 2, -1].tolist(), abs=1e-3)
+
+
+def test_its_greedy_text_and_its_scores_are_those_of_the_programs(browser, served, tmp_path):
+    path, snapshots, paths = served
+    opened = Page(browser, path)
+    prompt = "the cat\n"
+    for name, value in {"prompt": prompt, "count": 200, "temperature": 0}.items():
+        opened.set(name, value)
+    opened.press("generate")
+    opened.wait(lambda: all(s.startswith("200 characters") for s in opened.texts(".status")))
+    texts = opened.texts(".text")
+    for text, snapshot in zip(texts, snapshots, strict=False):
+        weights = page.rounded(snapshot.model_state)
+        model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
+        ids = torch.tensor([[LETTERS.index(c) for c in prompt]])
+        assert text == "".join(LETTERS[i] for i in model.generate(ids, 200)[0])
+    text = (prompt * 30)[:200] + "é漢"
+    (tmp_path / "text.txt").write_text(text)
+    opened.set("prompt", text)
+    opened.press("score")
+    opened.wait(lambda: all(s.startswith("Loss") for s in opened.texts(".status")))
+    for status, path in zip(opened.texts(".status"), paths, strict=True):
+        scored = sample.SampleConfig(snapshot=path, score=str(tmp_path / "text.txt"))
+        loss, count = sample.score(scored, sample.load_full(path))
+        assert float(status.split()[1]) == pytest.approx(loss, abs=1e-3)
+        assert f"of {count} characters" in status
+
+
+def test_a_person_generates_stops_looks_and_is_told_what_is_wrong(browser, tmp_path):
+    snapshot = model_snapshot(LETTERS, "modern", n_layer=4, n_embd=192)  # slow enough to be stopped
+    snapshot.config |= {"run_name": HOSTILE}
+    write(tmp_path, snapshot)
+    opened = Page(browser, tmp_path / "page.html")
+    for name, value in {"prompt": "a", "count": 20_000, "temperature": 1}.items():
+        opened.set(name, value)
+    opened.press("generate")
+    opened.wait(lambda: len(opened.texts(".text")[0]) > 50)
+    opened.press("halt")
+    opened.all(".text span:nth-child(21)")[0].click()
+    opened.wait(lambda: opened.texts("tbody")[0])
+    length = len(opened.texts(".text")[0])
+    shares = [float(cell.split()[0]) for cell in opened.texts("td:last-child")]
+    assert 10 <= len(shares) <= 11 and 10 < sum(shares) <= 100.5
+    opened.all(".text")[0].send_keys("\ue014")  # the right arrow
+    opened.wait(lambda: opened.all(".picked")[0].get_dom_attribute("data-at") == "21")
+    assert len(opened.texts(".text")[0]) == length < 20_000
+    stop = opened.texts(".text")[0][30:32]
+    opened.set("stop", stop)
+    opened.press("generate")  # the same text, for the same seed
+    opened.wait(lambda: opened.texts(".text")[0].endswith(stop))
+    opened.set("prompt", "A")
+    opened.press("generate")
+    assert opened.texts(".status") == ['Prompt: the model does not know "A".']
+    assert browser.title == HOSTILE and browser.get_log("browser") == []
+
+
+def test_text_of_bytes_is_shown_as_characters(browser, served):
+    opened = Page(browser, served[0])
+    for name, value in {"prompt": "é漢a", "count": 1, "stop": ""}.items():
+        opened.set(name, value)
+    opened.press("generate")
+    opened.wait(lambda: opened.texts(".status")[-1].startswith("1 characters"))
+    assert opened.texts(".text")[-1].startswith("é漢a")
+    assert len(opened.all("section:last-child .text span")) == 7  # six bytes, and one more
+
+
+def test_a_page_that_computes_other_numbers_says_so(browser, tmp_path):
+    write(tmp_path, snapshot_of("modern"))
+    path = tmp_path / "page.html"
+    path.write_text(path.read_text().replace("15 * Math.tanh", "14 * Math.tanh"))
+    [status] = Page(browser, path).texts(".status")
+    assert status.startswith("This browser computes other numbers than PyTorch, by up to")
