@@ -4,9 +4,11 @@ import importlib.util
 import re
 import shlex
 import subprocess
+import tomllib
 
 import pytest
 from conftest import ROOT, TINY, model_snapshot, start
+from packaging.requirements import Requirement
 
 import export
 
@@ -117,3 +119,11 @@ def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(npr
     (tmp_path / "mine.py").write_text(other)
     result = start(script=script, cwd=tmp_path, env=env)
     assert result.returncode == 1 and "model.n_layer was 3, is 4" in result.stderr
+
+
+def test_the_pinned_versions_are_within_the_ranges_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"^([\w-]+).*==(\S+)", (ROOT / "requirements.txt").read_text(), re.M))
+    pinned = {name.lower(): version for name, version in pinned.items()}
+    for requirement in map(Requirement, project["dependencies"]):
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
