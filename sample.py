@@ -127,8 +127,7 @@ def is_small(model: GPT, num_texts: int) -> bool:
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     """Yields `num_samples` texts as iterables: the prompt, then characters. A single text is streamed.
-    Samples for a seed do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt
-    that cannot be read, is empty, or has an unknown character.
+    Samples for a seed do not depend on `num_samples`, up to rounding.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt = read_prompt(config, vocabulary, encoding)
@@ -147,26 +146,22 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
         if config.num_samples == 1:
-            rows: list[Iterable[str]] = [(vocabulary[int(ids)] for ids in new)]
+            rows: list[Any] = [(vocabulary[int(ids)] for ids in new)]
         else:
-            rows = [map(vocabulary.__getitem__, row) for row in until_all(new, stop, vocabulary)]
+            rows = until_all(new, stop, vocabulary)
         for row in rows:
             yield decode_pieces(itertools.chain([prompt], before(row, stop)), encoding)
 
 
-def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[list[int]]:
-    """The ids of each row of `new`, up to where every row has had the string `stop`."""
-    columns: list[torch.Tensor] = []
-    ended = torch.zeros(1, dtype=torch.bool)
-    target = [vocabulary.find(character) for character in stop]  # -1, which no id is, if unknown
+def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
+    """The text of each row of `new`, drawn until every row has had the string `stop`."""
+    texts: list[str] = []
     for ids in new:
-        columns.append(ids.cpu())
-        if target and len(columns) >= len(target):
-            last = torch.stack(columns[-len(target) :], dim=1)
-            ended = ended | (last == torch.tensor(target)).all(dim=1)
-            if ended.all():
-                break
-    return torch.stack(columns, dim=1).tolist()
+        drawn = [vocabulary[i] for i in ids.tolist()]
+        texts = [text + one for text, one in zip(texts, drawn, strict=True)] if texts else drawn
+        if stop and all(stop in text for text in texts):
+            break
+    return texts
 
 
 def before(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -183,15 +178,11 @@ def before(pieces: Iterable[str], stop: str) -> Iterator[str]:
     yield from held
 
 
-def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterator[str]:
+def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterable[str]:
     """The text of a model's characters, as they come: those of bytes are decoded from UTF-8."""
     if encoding != "bytes":
-        yield from pieces
-        return
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for piece in pieces:
-        yield decoder.decode(piece.encode("latin-1"))
-    yield decoder.decode(b"", final=True)
+        return pieces
+    return codecs.iterdecode((piece.encode("latin-1") for piece in pieces), "utf-8", "replace")
 
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
@@ -220,9 +211,7 @@ def read_prompt(config: SampleConfig, vocabulary: str, encoding: str) -> str:
     name = f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
-            with open(0, "rb", closefd=False) as file:  # standard input, which may be closed
-                content = file.read()
-            # As `read_text` does.
+            content = open(0, "rb", closefd=False).read()  # standard input, which may be closed
             prompt = content.decode("latin-1" if encoding == "bytes" else "utf-8-sig")
         else:
             prompt = "".join(read_text(find_files(config.prompt_file), encoding=encoding))

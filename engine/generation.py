@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config.checks import check_range
+from engine.errors import UserError
+
 
 class LayerCache:
     """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
@@ -48,7 +51,6 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Characters in the cache."""
         return self.layers[0].length
 
 
@@ -88,23 +90,18 @@ def stream(
             context is full it begins again with the last half of it, so that the cache can be used. True:
             always the last `block_size`; every position changes, and all of them are computed again.
 
-    Raises ValueError, at the first character, for an empty `idx`, a negative `max_new_tokens`, a
-    temperature not above 0, a top_k below 1, or a top_p not in (0, 1].
+    Raises `UserError`, a ValueError, at the first character, for an empty `idx` or an impossible value.
     """
     if idx.dim() != 2 or idx.size(1) == 0:
-        raise ValueError("generate needs at least one character to start from, of shape (B, T)")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
-    if do_sample and not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be above 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+        raise UserError("generate needs at least one character to start from, of shape (B, T)")
+    check_range("max_new_tokens", max_new_tokens, 0)
+    check_range("top_k", top_k, 1)
+    check_range("top_p", top_p, above=0, high=1)
     config: Any = model.config
     B = len(idx)
     generators = []
     if do_sample:
+        check_range("temperature", temperature, above=0)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         generators = [np.random.default_rng((seed, first_row + row)) for row in range(B)]
     device, dtype = idx.device, next(model.parameters()).dtype
