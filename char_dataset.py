@@ -83,12 +83,10 @@ class DataConfig:
 
 
 def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:
-    """Downloads and caches the text; call it in one process per host.
-
-    Downloads it if `path` does not exist, and encodes it into the cache unless it is small. Returns
-    the configuration of the text that is there: the default text, without a network, is replaced by
-    `pydoc:topics`, which a run then keeps: `recorded` is the path in its snapshot. Raises `UserError`
-    for any other text that is not there.
+    """Downloads the text if `path` does not exist, and encodes it into the cache unless it is small; call
+    it in one process per host. Returns the configuration of the text that is there: the default text,
+    without a network, is replaced by `pydoc:topics`, which a run then keeps: `recorded` is the path in
+    its snapshot.
     """
     pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
     if recorded == PYDOC and config.url == SHAKESPEARE_URL:
@@ -139,7 +137,7 @@ class CharDataset(Dataset):
         self._check_length(f"text, {config.path},")
 
     def with_config(self, config: DataConfig) -> "CharDataset":
-        """The same text with the `block_size` and `train_split` of `config`. Raises as the constructor."""
+        """The same text with the `block_size` and `train_split` of `config`."""
         dataset = copy.copy(self)
         dataset.config, dataset.block_size = config, config.block_size or 1
         dataset._check_length(f"text, {config.path},")
@@ -155,8 +153,7 @@ class CharDataset(Dataset):
 
     def split(self) -> tuple["CharDataset", "CharDataset"]:
         """(training part, held-out part): the text cut once at `int(characters * train_split)`,
-        before windowing, so that no character is in both; both have the vocabulary of the whole
-        text. Raises `UserError` if either part is shorter than one window.
+        before windowing, so that no character is in both; both have the vocabulary of the whole text.
         """
         cut, end = int(len(self.data) * (self.config.train_split or 0.9)), self._final_start()
         train, held_out = self._part(0, cut), self._part(cut, end)
@@ -165,9 +162,7 @@ class CharDataset(Dataset):
         return train, held_out
 
     def final_part(self) -> "CharDataset | None":
-        """The last share `final_split` of the text, which neither part of `split` has; None without it.
-        Raises `UserError` if it is shorter than two characters.
-        """
+        """The last share `final_split` of the text, which neither part of `split` has; None without it."""
         if not self.config.final_split:
             return None
         final = self._part(self._final_start(), len(self.data))
@@ -198,9 +193,7 @@ class CharDataset(Dataset):
         return x[0], y[0]
 
     def batch(self, indices: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `indices` (B,) as `(x, y)`, int64 of shape (B, block_size) each, on the device of
-        the text.
-        """
+        """Windows `indices` (B,) as `(x, y)`, int64 (B, block_size) each, on the device of the text."""
         starts = torch.as_tensor(indices, dtype=torch.int64).to(self.data.device, non_blocking=True)
         offsets = torch.arange(self.block_size + 1, device=self.data.device)
         windows = self._ids(starts[:, None] + offsets)  # (B, T + 1)
@@ -208,22 +201,19 @@ class CharDataset(Dataset):
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `first` to `last` (excluded) of the text laid end to end, in which every
-        character but the first is a target once; beyond the end the target is `IGNORE`.
+        """Windows `first` to `last` (excluded) of the `num_eval_windows` that lie end to end, in which
+        every character but the first is a target once; beyond the end the target is `IGNORE`.
 
         Returns `(x, y)`, int64 of shape (last - first, block_size).
         """
-        positions = torch.arange(
-            first * self.block_size, last * self.block_size, device=self.data.device
-        )
-        end = len(self.data) - 1
+        size, end = self.block_size, len(self.data) - 1
+        positions = torch.arange(first * size, last * size, device=self.data.device)
         x = self._ids(positions.clamp(max=end - 1))
         y = self._ids((positions + 1).clamp(max=end)).masked_fill(positions >= end, IGNORE)
-        return x.view(-1, self.block_size), y.view(-1, self.block_size)
+        return x.view(-1, size), y.view(-1, size)
 
     @property
     def num_eval_windows(self) -> int:
-        """Number of windows that `eval_windows` needs to score the whole text."""
         return -(-(len(self.data) - 1) // self.block_size)
 
     def _ids(self, positions: torch.Tensor) -> torch.Tensor:
@@ -234,13 +224,9 @@ class CharDataset(Dataset):
         return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
 
     def encode(self, text: str) -> torch.Tensor:
-        """The ids of `text`, int64 of shape (len(text),). Raises `UserError` for an unknown
-        character.
-        """
         return encode(text, self.vocabulary)
 
     def decode(self, ids) -> str:
-        """The text of a sequence of ids."""
         return "".join(self.itos[int(i)] for i in ids)
 
 
@@ -249,14 +235,10 @@ def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float
     each by its frequency there, counted from one), of the first `MAX_COUNTED` characters of each.
     """
     seen, scored = (
-        torch.stack(
-            [
-                dataset._ids(torch.arange(start, min(start + 2**20, len(dataset.data)))).bincount(
-                    minlength=train.vocab_size
-                )
-                for start in range(0, min(len(dataset.data), MAX_COUNTED), 2**20)
-            ]
-        ).sum(dim=0)
+        sum(
+            ids.long().bincount(minlength=train.vocab_size)
+            for ids in dataset.data[:MAX_COUNTED].cpu().split(2**20)
+        )
         for dataset in (train, held_out)
     )
     share = scored.double() / scored.sum()
@@ -396,11 +378,9 @@ class MicroBatches:
 def prefetch(
     batches: MicroBatches, first: int, last: int, workers: int, pinned: bool
 ) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-    """Prefetch: micro-batches `first` to `last` (excluded) as `(x, y)`, up to two per thread cut in
-    advance.
-
-    Without `workers`, each is cut when it is asked for. `pinned` puts them into page-locked memory,
-    from which a GPU copies without waiting. Closing the generator ends its threads.
+    """Micro-batches `first` to `last` (excluded) as `(x, y)`, up to two per thread cut in advance; without
+    `workers`, each is cut when it is asked for. `pinned` puts them into page-locked memory, from which a
+    GPU copies without waiting. Closing the generator ends its threads.
     """
 
     def cut(k: int) -> tuple[torch.Tensor, torch.Tensor]:
