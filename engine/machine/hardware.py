@@ -13,12 +13,9 @@ import torch.nn as nn
 # Peak dense bfloat16 and float16 rates with float32 accumulation, FLOP/s, from NVIDIA's data sheets
 # and architecture white papers. The first pattern found in a device's name counts.
 PEAK_FLOPS = {
-    "H200 NVL": 835e12,
-    "H100 NVL": 835e12,
+    "H[12]00 NVL": 835e12,
     "H100 PCIe": 756e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100": 989e12,
+    "G?H[12]00": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "A10": 125e12,
@@ -67,17 +64,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Floating-point operations of training on one token: the model's own count if it has one, else
-    6 per parameter.
-    """
+    """Operations of training on one token: the model's own count if it has one, else 6 per parameter."""
     count = getattr(model, "flops_per_token", None)
     return count() if count else 6.0 * sum(p.numel() for p in model.parameters())
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process so far, bytes: of a GPU in torch's allocator, else all of the
-    host's.
-    """
+    """Peak memory of this process so far, bytes: in torch's allocator of a GPU, else in the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)  # a CUDA graph keeps what it has freed
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,9 +78,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_memory() -> int | None:
-    """Memory of the host that is free or can be freed, bytes, within the limit of a container; None where
-    it is not known (Linux alone says it).
-    """
+    """Bytes of the host that are free or can be freed, within a container's limit; None except on Linux."""
     if not os.path.exists("/proc/meminfo"):
         return None
     with open("/proc/meminfo") as file:

@@ -1,5 +1,6 @@
 """Muon: momentum, orthogonalized (Jordan et al., 2024)."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -14,9 +15,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial, steepest at 
 ITERATIONS = 5
 
 
-def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor, normalize: bool) -> torch.Tensor:
     """Newton-Schulz iteration: approximates U V^T for each matrix U S V^T of (N, R, C). The singular
     values lie between about 0.7 and 1.2. Computes in bfloat16 where the hardware does.
+
+    With `normalize`, rows (columns, if there are more) are scaled to equal norms, and to the norm of an
+    orthogonal matrix overall: NorMuon (Li et al., 2025) without its running mean of the norms, which
+    gained nothing here (benchmarks/experiments.md).
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(1) > matrices.size(2)
@@ -29,17 +34,9 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
-    return x.mT if is_tall else x
-
-
-def normalized_orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """`orthogonalize`, with rows (columns, if there are more) scaled to equal norms, and the norm of an
-    orthogonal matrix overall.
-
-    NorMuon (Li et al., 2025) without its running mean of the norms, which gained nothing here
-    (benchmarks/experiments.md).
-    """
-    x = orthogonalize(matrices)
+    x = x.mT if is_tall else x
+    if not normalize:
+        return x
     rows, columns = x.shape[1:]
     size = (min(rows, columns) / max(rows, columns)) ** 0.5
     norm = x.norm(dim=2 if rows >= columns else 1, keepdim=True, dtype=torch.float32)
@@ -63,10 +60,7 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(parameters, {**defaults, "normalize": normalize})
-
-    def add_param_group(self, param_group: dict) -> None:
-        super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
+        for p in self.param_groups[0]["params"]:
             if p.dim() != 2:
                 raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
 
@@ -74,8 +68,6 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # without closures
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
             gradients = [p.grad for p in parameters]
             for p in parameters:
                 if "momentum_buffer" not in self.state[p]:
@@ -89,7 +81,7 @@ class Muon(torch.optim.Optimizer):
             by_shape = defaultdict(list)  # one batch of products for all matrices of a shape
             for p, update in zip(parameters, updates, strict=True):
                 by_shape[p.shape].append((p, update))
-            function = normalized_orthogonalize if group["normalize"] else orthogonalize
+            function = functools.partial(orthogonalize, normalize=group["normalize"])
             for shape, pairs in by_shape.items():
                 batch = torch.stack([update for _, update in pairs])
                 result = sharding.map_matrices(function, batch)
