@@ -61,23 +61,17 @@ def read_pretrained(source: str) -> Pretrained:
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
-        description = f"{path}, {found}"
-        weights, architecture = found.model_state, found.model_config
-        return Pretrained(weights, found.vocabulary, architecture, description, found.encoding)
+        weights, vocabulary, architecture = found.model_state, found.vocabulary, found.model_config
+        return Pretrained(weights, vocabulary, architecture, f"{path}, {found}", found.encoding)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error
 
 
 def check_resumed(source: str, snapshot: Snapshot) -> None:
-    """Raises `UserError` if the run of `snapshot` started without `init_from`. Does not read the
-    source, which may be gone by then.
-    """
+    """Raises `UserError` if the run of `snapshot` started without `init_from`. The source may be gone."""
     if snapshot.config.get("init_from", source) is None:  # another program may have kept nothing
-        raise UserError(
-            f"init_from={source}: this run started without it; to start one with it, set "
-            "run_name=NEW_NAME"
-        )
+        raise UserError(f"init_from={source}: this run started without it; set run_name=NEW_NAME")
     log.info("init_from   was used at the start; resuming from the run's own snapshot")
 
 
@@ -87,13 +81,11 @@ def load_pretrained(pretrained: Pretrained, model: nn.Module, vocabulary: str) -
     must call it. Raises `UserError` for weights that do not fit.
     """
     own = dict(distributed.unwrap(model).named_parameters(remove_duplicate=False))
-    if unknown := sorted(pretrained.weights.keys() - own.keys()):
-        raise UserError(f"{pretrained.description}: this model has no {unknown[0]}")
+    if odd := sorted(pretrained.weights.keys() ^ own.keys()):
+        raise UserError(f"{pretrained.description}: it and this model differ in {odd[0]}")
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]
     for name, parameter in distributed.unwrap(model).named_parameters():
-        if name not in pretrained.weights:
-            raise UserError(f"{pretrained.description}: it has no {name}")
         value = pretrained.weights[name].float()
         if name in transformers.PER_CHARACTER:
             fresh = sharding.full_tensor(parameter).cpu() + value.mean(dim=0)

@@ -95,9 +95,8 @@ def unknown_token(vocabulary: str) -> str:
 def to_files(
     config: dict[str, Any], weights: dict[str, torch.Tensor], vocabulary: str
 ) -> dict[str, bytes]:
-    """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from.
-
-    Raises `UserError` for a model that Transformers does not have, or if safetensors is missing.
+    """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
+    `UserError` for a model that Transformers does not have.
     """
     if config["token_shift"]:
         raise UserError("model.token_shift=true: Transformers has no such model to export to")
@@ -110,10 +109,7 @@ def to_files(
 def to_transformers(
     config: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights in float32, under Transformers' names and in its layout, with the unknown token.
-
-    Raises `UserError` for a weight that its model does not have.
-    """
+    """The weights in float32, under Transformers' names and in its layout, with the unknown token."""
     if config["arch"] == "gpt2" and not config["bias"]:  # its GPT-2 always has biases
         biased = [name for name in weights if name.startswith(("blocks.", "ln_f."))]
         zeros = {name: torch.zeros(len(weights[name])) for name in biased}
@@ -158,21 +154,14 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
         "pad_token_id": unknown_id,
     }
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
-    tokenizer = {  # every character is one token
+    characters = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    vocab = {character: i for i, character in enumerate(vocabulary + unknown)}
+    tokenizer = {
         "version": "1.0",
         "added_tokens": [{"id": unknown_id, "content": unknown, "special": True, **flags}],
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
+        "pre_tokenizer": {"type": "Split", **characters},  # every character is one token
         "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: i for i, character in enumerate(vocabulary + unknown)},
-            "unk_token": unknown,
-        },
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -191,20 +180,15 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
 
 
 def read(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Configuration, weights (float32) and vocabulary of an exported model, or of one that
-    Transformers has trained further and saved.
-
-    Raises `UserError` for a directory that is damaged, or whose model is not one of ours.
+    """Configuration, weights (float32) and vocabulary of an exported model, or of one that Transformers has
+    trained further and saved. Raises `UserError` for one that is damaged, or not one of ours.
     """
     try:
-        tokenizer, given = (
-            json.loads(Path(folder, name).read_text("utf-8"))
-            for name in ("tokenizer.json", "config.json")
-        )
+        tokenizer = json.loads(Path(folder, "tokenizer.json").read_text("utf-8"))
+        given = json.loads(Path(folder, "config.json").read_text("utf-8"))
         vocabulary, ids = read_vocabulary(tokenizer["model"])
         config = read_config(given, len(vocabulary))
-        tensors = safetensors().load_file(Path(folder, WEIGHTS))
-        weights = from_transformers(config, tensors)
+        weights = from_transformers(config, safetensors().load_file(Path(folder, WEIGHTS)))
         biases = [name for name in weights if name.endswith(".bias")]
         config["bias"] = any(weights[name].any() for name in biases)  # its GPT-2 always has them
         if not config["bias"]:
@@ -227,8 +211,7 @@ def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, torch.Tensor]:
     for token in ids:
         if len(token) != 1:
             raise UserError(
-                f"its tokens are not characters: there is {token!r}; use a model that export.py "
-                "has written"
+                f"its tokens are not characters: there is {token!r}; use a model of export.py"
             )
     vocabulary = "".join(sorted(ids, key=ids.__getitem__))
     return vocabulary, torch.tensor([ids[character] for character in vocabulary])
@@ -238,10 +221,7 @@ def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """`GPTConfig`'s fields from `config.json`, but `bias`, which follows from the weights."""
     arch = next((ours for ours, name in MODEL_TYPES.items() if name == given["model_type"]), None)
     if arch is None:
-        raise UserError(
-            f"model_type={given['model_type']}: must be gpt2 or nanochat, which are the "
-            "architectures gpt2 and modern here"
-        )
+        raise UserError(f"model_type={given['model_type']}: must be gpt2 or nanochat")
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": False}
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
     for name, value in fixed_fields(config).items():
@@ -253,9 +233,7 @@ def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 def from_transformers(
     config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Inverse of `to_transformers`, but the unknown token and zero biases stay. Raises `UserError`
-    for a weight that our models do not have.
-    """
+    """Inverse of `to_transformers`, but the unknown token and zero biases stay."""
     weights, left = {}, dict(tensors)
     for name, theirs in parameter_names(config).items():
         if theirs[0] in left:
