@@ -26,7 +26,6 @@ INSTRUCTION_FLAGS = {
 }
 
 
-@functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The kernels for `dtype`, compiled on first use; None if this machine cannot run them."""
     return _build(dtype)[0]
@@ -41,9 +40,7 @@ def describe(dtype: torch.dtype) -> str:
 
 
 def instructions(dtype: torch.dtype) -> str | None:
-    """The instruction set that the kernels for `dtype` are compiled for; None if this CPU has no
-    suitable one.
-    """
+    """The instruction set of the kernels for `dtype`; None if this CPU has no suitable one."""
     if dtype is torch.bfloat16:
         return "AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else None
     if dtype is torch.float32:  # the one torch uses; set by ATEN_CPU_CAPABILITY

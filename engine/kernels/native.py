@@ -1,7 +1,5 @@
-"""C kernels as PyTorch operations, with gradients.
-
-Call these through `engine.kernels.ops`, which checks that they apply: they read raw memory and check
-neither type nor shape.
+"""C kernels as PyTorch operations, with gradients, for `engine.kernels.ops`, which checks that they
+apply: they read raw memory and check neither type nor shape.
 """
 
 import ctypes
@@ -25,9 +23,7 @@ Rotation = tuple[Tensor, Tensor] | None  # cosines and sines (T, D / 2)
 
 
 def supports(x: Tensor, multiple: int = WIDTH) -> bool:
-    """Whether kernels can read x (..., C): a CPU tensor of a supported type, C divisible by
-    `multiple`, outside of torch.compile and tracing.
-    """
+    """Whether kernels can read x (..., C), and are not compiled or traced with it."""
     return (
         holds_memory(x)
         and x.size(-1) % multiple == 0
@@ -79,9 +75,8 @@ class _Attention(torch.autograd.Function):
         B, T, C = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         qkv, out = qkv.contiguous(), qkv.new_empty(B, T, C)
         statistics = qkv.new_empty(2, B, n_head, T, dtype=torch.float32)
-        _call(
-            qkv.dtype, "attention", B, T, n_head, C // n_head, qkv, cosine, sine, out, *statistics
-        )
+        sizes = B, T, n_head, C // n_head
+        _call(qkv.dtype, "attention", *sizes, qkv, cosine, sine, out, *statistics)
         ctx.save_for_backward(qkv, cosine, sine, out, statistics)
         return out
 
@@ -90,11 +85,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, g):
         qkv, cosine, sine, out, statistics = ctx.saved_tensors
         _, B, n_head, T = statistics.shape
-        D, grad = out.size(2) // n_head, torch.empty_like(qkv)
-        _call(
-            *(qkv.dtype, "attention_backward"),
-            *(B, T, n_head, D, qkv, cosine, sine, out, *statistics, g.contiguous(), grad),
-        )
+        sizes, grad = (B, T, n_head, out.size(2) // n_head), torch.empty_like(qkv)
+        saved = (qkv, cosine, sine, out, *statistics)
+        _call(qkv.dtype, "attention_backward", *sizes, *saved, g.contiguous(), grad)
         return grad, None, None, None
 
 
@@ -246,9 +239,7 @@ gelu = functools.partial(_apply, _Elementwise, "gelu")
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: int) -> tuple[Tensor, Tensor]:
-    """As in ops. Raises IndexError for a target outside the vocabulary, ValueError for targets of the
-    wrong type, number or device.
-    """
+    """As in ops. Raises IndexError for a target outside the vocabulary, ValueError for unfit targets."""
     rows = logits.numel() // max(1, logits.size(-1))
     if targets.dtype is not torch.int64 or not targets.is_cpu or targets.numel() != rows:
         raise ValueError(

@@ -31,9 +31,7 @@ COMPARED_LENGTHS = (256, 1024, 4096, 16384, 65536)  # of contexts, in `fused`
 
 
 def rms_norm(x: Tensor, eps: float = native.NORM_EPS) -> Tensor:
-    """Root mean square normalization (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) over the
-    last dimension; same shape.
-    """
+    """Root mean square norm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) over the last dimension."""
     if eps == native.NORM_EPS and native.supports(x):
         return native.rms_norm(x)
     if x.is_cuda and not torch.compiler.is_compiling():
@@ -92,9 +90,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: int = 0) -> tuple[Te
 
 
 def cap(logits: Tensor, softcap: int) -> Tensor:
-    """Soft cap (Gemma Team, "Gemma 2", 2024): softcap tanh(logits / softcap), unless that is 0, in
-    float32.
-    """
+    """Soft cap in float32 (Gemma Team, "Gemma 2", 2024): softcap tanh(logits / softcap), unless that is 0."""
     logits = logits.float()
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
@@ -277,20 +273,16 @@ def _agrees(
         angles = random(S, width // 2)
         rotation = (angles.cos(), angles.sin()) if rotated else None
         keys, values = random(2, 1, n_head, past, width)
-        cache = SimpleNamespace(
-            append=lambda k, v: (torch.cat((keys, k), 2), torch.cat((values, v), 2)),
-            length=past,
-            weights=None,
-        )
+        cache = SimpleNamespace(length=past, weights=None)
+        cache.append = lambda k, v: (torch.cat((keys, k), 2), torch.cat((values, v), 2))
         slope = random(1, S, n_head * width)
         results = []
         for function in (attention, _torch_attention):
             torch.default_generator.manual_seed(0)  # both drop the same weights
             y = function(qkv, n_head, rotation, cache if past else None, pdrop)
             results.append((y, *torch.autograd.grad((y * slope).sum(), qkv)))
-        return all(
-            torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(*results, strict=True)
-        )
+        pairs = zip(*results, strict=True)
+        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
 
     def compare() -> bool:
         with torch.random.fork_rng(devices=[]):
