@@ -187,7 +187,7 @@ def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterable[str]:
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     """The share of the characters of `texts` within pieces of at least `COPIED` characters that the training
-    text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that text cannot be read.
+    text has, too, or in shorter texts that are a whole line of it.
     """
     data = CharDataset(DataConfig(**snapshot.config["data"]))
     ids = data.split()[0].data.numpy()
@@ -228,8 +228,8 @@ def opening(vocabulary: str) -> str:
 
 
 def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf-8") -> list[str]:
-    """Draws a few short texts from a model during training, always with the same seed. Changes no
-    state. All ranks of a sharded model must call it.
+    """Draws a few short texts from a model during training, always with the same seed. Changes no state. All
+    ranks of a sharded model must call it.
     """
     num_texts, num_characters = TRAINING_SAMPLES
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
@@ -248,7 +248,6 @@ def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf
 def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
     """Loss of the text at `config.score`, computed as the held-out loss is: in non-overlapping windows,
     every character but the first scored once. Returns (nats per character, characters scored).
-    Raises `UserError` for a text that cannot be scored.
     """
     total, count = 0.0, 0
     for losses in score_batches(config, snapshot):
@@ -326,9 +325,7 @@ def main(arguments: list[str]) -> int:
 
 
 def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
-    """Prints texts: character by character on a terminal, otherwise one at a time. Returns them without
-    their first piece, the prompt.
-    """
+    """Prints texts, on a terminal character by character; returns them without the prompt."""
     printed = []
     for i, text in enumerate(texts):
         if i:
@@ -336,9 +333,8 @@ def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
         pieces = []
         for piece in text:
             pieces.append(piece)
-            if sys.stdout.isatty():
-                print(piece, end="", flush=True)
-        print("" if sys.stdout.isatty() else "".join(pieces), flush=True)
+            print(piece, end="", flush=sys.stdout.isatty())
+        print(flush=True)
         printed.append("".join(pieces[1:]))
     return printed
 

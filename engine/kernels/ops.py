@@ -221,10 +221,7 @@ def _choose_kernel(
 def _fits(rotation: native.Rotation, S: int, width: int) -> bool:
     """Whether the kernels can read these tables: contiguous float32, no gradient required."""
     return rotation is None or all(
-        table.dtype is torch.float32
-        and table.numel() == S * width // 2
-        and table.is_contiguous()
-        and not table.requires_grad
+        _is_dense_float32(table) and table.numel() == S * width // 2 and not table.requires_grad
         for table in rotation
     )
 

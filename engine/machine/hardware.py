@@ -6,6 +6,7 @@ import platform
 import re
 import resource
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -38,11 +39,8 @@ def device_name(device: torch.device) -> str:
 
 def cpuinfo() -> str:
     """The kernel's description of the CPUs; empty except on Linux."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return file.read()
-    except OSError:
-        return ""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
