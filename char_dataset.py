@@ -86,7 +86,7 @@ def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) ->
     """Downloads the text if `path` does not exist, and encodes it into the cache unless it is small; call
     it in one process per host. Returns the configuration of the text that is there: the default text,
     without a network, is replaced by `pydoc:topics`, which a run then keeps: `recorded` is the path in
-    its snapshot.
+    its snapshot. Raises `UserError` for any other text that is not there.
     """
     pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
     if recorded == PYDOC and config.url == SHAKESPEARE_URL:
@@ -154,6 +154,7 @@ class CharDataset(Dataset):
     def split(self) -> tuple["CharDataset", "CharDataset"]:
         """(training part, held-out part): the text cut once at `int(characters * train_split)`,
         before windowing, so that no character is in both; both have the vocabulary of the whole text.
+        Raises `UserError` if either part is shorter than one window.
         """
         cut, end = int(len(self.data) * (self.config.train_split or 0.9)), self._final_start()
         train, held_out = self._part(0, cut), self._part(cut, end)
@@ -162,7 +163,9 @@ class CharDataset(Dataset):
         return train, held_out
 
     def final_part(self) -> "CharDataset | None":
-        """The last share `final_split` of the text, which neither part of `split` has; None without it."""
+        """The last share `final_split` of the text, which neither part of `split` has; None without it.
+        Raises `UserError` if it is shorter than two characters.
+        """
         if not self.config.final_split:
             return None
         final = self._part(self._final_start(), len(self.data))
@@ -224,6 +227,7 @@ class CharDataset(Dataset):
         return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
 
     def encode(self, text: str) -> torch.Tensor:
+        """The ids of `text`, int64 (len(text),). Raises `UserError` for an unknown character."""
         return encode(text, self.vocabulary)
 
     def decode(self, ids) -> str:

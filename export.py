@@ -164,7 +164,8 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
 
 def export(snapshot: Snapshot, path: str, out: str) -> str:
     """Writes the model of `snapshot`, read from `path`, into the new directory `out`, atomically. Returns
-    what `compare` says. Raises `UserError` if Transformers has no such model.
+    what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits, and OSError
+    if `out` cannot be written.
     """
     if snapshot.encoding == "bytes":
         raise UserError(f"{path}: a model of bytes (data.encoding=bytes) cannot be exported")

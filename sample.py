@@ -127,7 +127,8 @@ def is_small(model: GPT, num_texts: int) -> bool:
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     """Yields `num_samples` texts as iterables: the prompt, then characters. A single text is streamed.
-    Samples for a seed do not depend on `num_samples`, up to rounding.
+    Samples for a seed do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt
+    that cannot be read, is empty, or has an unknown character.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt = read_prompt(config, vocabulary, encoding)
@@ -247,7 +248,8 @@ def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf
 
 def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
     """Loss of the text at `config.score`, computed as the held-out loss is: in non-overlapping windows,
-    every character but the first scored once. Returns (nats per character, characters scored).
+    every character but the first scored once. Returns (nats per character, characters scored). Raises
+    `UserError` for a text that cannot be scored.
     """
     total, count = 0.0, 0
     for losses in score_batches(config, snapshot):

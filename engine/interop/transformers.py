@@ -96,7 +96,7 @@ def to_files(
     config: dict[str, Any], weights: dict[str, torch.Tensor], vocabulary: str
 ) -> dict[str, bytes]:
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
-    `UserError` for a model that Transformers does not have.
+    `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
     if config["token_shift"]:
         raise UserError("model.token_shift=true: Transformers has no such model to export to")
