@@ -192,13 +192,15 @@ def compare(folder: str, model: GPT) -> str:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-        AutoConfig.from_pretrained(folder)
+        AutoConfig.from_pretrained(folder, trust_remote_code=True)
     except Exception as error:  # not installed, or too old for nanochat
         return f"not compared with Transformers: {one_line(error)[:300]}"
     logging.disable_progress_bar()
     ids = torch.arange(model.config.block_size)[None] % model.config.vocab_size
     try:
-        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+        theirs = (
+            AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()(ids).logits
+        )
     except Exception as error:  # of many types, for weights that it does not expect
         raise UserError(
             f"Transformers cannot load it: was model.py changed? {one_line(error)[:300]}"
@@ -215,6 +217,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str) -> str:
     """`README.md`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
+    trust = ", trust_remote_code=True" if config.token_shift else ""  # for shifted.py
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
@@ -231,7 +234,7 @@ A character-level GPT, exported from `{os.path.basename(path)}` of the run `{nam
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", "PATH_OR_NAME")({prompt})[0]["generated_text"])
+print(pipeline("text-generation", "PATH_OR_NAME"{trust})({prompt})[0]["generated_text"])
 ```
 
 | | |

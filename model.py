@@ -64,7 +64,7 @@ class GPTConfig:
     attn_pdrop: float = 0.1  # dropout probability of the attention weights
     bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)
     tie_weights: bool | None = None  # the head shares the embedding's weights; null: as arch has (gpt2: true)
-    token_shift: bool = False  # MLPs also see the character before (RWKV); no export to Transformers
+    token_shift: bool = False  # MLPs also see the character before (RWKV, Peng et al., 2023)
     activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # fmt: on
 

@@ -32,6 +32,7 @@ MODELS = {
     "without biases": {"arch": "gpt2", "bias": False},
     "untied": {"arch": "gpt2", "tie_weights": False},
     "modern": {"arch": "modern"},
+    "shifted": {"arch": "modern", "token_shift": True},
 }
 
 
@@ -62,7 +63,7 @@ def folder(tmp_path) -> Path:
 @torch.no_grad()
 def test_transformers_computes_the_same_logits(exported):
     model, _, out = exported
-    theirs = AutoModelForCausalLM.from_pretrained(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     idx = torch.randint(len(VOCABULARY), (5, 24), generator=torch.Generator().manual_seed(1))
     ours, got = model(idx)[0], theirs(idx).logits
     assert got.dtype == torch.float32 and ours.abs().max() > 1
@@ -115,7 +116,7 @@ def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monk
 @torch.no_grad()
 def test_the_unknown_token_is_never_the_likeliest_and_never_drawn(exported):
     _, _, out = exported
-    theirs = AutoModelForCausalLM.from_pretrained(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     unknown = len(VOCABULARY)
     idx = torch.randint(unknown + 1, (64, 24), generator=torch.Generator().manual_seed(2))
     assert (theirs(idx).logits.argmax(-1) != unknown).all()
@@ -152,7 +153,7 @@ def test_a_text_that_has_the_replacement_character_keeps_it(tmp_path):
 
 def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
     _, _, out = exported
-    generator = pipeline("text-generation", out, batch_size=2)
+    generator = pipeline("text-generation", out, batch_size=2, trust_remote_code=True)
     for prompt in ("A", "\n 0字"):
         text = generator(prompt)[0]["generated_text"]
         assert text.startswith(prompt) and len(text) == 24
@@ -168,7 +169,7 @@ def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
 def test_what_is_read_back_is_what_was_exported_bit_for_bit(exported, tmp_path):
     model, snapshot, out = exported
     again = tmp_path / "again"  # as Transformers writes it
-    AutoModelForCausalLM.from_pretrained(out).save_pretrained(again)
+    AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).save_pretrained(again)
     AutoTokenizer.from_pretrained(out).save_pretrained(again)
     for folder in (out, str(again)):
         config, weights, vocabulary = huggingface.read(folder)
@@ -182,7 +183,7 @@ def test_what_is_read_back_is_what_was_exported_bit_for_bit(exported, tmp_path):
 def test_biases_that_transformers_has_trained_are_kept(tmp_path):
     out, trained = tmp_path / "model", tmp_path / "trained"
     export.export(model_snapshot(VOCABULARY, bias=False), "x.pt", str(out))
-    theirs = AutoModelForCausalLM.from_pretrained(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     torch.nn.init.constant_(theirs.transformer.h[1].mlp.c_fc.bias, 0.5)
     theirs.save_pretrained(trained)
     AutoTokenizer.from_pretrained(out).save_pretrained(trained)
@@ -201,7 +202,12 @@ def set_json(path: Path, *keys: str, value) -> None:
 @pytest.mark.parametrize(
     "file, keys, value, says",
     [
-        ("config.json", ["model_type"], "llama", "model_type=llama: must be gpt2 or nanochat"),
+        (
+            "config.json",
+            ["model_type"],
+            "llama",
+            "model_type=llama: must be gpt2, nanochat, nanochat_shift",
+        ),
         ("config.json", ["activation_function"], "gelu_new", "activation_function=gelu_new"),
         ("config.json", ["n_inner"], 64, "n_inner=64: models of this application have None"),
         ("tokenizer.json", ["model", "vocab", "the"], 99, "there is 'the'"),

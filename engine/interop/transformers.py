@@ -5,8 +5,8 @@
 
 `config` is a dictionary of `GPTConfig`'s fields, `weights` the model's `state_dict`, and
 `vocabulary[i]` the character with the id i. `arch="gpt2"` is Transformers' `GPT2LMHeadModel`,
-`arch="modern"` its `NanoChatForCausalLM`; it has no model with a `token_shift`. Transformers itself
-is not needed, `safetensors` is.
+`arch="modern"` its `NanoChatForCausalLM`; with a `token_shift`, the directory has the code of `shifted.py`, too, which
+`trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
 
 Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement
 character). Its embedding and its row of the head are the mean of all others: its logit is the mean
@@ -24,7 +24,12 @@ from engine.errors import UserError, one_line
 from engine.kernels.native import NORM_EPS
 
 WEIGHTS = "model.safetensors"
-MODEL_TYPES = {"gpt2": "gpt2", "modern": "nanochat"}
+MODEL_TYPES = {
+    "gpt2": ("gpt2", False),
+    "nanochat": ("modern", False),
+    "nanochat_shift": ("modern", True),
+}
+SHIFTED = Path(__file__).with_name("shifted.py")
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
 ROPE_BASE, SOFTCAP = 10_000.0, 15  # as in model.py, which a test compares
 
@@ -45,6 +50,7 @@ MODULES: dict[str, dict[str, list[str]]] = {
         "blocks.{}.attn.c_proj": ["model.layers.{}.self_attn.o_proj"],
         "blocks.{}.mlp.c_fc": ["model.layers.{}.mlp.fc1"],
         "blocks.{}.mlp.c_proj": ["model.layers.{}.mlp.fc2"],
+        "blocks.{}.shift": ["model.layers.{}.shift"],
         "head": ["lm_head"],
     },
 }
@@ -98,11 +104,13 @@ def to_files(
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
-    if config["token_shift"]:
-        raise UserError("model.token_shift=true: Transformers has no such model to export to")
+    if config["token_shift"] and config["arch"] != "modern":
+        raise UserError("model.token_shift=true: exported for model.arch=modern alone")
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
     for name, content in json_files(config, vocabulary).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()
+    if config["token_shift"]:
+        files[SHIFTED.name] = SHIFTED.read_bytes()
     return files
 
 
@@ -134,9 +142,16 @@ def to_transformers(
 def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
     """The JSON files by name: model, generation and tokenizer."""
     gpt2, unknown, unknown_id = config["arch"] == "gpt2", unknown_token(vocabulary), len(vocabulary)
+    kind = config["arch"], config["token_shift"]
+    shifted = {
+        "AutoConfig": "shifted.ShiftedConfig",
+        "AutoModelForCausalLM": "shifted.ShiftedForCausalLM",
+    }
+    name = "ShiftedForCausalLM" if config["token_shift"] else "NanoChatForCausalLM"
     model = {
-        "architectures": ["GPT2LMHeadModel" if gpt2 else "NanoChatForCausalLM"],
-        "model_type": MODEL_TYPES[config["arch"]],
+        "architectures": ["GPT2LMHeadModel" if gpt2 else name],
+        "model_type": next(name for name, ours in MODEL_TYPES.items() if ours == kind),
+        **({"auto_map": shifted} if config["token_shift"] else {}),
         "vocab_size": unknown_id + 1,
         "dtype": "float32",
         "bos_token_id": None,
@@ -219,10 +234,10 @@ def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, torch.Tensor]:
 
 def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """`GPTConfig`'s fields from `config.json`, but `bias`, which follows from the weights."""
-    arch = next((ours for ours, name in MODEL_TYPES.items() if name == given["model_type"]), None)
-    if arch is None:
-        raise UserError(f"model_type={given['model_type']}: must be gpt2 or nanochat")
-    config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": False}
+    if given["model_type"] not in MODEL_TYPES:
+        raise UserError(f"model_type={given['model_type']}: must be {', '.join(MODEL_TYPES)}")
+    arch, shift = MODEL_TYPES[given["model_type"]]
+    config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": shift}
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
     for name, value in fixed_fields(config).items():
         if given.get(name) != value:
