@@ -1,9 +1,12 @@
 """Every command of the README runs."""
 
 import importlib.util
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -11,6 +14,7 @@ from conftest import ROOT, TINY, model_snapshot, start
 from packaging.requirements import Requirement
 
 import export
+from engine.snapshots.storage import load
 
 BLOCKS = re.findall(
     r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
@@ -127,3 +131,26 @@ def test_the_pinned_versions_are_within_the_ranges_of_the_project():
     pinned = {name.lower(): version for name, version in pinned.items()}
     for requirement in map(Requirement, project["dependencies"]):
         assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+def test_the_notebook_runs(tmp_path):
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert code.count("configure(") == 2
+    small = ", ".join(map(repr, TINY))
+    code = code.replace('"experiment=shakespeare_quick"', small)
+    (tmp_path / "main.py").symlink_to(ROOT / "main.py")  # it has been fetched already
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("held-out loss") >= 2 and (tmp_path / "play.html").exists()
+    first, edited = (
+        load(str(tmp_path / f"runs/{n}/gpt_snapshot.pt")) for n in ("notebook", "edited")
+    )
+    assert first.step == edited.step and first.loss != edited.loss
