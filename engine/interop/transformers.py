@@ -148,49 +148,46 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
         "AutoModelForCausalLM": "shifted.ShiftedForCausalLM",
     }
     name = "ShiftedForCausalLM" if config["token_shift"] else "NanoChatForCausalLM"
-    model = {
-        "architectures": ["GPT2LMHeadModel" if gpt2 else name],
-        "model_type": next(name for name, ours in MODEL_TYPES.items() if ours == kind),
-        **({"auto_map": shifted} if config["token_shift"] else {}),
-        "vocab_size": unknown_id + 1,
-        "dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": unknown_id,
-        **{theirs: config[ours] for ours, theirs in FIELDS[config["arch"]].items()},
-        **fixed_fields(config),
-    }
-    generation = {
-        "do_sample": True,  # as sample.py does
-        "temperature": 0.8,
-        "top_k": 0,  # no limit
-        "max_length": config["block_size"],  # or it would be 256; GPT-2 may have fewer positions
-        "suppress_tokens": [unknown_id],
-        "pad_token_id": unknown_id,
-    }
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     characters = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     vocab = {character: i for i, character in enumerate(vocabulary + unknown)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": unknown_id, "content": unknown, "special": True, **flags}],
-        "pre_tokenizer": {"type": "Split", **characters},  # every character is one token
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
-    }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": config["block_size"],
-        "unk_token": unknown,
-        "pad_token": unknown,
-        "padding_side": "left",  # so that every prompt of a batch ends where generation starts
-    }
     return {
-        "config.json": model,
-        "generation_config.json": generation,
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": settings,
+        "config.json": {
+            "architectures": ["GPT2LMHeadModel" if gpt2 else name],
+            "model_type": next(name for name, ours in MODEL_TYPES.items() if ours == kind),
+            **({"auto_map": shifted} if config["token_shift"] else {}),
+            "vocab_size": unknown_id + 1,
+            "dtype": "float32",
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": unknown_id,
+            **{theirs: config[ours] for ours, theirs in FIELDS[config["arch"]].items()},
+            **fixed_fields(config),
+        },
+        "generation_config.json": {
+            "do_sample": True,  # as sample.py does
+            "temperature": 0.8,
+            "top_k": 0,  # no limit
+            # Or it would be 256; GPT-2 may have fewer positions.
+            "max_length": config["block_size"],
+            "suppress_tokens": [unknown_id],
+            "pad_token_id": unknown_id,
+        },
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [{"id": unknown_id, "content": unknown, "special": True, **flags}],
+            "pre_tokenizer": {"type": "Split", **characters},  # every character is one token
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config["block_size"],
+            "unk_token": unknown,
+            "pad_token": unknown,
+            "padding_side": "left",  # so that every prompt of a batch ends where generation starts
+        },
     }
 
 

@@ -1,7 +1,6 @@
 """Hardware: device names, peak rates, memory, bfloat16 support, malloc settings."""
 
 import ctypes
-import os
 import platform
 import re
 import resource
@@ -77,15 +76,14 @@ def peak_memory(device: torch.device) -> int:
 
 def free_memory() -> int | None:
     """Bytes of the host that are free or can be freed, within a container's limit; None except on Linux."""
-    if not os.path.exists("/proc/meminfo"):
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    if not meminfo.exists():
         return None
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    cgroup = "/sys/fs/cgroup/memory."
-    if os.path.exists(f"{cgroup}max"):
-        limit, used = (open(cgroup + name).read().strip() for name in ("max", "current"))
-        if limit != "max":
-            free = min(free, int(limit) - int(used))
+    free = 1024 * int(re.findall(r"MemAvailable: *(\d+)", meminfo.read_text())[0])
+    if limit.exists() and limit.read_text() != "max\n":
+        free = min(
+            free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text())
+        )
     return free
 
 
