@@ -87,14 +87,8 @@ class SampleConfig:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `GPT.stream`."""
-        return {
-            "temperature": self.temperature or 1.0,
-            "do_sample": self.temperature > 0,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "slide": self.slide,
-        }
+        same = {name: getattr(self, name) for name in ("top_k", "top_p", "seed", "slide")}
+        return {"temperature": self.temperature or 1.0, "do_sample": self.temperature > 0, **same}
 
 
 def load_model(snapshot: Snapshot, device: str = "auto") -> GPT:

@@ -78,10 +78,5 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
     if config.name == "adamw":
         return AdamW(groups, **adamw)
-    muon = {
-        "lr": config.learning_rate,
-        "momentum": config.momentum,
-        "weight_decay": config.weight_decay,
-        "normalize": config.normalize,
-    }
-    return MuonWithAdamW(hidden, groups, muon, adamw)
+    muon = {name: getattr(config, name) for name in ("momentum", "weight_decay", "normalize")}
+    return MuonWithAdamW(hidden, groups, {"lr": config.learning_rate, **muon}, adamw)
