@@ -170,10 +170,7 @@ def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def is_standard(*shape: Any) -> bool:
-        same = _agrees(attention, *shape)
-        if not same:
-            _warn_of(attention)
-        return same
+        return _agrees(attention, *shape)
 
     # As torch.compiler.assume_constant_result, whose call imports the compiler, for one to six
     # seconds: torch.compile calls this function and does not trace it.
@@ -255,7 +252,7 @@ def _agrees(
 ) -> bool:
     """Whether `attention` and `_torch_attention` give the same results and gradients on random inputs,
     in float32 on the CPU: for a whole context, for a short one with dropout, and for the last of
-    `length` characters. Some 20 ms up to 4,096 characters, longer above.
+    `length` characters. Warns if not. Some 20 ms up to 4,096 characters, longer above.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -290,12 +287,10 @@ def _agrees(
 
     # A new thread has gradients on, and none of the caller's autocast, device or hooks.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(compare).result()
-
-
-@functools.cache  # one warning per function
-def _warn_of(attention: Callable[..., Tensor]) -> None:
-    log.warning(
-        "attention   %s.%s differs from the fused kernels and is run as written, which may be slower",
-        attention.__module__, attention.__name__,
-    )  # fmt: skip
+        same = thread.submit(compare).result()
+    if not same:
+        name = f"{attention.__module__}.{attention.__name__}"
+        log.warning(
+            "attention   %s differs from the fused kernels: run as written, maybe slower", name
+        )
+    return same
