@@ -68,6 +68,8 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # without closures
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:  # all are frozen
+                continue
             gradients = [p.grad for p in parameters]
             for p in parameters:
                 if "momentum_buffer" not in self.state[p]:
