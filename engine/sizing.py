@@ -236,9 +236,7 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     layers = 3 if width <= 96 else 4 if width < 256 else 6
-    context = 64 if characters < 50_000 else 128
-    if characters >= 500_000 and affordable >= 2e6:
-        context = 256
+    context = 256 if characters >= 500_000 and affordable >= 2e6 else 128
     return layers, width, context
 
 
