@@ -21,15 +21,8 @@ from fsspec.utils import infer_compression
 
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
-from engine.text.sources import (
-    FILE_END,
-    PYDOC,
-    find_files,
-    name_of,
-    pydoc_text,
-    read_text,
-    version_of,
-)
+from engine.text import sources
+from engine.text.sources import FILE_END, PYDOC, find_files, read_text
 
 log = logging.getLogger("gpt")
 
@@ -63,43 +56,39 @@ def open_text(config: Any) -> EncodedText:
     Raises `UserError` for a text that cannot be read, is empty or not UTF-8, or whose SHA-256 is not
     `sha256`, and for a cache that cannot be used.
     """
-    path, sha256, encoding, cache_dir = (
-        config.path,
-        config.sha256,
-        config.encoding,
-        config.cache_dir,
-    )
+    path, sha256, encoding = config.path, config.sha256, config.encoding
     if is_small(path):
         ids = io.BytesIO()
-        text = [from_text(pydoc_text(), encoding)] if path == PYDOC else None
+        text = [from_text(sources.pydoc_text(), encoding)] if path == PYDOC else None
         pieces = text or read_text(find_files(path), sha256, encoding)
-        record = encode(pieces, config.truncate, ids, config.shuffle)
+        record = encode(pieces, config.truncate, config.shuffle, ids)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
     settings = (config.truncate, sha256, encoding, config.shuffle)
-    identity = json.dumps([FORMAT, *settings, *map(version_of, files)])
-    stem = os.path.join(cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
+    identity = json.dumps([FORMAT, *settings, *map(sources.version_of, files)])
+    stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
     try:
         if encoded := load(stem):
             return encoded
-        os.makedirs(cache_dir, exist_ok=True)
-        shown = ", ".join(map(name_of, files[:5])) + ", ..." * (len(files) > 5)
+        os.makedirs(config.cache_dir, exist_ok=True)
+        shown = ", ".join(map(sources.name_of, files[:5])) + ", ..." * (len(files) > 5)
         log.info("encoding    %s into %s.ids", shown, stem)
-        with open(os.path.join(cache_dir, ".lock"), "a") as lock:
+        with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)  # released on close; another process may encode
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
                     pieces = read_text(files, sha256, encoding)
-                    record = encode(pieces, config.truncate, ids, config.shuffle)
+                    record = encode(pieces, config.truncate, config.shuffle, ids)
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
         encoded = load(stem)
         assert encoded
         return encoded
     except OSError as error:
-        raise UserError(f"data.cache_dir={cache_dir}: cannot be used: {one_line(error)}") from error
+        where = f"data.cache_dir={config.cache_dir}"
+        raise UserError(f"{where}: cannot be used: {one_line(error)}") from error
 
 
 def load(stem: str) -> EncodedText | None:
@@ -123,20 +112,20 @@ def load(stem: str) -> EncodedText | None:
 
 def from_text(text: str, encoding: str) -> str:
     """The characters of a model for `text`: itself, or one for each of its bytes."""
-    if encoding != "bytes":
-        return text
-    return text.encode("utf-8", "surrogateescape").decode("latin-1")
+    if encoding == "bytes":
+        return text.encode("utf-8", "surrogateescape").decode("latin-1")
+    return text
 
 
 def to_text(characters: str, encoding: str) -> str:
     """The inverse of `from_text`; bytes that are not UTF-8 become U+FFFD."""
-    return (
-        characters.encode("latin-1").decode(errors="replace") if encoding == "bytes" else characters
-    )
+    if encoding == "bytes":
+        return characters.encode("latin-1").decode(errors="replace")
+    return characters
 
 
 def encode(
-    pieces: Iterable[str], truncate: float, file: BinaryIO, shuffle: str | None = None
+    pieces: Iterable[str], truncate: float, shuffle: str | None, file: BinaryIO
 ) -> dict[str, Any]:
     """Streaming encoder: writes the ids of the first share `truncate` of a text into the empty
     `file`, in the smallest unsigned type that holds them, its items shuffled as `data.shuffle` says.
@@ -175,7 +164,6 @@ def encode(
         digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())
         num_used = max(num_used, int(ids.max()) + 1)
     points = points[:num_used]  # the others appear only in what is cut off
-
     vocabulary = np.sort(points)
     final = np.searchsorted(vocabulary, points).astype(np.min_scalar_type(num_used - 1))
     rewrite(file, length, dtype, final)
@@ -184,10 +172,12 @@ def encode(
         digest.update(f"data.shuffle={shuffle}".encode())  # another text
         file.seek(0)
         data = np.frombuffer(file.read(), final.dtype)
-        newline = np.flatnonzero(vocabulary == ord("\n"))  # its id, if it has one
-        ends = file_ends if shuffle == "files" else line_ends(np.isin(data, newline), shuffle)
+        ends = np.asarray(file_ends)
+        if shuffle != "files":
+            newline = np.flatnonzero(vocabulary == ord("\n"))  # its id, if it has one
+            ends = line_ends(np.isin(data, newline), shuffle)
         file.seek(0)
-        file.write(shuffle_items(data, np.asarray(ends), shuffle).data)
+        file.write(shuffle_items(data, ends, shuffle).data)
     return {
         "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
         "type": final.dtype.name,
