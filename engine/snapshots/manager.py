@@ -62,16 +62,13 @@ class SnapshotManager:
         self.best: tuple[float, int] | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._saving: SaveInProgress | None = None
-        self.found: Snapshot | None = None
-        never = config.resume == "never"
-        # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
-        if not never or distributed.is_restart(world):
-            self.found = self._find()
         # Why the run starts from scratch; empty if it resumes, and once its files are open.
-        self._from_scratch = ""
-        if self.found is None:
-            no_snapshot = f"there is no snapshot at {self.path}"
-            self._from_scratch = "trainer.resume=never" if never else no_snapshot
+        self._from_scratch = "trainer.resume=never"
+        self.found: Snapshot | None = None
+        # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
+        if config.resume != "never" or distributed.is_restart(world):
+            self.found = self._find()
+            self._from_scratch = "" if self.found else f"there is no snapshot at {self.path}"
 
     @property
     def path(self) -> str:
@@ -105,15 +102,14 @@ class SnapshotManager:
         """
         os.makedirs(self.run_dir, exist_ok=True)
         self.storage.prepare()
-        if self._from_scratch:
-            paths = [os.path.join(self.run_dir, name) for name in history]
-            paths = [*self.storage.all(), *filter(os.path.exists, paths)]
-            if paths:
-                log.warning(
-                    "%s: training from scratch; earlier files are renamed to %s",
-                    self._from_scratch, ", ".join(set_aside(paths)),
-                )  # fmt: skip
-            self._from_scratch = ""
+        files = [os.path.join(self.run_dir, name) for name in history]
+        earlier = [*self.storage.all(), *filter(os.path.exists, files)]
+        if self._from_scratch and earlier:
+            log.warning(
+                "%s: training from scratch; earlier files are renamed to %s",
+                self._from_scratch, ", ".join(set_aside(earlier)),
+            )  # fmt: skip
+        self._from_scratch = ""
 
     def restore(
         self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -126,14 +122,11 @@ class SnapshotManager:
         if snapshot.shards:
             model_state, optimizer_state = read_shards(self.path, snapshot.shards, own, self.world)
         try:
-            model.load_state_dict(
-                {
-                    name: sharding.shard_like(tensor, own[name]) if name in own else tensor
-                    for name, tensor in model_state.items()
-                }
-            )
+            shard = sharding.shard_like
+            # A tensor that the model does not have stays as it is: `load_state_dict` names it.
+            model.load_state_dict({n: shard(v, own.get(n, v)) for n, v in model_state.items()})
             state = {
-                i: {key: sharding.shard_like(value, own[name]) for key, value in values.items()}
+                i: {key: shard(value, own[name]) for key, value in values.items()}
                 for i, name in enumerate(parameter_names(model, optimizer))
                 if (values := optimizer_state.get(name))
             }
@@ -162,10 +155,7 @@ class SnapshotManager:
         Raises what `wait` raises.
         """
         self.wait()
-        lowest = self.best
-        if best:
-            assert snapshot.loss is not None and snapshot.loss_step is not None
-            lowest = (snapshot.loss, snapshot.loss_step)
+        lowest: Any = (snapshot.loss, snapshot.loss_step) if best else self.best
         best_loss, best_step = lowest or (None, None)
         snapshot = dataclasses.replace(snapshot, best_loss=best_loss, best_step=best_step)
         saved_step = snapshot.step if latest else self.saved_step

@@ -94,20 +94,17 @@ class Snapshot:
         """
         verify(content, name)
         try:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > len(content):
-                    raise ValueError("its entries declare more bytes than the file has")
+            entries = zipfile.ZipFile(io.BytesIO(content)).infolist()
+            if sum(entry.file_size for entry in entries) > len(content):
+                raise ValueError("its entries declare more bytes than the file has")
             fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             if fields.get("format") in READABLE_FORMATS:
                 return cls(**fields)
+            readable = " and ".join(map(str, READABLE_FORMATS))
+            what = f"snapshot format {fields.get('format')}; this application reads {readable}"
         except Exception as error:  # a file made by hand can be wrong in any way
-            raise SnapshotError(
-                f"{name}: not a snapshot of this application: {one_line(error)}"
-            ) from error
-        raise SnapshotError(
-            f"{name}: snapshot format {fields.get('format')}; this application reads "
-            f"{' and '.join(map(str, READABLE_FORMATS))}"
-        )
+            what = f"not a snapshot of this application: {one_line(error)}"
+        raise SnapshotError(f"{name}: {what}")
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
         """What the settings that were `auto` or null resolved to; empty on another kind of device."""
@@ -182,10 +179,9 @@ def check_can_resume(
     refused = [
         f"{key} was {was!r}, is {now!r}" for key, (was, now) in changes.items() if is_fixed(key)
     ]
-    if snapshot.text_digest != dataset.digest:
-        refused.append(
-            f"the text has SHA-256 {dataset.digest[:12]}..., was {snapshot.text_digest[:12]}..."
-        )
+    was, now = snapshot.text_digest, dataset.digest
+    if was != now:
+        refused.append(f"the text has SHA-256 {now[:12]}..., was {was[:12]}...")
     if refused:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
