@@ -84,7 +84,8 @@ def join_processes(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     chosen = choose_device(device, local_rank, local_size)
-    if chosen.type == "cuda":
+    gpu = chosen.type == "cuda"
+    if gpu:
         torch.cuda.set_device(chosen)
     else:
         bound = hasattr(os, "sched_getaffinity")  # on Linux
@@ -94,17 +95,18 @@ def join_processes(
     store = None
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
+        backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if gpu else ("gloo", None)
         try:
             store = rendezvous(rank, size, timeout)
             if size > local_size:
                 choose_interface(store, rank, size)
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+                backend,
+                timeout=timeout,
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timeout,
-                device_id=chosen if chosen.type == "cuda" else None,
+                device_id=device_id,
             )
         except (RuntimeError, ValueError) as error:
             raise UserError(
@@ -147,17 +149,8 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
-    """`model` on this process's device, in `DistributedDataParallel` if there are several ranks."""
-    model.to(world.device)
-    if world.size == 1:
-        return model
-    device_ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-
-
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `wrap`'s result, whose parameter names a snapshot holds."""
+    """The model inside DDP, whose parameter names a snapshot holds."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -225,33 +218,6 @@ def _first_result(outcomes: list[tuple[Any, str | None]]) -> Any:
         if error is not None:
             raise UserError(error)
     return outcomes[0][0]
-
-
-class Agreement:
-    """Asynchronous all-reduce (MAX): a call returns the result of the one before, so that no step
-    waits. Every rank must call equally often. A single process gets its own number at once.
-    """
-
-    def __init__(self, world: World):
-        self.world = world
-        self._number = torch.zeros((), dtype=torch.int64)  # on the CPU: no wait for a GPU
-        self._work: dist.Work | None = None
-
-    def __call__(self, number: int) -> int:
-        if self.world.size == 1:
-            return number
-        agreed = self.finish()
-        self._number.fill_(number)
-        self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, async_op=True)
-        return agreed
-
-    def finish(self) -> int:
-        """The highest number of the last call; 0 if there was none since."""
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        return int(self._number)
 
 
 @contextlib.contextmanager

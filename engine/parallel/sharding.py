@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
 from engine.machine import hardware
@@ -32,7 +33,7 @@ def build(
     parameter at a time, so that no rank ever holds all of them.
     """
     if strategy == "ddp" or world.size == 1:
-        return distributed.wrap(make(), world)
+        return wrap(make(), world, strategy)
     with torch.device("meta"):
         model: Any = make()  # nn.Module has no `init_weights`
     shard(model, world, dtype)
@@ -42,8 +43,8 @@ def build(
 
 
 def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
-    """A bare `model` as `distributed.wrap` has it; one that is wrapped or sharded unchanged. Raises
-    `UserError` for one that is to be sharded: its optimizer would hold the full parameters.
+    """A bare `model` on this rank's device, in DDP if there are several; one that is wrapped or sharded unchanged.
+    Raises `UserError` for one that is to be sharded: its optimizer would hold the full parameters.
     """
     if distributed.unwrap(model) is not model or is_sharded(model):
         return model
@@ -52,7 +53,11 @@ def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
             "trainer.strategy=fsdp: shard the model (sharding.build), then create its optimizer, before "
             "the Trainer"
         )
-    return distributed.wrap(model, world)
+    model.to(world.device)
+    if world.size == 1:
+        return model
+    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
