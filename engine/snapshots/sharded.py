@@ -24,13 +24,7 @@ import torch
 from engine.errors import one_line
 from engine.parallel.distributed import World, gather, run_on_first
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import (
-    SnapshotStorage,
-    check_shards,
-    is_local,
-    load,
-    shards_folder,
-)
+from engine.snapshots.storage import SnapshotStorage, check_shards, is_local, load, shards_folder
 
 log = logging.getLogger("gpt")
 
