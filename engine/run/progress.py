@@ -1,11 +1,7 @@
-"""Progress: the time of a step, and how durations and losses are shown."""
+"""Progress: how durations and losses are shown, on any terminal."""
 
-import contextlib
 import io
 import sys
-import time
-
-import torch
 
 
 def escape_unencodable() -> None:
@@ -13,30 +9,6 @@ def escape_unencodable() -> None:
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
-
-
-class Stopwatch:
-    """Times training steps, without evaluations and saves."""
-
-    def __init__(self, step: int, device: torch.device):
-        self.device = device
-        self.step, self.started = step, time.perf_counter()
-
-    def lap(self, step: int) -> float:
-        """Seconds per step since the last lap."""
-        now = time.perf_counter()
-        seconds = (now - self.started) / (step - self.step)
-        self.step, self.started = step, now
-        return seconds
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Leaves the time of the block out."""
-        if self.device.type == "cuda":  # finish the queued steps before the pause starts
-            torch.cuda.synchronize(self.device)
-        started = time.perf_counter()
-        yield
-        self.started += time.perf_counter() - started
 
 
 def duration(seconds: float) -> str:

@@ -1,8 +1,10 @@
 """Training log: progress lines, `metrics.jsonl` and trackers of a run."""
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from engine.machine.hardware import device_name, peak_memory
 from engine.parallel.distributed import World
 from engine.run.metrics import Metrics
 from engine.run.plan import Plan
-from engine.run.progress import Stopwatch, duration, format_loss
+from engine.run.progress import duration, format_loss
 
 log = logging.getLogger("gpt")
 MANY_PASSES = 50  # over the text
@@ -46,12 +48,7 @@ class TrainingLog:
         self.lines = 0  # of metrics.jsonl, on rank 0
 
     def open(
-        self,
-        run_dir: str,
-        step: int,
-        evaluated: bool,
-        trackers: Iterable[str],
-        run_config: dict[str, Any],
+        self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict
     ) -> None:
         """Opens the files, on rank 0; see `Metrics`."""
         self.metrics = Metrics(run_dir, step, evaluated, self.lines, trackers, flatten(run_config))
@@ -59,17 +56,22 @@ class TrainingLog:
     def start(self, step: int, choices: dict[str, Any]) -> None:
         """Logs device, precision, batch and plan; starts the clock at `step`."""
         self._announce(step, choices)
-        self.started_at = step
-        self.stopwatch = Stopwatch(step, self.world.device)
+        self.started_at = self.lap_step = step
+        self.lap_started = time.perf_counter()
 
-    def paused(self):
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         """A context whose time does not count as training: evaluation, saving, sampling."""
-        return self.stopwatch.paused()
+        if self.world.device.type == "cuda":  # finish the queued steps before the pause starts
+            torch.cuda.synchronize(self.world.device)
+        started = time.perf_counter()
+        yield
+        self.lap_started += time.perf_counter() - started
 
     def count(self, step: int) -> None:
         """Counts `step` as done. The clock starts again after the first one, which compiles."""
         if step == self.started_at + 1 and not self.is_due(step):
-            self.stopwatch = Stopwatch(step, self.world.device)
+            self.lap_step, self.lap_started = step, time.perf_counter()
 
     def is_due(self, step: int) -> bool:
         """Whether `step` has a line."""
@@ -87,7 +89,9 @@ class TrainingLog:
         """One line of training: `loss` in nats per character over all ranks."""
         if not self.metrics:
             return
-        seconds = self.stopwatch.lap(step)
+        now = time.perf_counter()
+        seconds = (now - self.lap_started) / (step - self.lap_step)
+        self.lap_step, self.lap_started = step, now
         rate = self.plan.characters / seconds
         mfu = None
         if self.peak_flops:
