@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator
+from typing import TextIO
 
 from omegaconf import OmegaConf
 
@@ -31,57 +32,48 @@ SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 @contextlib.contextmanager
 def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
-    """Runs `lock_run` on rank 0, and raises its error on every rank; names ranks that do not answer before
-    training.
+    """On rank 0, creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
+    in it, for as long as the block lasts. Names ranks that do not answer before training.
+
+    Raises `UserError` on every rank if a file cannot be written, another run holds a lock, or `snapshot_path`
+    names no file, or one that a run has otherwise.
     """
+    path = storage.snapshot_path(snapshot_path, run_dir)
     with contextlib.ExitStack() as stack:
-        lock = lock_run(run_dir, snapshot_path)
-        run_on_first(lambda: stack.enter_context(lock), world)
+
+        def lock() -> None:
+            if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
+                raise UserError(
+                    f"trainer.snapshot_path={snapshot_path}: must name a file of its own"
+                )
+            stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
+            stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
+            if storage.is_local(path):
+                folder, name = os.path.split(path)
+                beside = os.path.join(folder, f".{name}{LOCK}")
+                stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
+
+        run_on_first(lock, world)
         stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))
         yield
 
 
-@contextlib.contextmanager
-def lock_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
-    """Creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
-    in it, for as long as the block lasts.
-
-    Raises `UserError` if a file cannot be written, another run holds a lock, or `snapshot_path`
-    names no file, or one that a run has otherwise.
-    """
-    if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
-        raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file of its own")
-    path = storage.snapshot_path(snapshot_path, run_dir)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(file_lock(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
-        stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
-        if storage.is_local(path):
-            folder, name = os.path.split(path)
-            lock = os.path.join(folder, f".{name}{LOCK}")
-            stack.enter_context(file_lock(lock, f"trainer.snapshot_path={path}"))
-        yield
-
-
-@contextlib.contextmanager
-def file_lock(path: str, setting: str) -> Iterator[None]:
-    """File lock: creates and locks the file at `path` for as long as the block lasts, or until the
-    process dies.
-
-    Raises `UserError` naming `setting` if it cannot be created or another process holds it.
+def locked_file(path: str, setting: str) -> TextIO:
+    """The file at `path`, created and locked until it is closed or the process dies. Raises `UserError`
+    naming `setting` if it cannot be created or another process holds it.
     """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         file = open(path, "a")
     except OSError as error:
         raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
-        except (BlockingIOError, PermissionError) as error:
-            raise UserError(
-                f"{setting}: another run is using it; wait for it, or set run_name=NEW_NAME"
-            ) from error
-        yield
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        why = "another run is using it; wait for it, or set run_name=NEW_NAME"
+        raise UserError(f"{setting}: {why}") from error
+    return file
 
 
 @contextlib.contextmanager
@@ -152,9 +144,8 @@ def recorded_snapshot_path(run_dir: str) -> str:
         if os.path.exists(path):
             name = OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
     except Exception as error:  # OmegaConf and YAML raise many types
-        raise UserError(
-            f"{path}: cannot be read: {one_line(error)}; correct it, or move it away"
-        ) from error
+        why = f"cannot be read: {one_line(error)}; correct it, or move it away"
+        raise UserError(f"{path}: {why}") from error
     return storage.snapshot_path(name or SNAPSHOT, run_dir)
 
 
@@ -174,6 +165,5 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
             return path
-    raise UserError(
-        f"run_dir={run_dir}: there is no snapshot at {latest}{newest_run_hint(run_dir)}"
-    )
+    hint = newest_run_hint(run_dir)
+    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{hint}")
