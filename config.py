@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from char_dataset import DataConfig
 from engine.config.fields import field_table
 from engine.config.overrides import GROUPS, Schema, explain
-from engine.config.settings import differences, flatten
+from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
 from engine.parallel.distributed import World, gather, launched_size
@@ -126,15 +126,13 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
     hardware, for which different recipes are chosen.
     """
     local = ("data.path", "data.cache_dir", "run_dir", "trainer.threads")
-    own = plain(config)
-    own["data"]["sha256"] = text_digest
-    first, *others = gather(own, world)
+    first, *others = gather(flatten(plain(config)) | {"data.sha256": text_digest}, world)
     for other in others:
-        for key, (here, there) in differences(first, other).items():
-            if key not in local:
+        for key in sorted(first):
+            if first[key] != other[key] and key not in local:
                 raise UserError(
-                    f"{key}: the ranks differ, {here} and {there}; start all with the same text and "
-                    "command, and name the recipe: experiment=NAME"
+                    f"{key}: the ranks differ, {first[key]} and {other[key]}; start all with the same text "
+                    "and command, and name the recipe: experiment=NAME"
                 )
 
 

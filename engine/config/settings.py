@@ -78,13 +78,3 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys whose values differ between two resolved configurations, as (old, new)."""
-    old, new = flatten(old), flatten(new)
-    return {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
