@@ -80,7 +80,6 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
             print(f"\n{config.__doc__}\n\n{field_table(config)}")
         return
     try:
-        status = program(arguments)
+        sys.exit(program(arguments))
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
-    sys.exit(status)

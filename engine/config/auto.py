@@ -48,9 +48,8 @@ def resolve(
         "deterministic": choose("deterministic", config.deterministic, device.type == "cpu"),
     }
     if choices["compile"] and (missing := missing_to_compile(device.type)):
-        log.warning(
-            "trainer.compile=%s: %s not found; torch.compile disabled", config.compile, missing
-        )
+        what = "trainer.compile=%s: %s not found; torch.compile disabled"
+        log.warning(what, config.compile, missing)
         choices["compile"] = False
     return choices
 
@@ -63,7 +62,7 @@ def resolve_amp_dtype(config: Any, device: torch.device, earlier: dict[str, Any]
         return "float32"
     if config.amp_dtype != "auto":
         return config.amp_dtype
-    if earlier.get("amp_dtype"):
+    if "amp_dtype" in earlier:
         return earlier["amp_dtype"]
     if hardware.computes_in_bfloat16(device):
         return "bfloat16"
@@ -100,13 +99,10 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
 
 def describe(choices: dict[str, Any]) -> str:
     """The choices in words, for the log."""
-    return "; ".join(
-        (
-            choices["amp_dtype"] + " with loss scaling" * (choices["amp_dtype"] == "float16"),
-            "compiled (the first step waits for it)" if choices["compile"] else "not compiled",
-            "deterministic" if choices["deterministic"] else "not deterministic",
-        )
-    )
+    scaled = " with loss scaling" * (choices["amp_dtype"] == "float16")
+    compiled = "compiled (the first step waits for it)" if choices["compile"] else "not compiled"
+    deterministic = "deterministic" if choices["deterministic"] else "not deterministic"
+    return f"{choices['amp_dtype']}{scaled}; {compiled}; {deterministic}"
 
 
 def autocast(choices: dict[str, Any]) -> torch.autocast:
