@@ -49,11 +49,8 @@ class DivergenceCheck:
             if self.scaler.get_scale() < MIN_SCALE:
                 raise self.error(step, "float16 gradients overflow at any scale")
             return
-        any_bad = distributed.sum_over_ranks((self.bad[0] >= 0).long(), self.world)
-        if any_bad.item():
-            found = [
-                bad for bad in distributed.gather(self.bad.tolist(), self.world) if bad[0] >= 0
-            ]
+        found = [bad for bad in distributed.gather(self.bad.tolist(), self.world) if bad[0] >= 0]
+        if found:
             first, loss, norm = min(found, key=lambda bad: (bad[0], math.isfinite(bad[1])))
             raise self.error(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
 
