@@ -1,6 +1,7 @@
 """Evaluation: when it is due; the held-out loss, exact, and the same for any world size."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass
 IGNORE = -1  # a target that is not scored; minGPT's convention
 
 
+@dataclass
 class Evaluations:
     """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, and with `at_start`
     before the first; never unless `has_text`. Also tells when `patience` evaluations in a row were no better.
@@ -23,18 +25,13 @@ class Evaluations:
         since_best: evaluations since the one with the lowest loss.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        every_steps: int | None,
-        patience: int | None,
-        has_text: bool = True,
-        at_start: bool = False,
-    ):
-        self.plan, self.every_steps, self.patience = plan, every_steps, patience
-        self.has_text, self.at_start = has_text, at_start
-        self.last: tuple[float, int] | None = None
-        self.since_best = 0
+    plan: Plan
+    every_steps: int | None
+    patience: int | None
+    has_text: bool
+    at_start: bool
+    last: tuple[float, int] | None = None
+    since_best: int = 0
 
     @property
     def last_loss(self) -> float | None:
@@ -51,8 +48,8 @@ class Evaluations:
         if step == 0:
             return self.at_start
         every_epochs = None if self.every_steps else 1
-        is_due = self.plan.is_due(step, self.every_steps, every_epochs)
-        return is_due or step == self.plan.total_steps
+        is_last = step == self.plan.total_steps
+        return is_last or self.plan.is_due(step, self.every_steps, every_epochs)
 
     def note(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
         """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""
