@@ -12,9 +12,8 @@ from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
-HEADROOM = (
-    0.05  # of a GPU's memory, for what a trial does not show: fragments, evaluation, libraries
-)
+# Share of a GPU's memory for what a trial does not show: fragments, evaluation, libraries.
+HEADROOM = 0.05
 
 
 def is_refused(device: torch.device) -> bool:

@@ -33,14 +33,12 @@ def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
                 complete = {"step", *keys} <= record.keys()
             except (ValueError, AttributeError):
                 complete = False
-            if not complete:
-                damaged = damaged or number
-            elif damaged:
-                raise UserError(
-                    f"{path}, line {damaged}: damaged; correct it, or move the file away"
-                )
-            else:
+            if complete and damaged:
+                raise UserError(f"{path}, line {damaged}: damaged; correct it, or move it away")
+            if complete:
                 records.append(record)
+            else:
+                damaged = damaged or number
     return records
 
 
@@ -61,12 +59,11 @@ class Metrics:
     """Appends to `metrics.jsonl` in `run_dir` and passes numbers and samples on to `trackers`.
 
     Every line has `step`, `epoch`, `split` ("train", "val", or "final" for the part of the text that is scored
-    once, after training), `loss` in nats per character, `bpc`
-    in bits per character and `seconds` of training so far, time between starts not counted.
-    Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of all
-    processes), `mfu` (share of the peak rate), `memory` (peak bytes) and sometimes `samples`;
-    held-out lines add `tokens` (characters scored) and `rank_losses`. If the run diverged, the last
-    line says why in `diverged`.
+    once, after training), `loss` in nats per character, `bpc` in bits per character and `seconds` of training so
+    far, time between starts not counted. Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s`
+    (characters, of all processes), `mfu` (share of the peak rate), `memory` (peak bytes) and sometimes `samples`;
+    held-out lines add `tokens` (characters scored) and `rank_losses`. If the run diverged, the last line says why
+    in `diverged`.
 
     A run that resumes at `step` logs everything later again, so those lines are dropped; so is the
     evaluation of `step` itself unless `evaluated`. A warning tells if fewer than `lines`, the count
@@ -107,15 +104,9 @@ class Metrics:
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
         """Logs one measurement. What is not finite becomes null: JSON has no NaN."""
-        record = {
-            "step": step,
-            "epoch": epoch,
-            "split": split,
-            "loss": loss,
-            "bpc": loss / math.log(2),
-            "seconds": round(time.perf_counter() - self.started, 3),
-            **values,
-        }
+        seconds = round(time.perf_counter() - self.started, 3)
+        record = {"step": step, "epoch": epoch, "split": split, "loss": loss}
+        record |= {"bpc": loss / math.log(2), "seconds": seconds, **values}
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None

@@ -71,11 +71,8 @@ class Plan:
         """
         if every_steps and step % every_steps == 0:
             return True
-        if not every_epochs:
-            return False
-        return self.finished_epochs(step) // every_epochs > (
-            self.finished_epochs(step - 1) // every_epochs
-        )
+        now, before = self.finished_epochs(step), self.finished_epochs(step - 1)
+        return every_epochs is not None and now // every_epochs > before // every_epochs
 
 
 def share_of_rank(batch_size: int, world_size: int) -> int:
