@@ -121,9 +121,7 @@ def rising(run: Run) -> str:
 def worse_than_frequencies(run: Run) -> str:
     """A sentence if the newest held-out loss is above that of guessing by the characters' frequencies."""
     frequencies = run.starts[-1].get("frequency_loss")
-    if run.step < FIRST_JUDGED or run.last_loss is None or not frequencies:
-        return ""
-    if run.last_loss <= frequencies:
+    if run.step < FIRST_JUDGED or not frequencies or (run.last_loss or 0.0) <= frequencies:
         return ""
     return (
         f"The held-out loss, {run.last_loss:.4f}, is worse than guessing by the frequencies of the characters, "
