@@ -48,21 +48,21 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
     """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
     without them, and for a run that resumes from its own `snapshot`.
     """
-    if snapshot is None and config.init_from is not None:
-        pretrained = find_pretrained(config.init_from, world)
-        if pretrained.encoding != config.data.encoding:
-            raise UserError(
-                f"init_from={config.init_from}: its characters are {pretrained.encoding}; set "
-                f"data.encoding={pretrained.encoding}"
-            )
-        config.resolve_architecture(pretrained.architecture)
-        return pretrained
-    if snapshot is not None and config.init_from is not None:
+    if config.init_from is None:
+        if snapshot is not None:
+            config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
+        return None
+    if snapshot is not None:
         check_resumed(config.init_from, snapshot)
         config.resolve_architecture(snapshot.model_config)
-    elif snapshot is not None:
-        config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
-    return None
+        return None
+    pretrained = find_pretrained(config.init_from, world)
+    encoding = pretrained.encoding
+    if encoding != config.data.encoding:
+        source = f"init_from={config.init_from}"
+        raise UserError(f"{source}: its characters are {encoding}; set data.encoding={encoding}")
+    config.resolve_architecture(pretrained.architecture)
+    return pretrained
 
 
 def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
@@ -85,8 +85,8 @@ def choose_sizes(
     """
 
     def seconds_left() -> float:
-        minutes = config.trainer.max_minutes or 0.0
-        return min(distributed.gather(60 * minutes - (time.monotonic() - started), world))
+        end = started + 60 * (config.trainer.max_minutes or 0.0)
+        return min(distributed.gather(end - time.monotonic(), world))
 
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
@@ -140,8 +140,7 @@ def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torc
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     earlier = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
-    model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
-    return model
+    return sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
 
 
 def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharDataset]:
@@ -174,12 +173,11 @@ def warn_of_memory(config: Config, world: World) -> None:
 
 
 def log_model(config: Config, model: torch.nn.Module) -> None:
-    sharded = ", sharded" * sharding.is_sharded(model)
+    sharded, optimizer = ", sharded" * sharding.is_sharded(model), config.optimizer
     log.info("parameters  %s%s", f"{sum(p.numel() for p in model.parameters()):,}", sharded)
     log.info(
         "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        config.optimizer.name, config.optimizer.schedule, config.optimizer.learning_rate,
-        config.optimizer.weight_decay,
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
     )  # fmt: skip
 
 
@@ -217,12 +215,10 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
         "final       loss %.4f (%.4f bits per %s) of %s characters that nothing was chosen by; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", best,
     )  # fmt: skip
-    epoch = trainer.plan.epoch(trainer.step)
+    step, epoch = trainer.step, trainer.plan.epoch(trainer.step)
     try:
-        metrics = Metrics(snapshots.run_dir, trainer.step, trackers=())
-        metrics.log(
-            trainer.step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step
-        )
+        metrics = Metrics(snapshots.run_dir, step, trackers=())
+        metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
         metrics.close()
     except OSError as error:  # a full disk; no reason to fail
         log.warning("cannot write the final loss to %s: %s", METRICS, one_line(error))
@@ -240,10 +236,9 @@ def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> Non
             log.info("report      %s", relative_path(path))
         except Exception as error:  # no reason to fail
             log.warning("cannot write %s: %s", REPORT, one_line(error))
-    run = Run(config.run_dir)
+    run, snapshots = Run(config.run_dir), trainer.snapshots
     for problem in filter(None, (rising(run), worse_than_frequencies(run))):
         log.warning("%s", problem)
-    snapshots = trainer.snapshots
     if snapshots.best is not None:
         path = snapshots.storage.best
         log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
