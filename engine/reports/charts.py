@@ -39,6 +39,10 @@ class Chart:
     band: tuple[Points, str] | None = None
     best: dict[str, Any] | None = None
 
+    def add(self, curve: Curve) -> None:
+        if curve.points:
+            self.curves.append(curve)
+
     @property
     def right(self) -> float:
         """The last step, and a margin."""
@@ -60,27 +64,18 @@ class Chart:
 
 def draw_charts(runs: list[Run], labels: list[str], references: References) -> list[Chart]:
     """The loss of one run, or of several over each other, and a chart for each of `CHARTS`."""
-    charts = [loss_chart(runs, labels, references)]
-    for key, title, unit, digits in CHARTS:
-        curves = [
-            Curve(label, points(run.train, key), hue(i))
-            for i, (run, label) in enumerate(zip(runs, labels, strict=True))
-        ]
-        charts.append(Chart(title, unit, digits, [curve for curve in curves if curve.points]))
-    return [chart for chart in charts if chart.curves]
-
-
-def loss_chart(runs: list[Run], labels: list[str], references: References) -> Chart:
-    """Training and held-out losses, the reference band and, of a single run, its best step."""
-    alone, curves = len(runs) == 1, []
+    alone = len(runs) == 1
+    best = runs[0].best if alone else None
+    loss = Chart("Loss", "nats per character", 4, [], False, band(runs, references), best)
+    others = {key: Chart(title, unit, digits, []) for key, title, unit, digits in CHARTS}
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         name = "" if alone else f"{label}, "
         train_hue = TRAIN_HUE if alone else hue(i)
-        curves.append(Curve(f"{name}training", points(run.train, "loss"), train_hue, faint=True))
-        curves.append(Curve(f"{name}held-out", points(run.val, "loss"), hue(i)))
-    curves = [curve for curve in curves if curve.points]
-    best = runs[0].best if alone else None
-    return Chart("Loss", "nats per character", 4, curves, False, band(runs, references), best)
+        loss.add(Curve(f"{name}training", points(run.train, "loss"), train_hue, faint=True))
+        loss.add(Curve(f"{name}held-out", points(run.val, "loss"), hue(i)))
+        for key, chart in others.items():
+            chart.add(Curve(label, points(run.train, key), hue(i)))
+    return [chart for chart in (loss, *others.values()) if chart.curves]
 
 
 def band(runs: list[Run], references: References) -> tuple[Points, str] | None:
