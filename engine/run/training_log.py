@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +23,20 @@ log = logging.getLogger("gpt")
 MANY_PASSES = 50  # over the text
 
 
+@dataclass
 class TrainingLog:
-    """The log of a run. Every rank has one and calls it alike; rank 0 writes.
+    """The log of a run. Every rank has one and calls it alike; rank 0 writes."""
 
-    Args:
-        every_steps: steps between two lines.
-        flops_per_character: of training, for the model FLOPs utilization (MFU).
-        peak_flops: of one device, FLOP/s; None where it is not known, and no MFU is logged.
-        unit: what is predicted, a character or a byte.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        plan: Plan,
-        every_steps: int,
-        flops_per_character: float,
-        peak_flops: float | None,
-        unit: str = "character",
-    ):
-        self.world, self.plan, self.every_steps = world, plan, every_steps
-        self.flops_per_character, self.peak_flops = flops_per_character, peak_flops
-        self.unit = unit
-        self.metrics: Metrics | None = None
-        self.lines = 0  # of metrics.jsonl, on rank 0
+    world: World
+    plan: Plan
+    every_steps: int  # between two lines
+    flops_per_character: float  # of training, for the model FLOPs utilization (MFU)
+    peak_flops: (
+        float | None
+    )  # of one device, FLOP/s; None where it is not known, and no MFU is logged
+    unit: str  # what is predicted, a character or a byte
+    metrics: Metrics | None = None
+    lines: int = 0  # of metrics.jsonl, on rank 0
 
     def open(
         self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict
@@ -55,7 +46,36 @@ class TrainingLog:
 
     def start(self, step: int, choices: dict[str, Any]) -> None:
         """Logs device, precision, batch and plan; starts the clock at `step`."""
-        self._announce(step, choices)
+        world, plan = self.world, self.plan
+        ranks = f"{world.size} process{'es' * (world.size > 1)}"
+        device = device_name(world.device)
+        if world.device.type == "cpu":
+            threads = torch.get_num_threads()
+            device = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
+        log.info("device      %s; %s", device, ranks)
+        log.info("precision   %s", auto.describe(choices))
+        if world.device.type == "cpu":
+            log.info("kernels     %s", build.describe(getattr(torch, choices["amp_dtype"])))
+        log.info(
+            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
+            "characters per step",
+            plan.batch_size, ranks, plan.micro_batch_size, plan.accumulation, plan.block_size,
+            f"{plan.characters:,}",
+        )  # fmt: skip
+        planned = plan.total_steps * plan.characters
+        passes = planned / (plan.windows + plan.block_size)
+        log.info(
+            "plan        %d step%s = %s characters = %.3g passes over the text%s",
+            plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}",
+            passes, f"; from step {step}" if step else "",
+        )  # fmt: skip
+        if passes > MANY_PASSES:
+            log.warning(
+                "plan: %.3g passes over the text will probably overfit; the best snapshot is kept, "
+                "trainer.patience=3 ends the run sooner, and experiment=auto chooses the model and the steps for "
+                "the text",
+                passes,
+            )
         self.started_at = self.lap_step = step
         self.lap_started = time.perf_counter()
 
@@ -151,38 +171,6 @@ class TrainingLog:
             self.metrics.close()
             self.lines = self.metrics.lines
             self.metrics = None
-
-    def _announce(self, step: int, choices: dict[str, Any]) -> None:
-        world, plan = self.world, self.plan
-        ranks = f"{world.size} process{'es' * (world.size > 1)}"
-        device = device_name(world.device)
-        if world.device.type == "cpu":
-            threads = torch.get_num_threads()
-            device = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
-        log.info("device      %s; %s", device, ranks)
-        log.info("precision   %s", auto.describe(choices))
-        if world.device.type == "cpu":
-            log.info("kernels     %s", build.describe(getattr(torch, choices["amp_dtype"])))
-        log.info(
-            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
-            "characters per step",
-            plan.batch_size, ranks, plan.micro_batch_size, plan.accumulation, plan.block_size,
-            f"{plan.characters:,}",
-        )  # fmt: skip
-        planned = plan.total_steps * plan.characters
-        passes = planned / (plan.windows + plan.block_size)
-        log.info(
-            "plan        %d step%s = %s characters = %.3g passes over the text%s",
-            plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}",
-            passes, f"; from step {step}" if step else "",
-        )  # fmt: skip
-        if passes > MANY_PASSES:
-            log.warning(
-                "plan: %.3g passes over the text will probably overfit; the best snapshot is kept, "
-                "trainer.patience=3 ends the run sooner, and experiment=auto chooses the model and the steps for "
-                "the text",
-                passes,
-            )
 
     def _of(self, step: int) -> str:
         total = self.plan.total_steps
