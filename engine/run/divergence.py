@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,27 +14,22 @@ from engine.run.training_log import TrainingLog
 MIN_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
 
 
+@dataclass
 class DivergenceCheck:
-    """Notes the first non-finite step on the device, so that no step waits for it; `check` reads it.
-
-    All ranks call every method at the same steps.
-
-    Args:
-        scaler: skips steps that overflow in float16, which is then no divergence.
-        learning_rate: that of a step, for the error.
-        log: records the divergence in the metrics.
+    """Notes the first non-finite step on the device, so that no step waits for it; `check` reads it. All ranks
+    call every method at the same steps.
     """
 
-    def __init__(
-        self,
-        world: World,
-        scaler: torch.amp.GradScaler,
-        learning_rate: Callable[[int], float],
-        log: TrainingLog,
-    ):
-        self.world, self.scaler, self.learning_rate, self.log = world, scaler, learning_rate, log
+    world: World
+    scaler: (
+        torch.amp.GradScaler
+    )  # skips steps that overflow in float16, which is then no divergence
+    learning_rate: Callable[[int], float]  # of a step, for the error
+    log: TrainingLog  # records the divergence in the metrics
+
+    def __post_init__(self):
         # Step, loss and gradient norm of this rank's first bad step; step -1 for none.
-        self.bad = torch.full((3,), -1.0, dtype=torch.float64, device=world.device)
+        self.bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
 
     def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Notes the loss and the gradient norm of `step`, scalars on the device."""

@@ -19,10 +19,6 @@ IGNORE = -1  # a target that is not scored; minGPT's convention
 class Evaluations:
     """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, and with `at_start`
     before the first; never unless `has_text`. Also tells when `patience` evaluations in a row were no better.
-
-    Attributes:
-        last: (held-out loss, step) of the newest evaluation; None before the first.
-        since_best: evaluations since the one with the lowest loss.
     """
 
     plan: Plan
@@ -30,8 +26,8 @@ class Evaluations:
     patience: int | None
     has_text: bool
     at_start: bool
-    last: tuple[float, int] | None = None
-    since_best: int = 0
+    last: tuple[float, int] | None = None  # (held-out loss, step) of the newest evaluation
+    since_best: int = 0  # evaluations since the one with the lowest loss
 
     @property
     def last_loss(self) -> float | None:

@@ -9,23 +9,14 @@ from engine.errors import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run.
+    """The batch arithmetic of a run."""
 
-    Attributes:
-        windows: training windows of an epoch.
-        block_size: characters of a window.
-        batch_size: windows of an optimizer step, over all ranks.
-        micro_batch_size: windows of a rank and forward pass.
-        accumulation: micro-batches of a rank and step.
-        total_steps: optimizer steps of the whole run.
-    """
-
-    windows: int
-    block_size: int
-    batch_size: int
-    micro_batch_size: int
-    accumulation: int
-    total_steps: int
+    windows: int  # training windows of an epoch
+    block_size: int  # characters of a window
+    batch_size: int  # windows of an optimizer step, over all ranks
+    micro_batch_size: int  # windows of a rank and forward pass
+    accumulation: int  # micro-batches of a rank and step
+    total_steps: int  # optimizer steps of the whole run
 
     @classmethod
     def make(cls, config: Any, windows: int, block_size: int, world_size: int) -> "Plan":

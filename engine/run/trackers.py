@@ -21,19 +21,12 @@ log = logging.getLogger("gpt")
 
 
 class Start(NamedTuple):
-    """The start of a run, for its trackers.
+    """The start of a run, for its trackers."""
 
-    Attributes:
-        run_dir: absolute path of the run directory.
-        hyperparameters: flat dictionary.
-        step: where training starts; 0 for a new run.
-        logged: step of the last line that earlier starts logged, or of the snapshot if that is later, and
-            whether it is an evaluation.
-    """
-
-    run_dir: str
-    hyperparameters: dict[str, Any]
-    step: int
+    run_dir: str  # absolute path
+    hyperparameters: dict[str, Any]  # flat
+    step: int  # where training starts; 0 for a new run
+    # Step of the last line that earlier starts logged, or of the snapshot if that is later; is it an evaluation?
     logged: tuple[int, bool]
 
 
