@@ -15,23 +15,16 @@ from engine.run.metrics import read_lines
 
 
 class Run:
-    """A run that has ended or is still training. Raises `UserError` for a damaged line of metrics.
-
-    Attributes:
-        path: the run directory.
-        train, val: lines of `metrics.jsonl` of either split whose loss is finite; empty without a file.
-        final: the line of the final part of the text (`data.final_split`), if it was scored.
-        diverged: the last line whose loss is not finite, or that says why the run diverged; or None.
-        step: the last step logged.
-        seconds: wall time up to `step`, evaluations and saves included.
-    """
+    """A run that has ended or is still training. Raises `UserError` for a damaged line of metrics."""
 
     def __init__(self, path: str):
-        self.path = path
+        self.path = path  # the run directory
+        # Lines of `metrics.jsonl` of either split whose loss is finite; empty without a file.
         self.train: list[dict[str, Any]] = []
         self.val: list[dict[str, Any]] = []
-        self.diverged: dict[str, Any] | None = None
-        self.final: dict[str, Any] | None = None
+        self.diverged: dict[str, Any] | None = None  # the last line that is not finite, or says why
+        self.final: dict[str, Any] | None = None  # of the final part of the text, if it was scored
+        # The last step logged, and wall time up to it, evaluations and saves included.
         self.step, self.seconds = 0, 0.0
         for line in read_lines(os.path.join(path, METRICS), "split", "loss", "seconds"):
             self.step, self.seconds = line["step"], line["seconds"]

@@ -42,29 +42,22 @@ class SaveInProgress:
 
 class SnapshotManager:
     """The snapshots of the run in `run_dir`. Of `config`, a `TrainerConfig`, it uses `snapshot_path`,
-    `snapshot_format`, `keep_snapshots`, `max_save_failures` and `resume`.
-
-    Attributes:
-        found: the snapshot to resume from, until it is restored; None to train from scratch.
-        saved_step: step of the latest snapshot that was written; None without one.
-        best: (held-out loss, step) of the best snapshot that was written; None without one.
-        failures: saves in a row that have failed.
-
-    Raises `UserError` on every rank if the run cannot resume from the files that exist.
+    `snapshot_format`, `keep_snapshots`, `max_save_failures` and `resume`. Raises `UserError` on every rank if
+    the run cannot resume from the files that exist.
     """
 
     def __init__(self, config: Any, run_dir: str, world: World):
         self.config, self.run_dir, self.world = config, run_dir, world
         path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(path, config.keep_snapshots)
-        self.failures, self._last_error = 0, ""
-        self.saved_step: int | None = None
-        self.best: tuple[float, int] | None = None
+        self.failures, self._last_error = 0, ""  # saves in a row that have failed
+        self.saved_step: int | None = None  # of the latest snapshot that was written
+        self.best: tuple[float, int] | None = None  # (held-out loss, step) of the best one written
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._saving: SaveInProgress | None = None
         # Why the run starts from scratch; empty if it resumes, and once its files are open.
         self._from_scratch = "trainer.resume=never"
-        self.found: Snapshot | None = None
+        self.found: Snapshot | None = None  # to resume from, until it is restored
         # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
         if config.resume != "never" or distributed.is_restart(world):
             self.found = self._find()
