@@ -77,7 +77,6 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """The planned number of steps."""
         return self.starts[-1]["total_steps"]
 
     @property

@@ -104,9 +104,8 @@ def check(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in TRACKERS:
-            raise UserError(
-                f"trainer.trackers: {name} is not one of them; choose from {', '.join(TRACKERS)}"
-            )
+            known = ", ".join(TRACKERS)
+            raise UserError(f"trainer.trackers: {name} is not one of them; choose from {known}")
         package = TRACKERS[name].package
         if package not in (None, "tensorboard") and not is_installed(package):
             raise UserError(f"trainer.trackers: {package} is not installed: pip install {package}")
