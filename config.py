@@ -126,7 +126,9 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
     hardware, for which different recipes are chosen.
     """
     local = ("data.path", "data.cache_dir", "run_dir", "trainer.threads")
-    first, *others = gather(flatten(plain(config)) | {"data.sha256": text_digest}, world)
+    own = plain(config)
+    own["data"]["sha256"] = text_digest
+    first, *others = map(flatten, gather(own, world))
     for other in others:
         for key in sorted(first):
             if first[key] != other[key] and key not in local:
