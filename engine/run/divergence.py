@@ -21,9 +21,7 @@ class DivergenceCheck:
     """
 
     world: World
-    scaler: (
-        torch.amp.GradScaler
-    )  # skips steps that overflow in float16, which is then no divergence
+    scaler: torch.amp.GradScaler  # skips steps that overflow in float16: no divergence
     learning_rate: Callable[[int], float]  # of a step, for the error
     log: TrainingLog  # records the divergence in the metrics
 
@@ -45,8 +43,9 @@ class DivergenceCheck:
             if self.scaler.get_scale() < MIN_SCALE:
                 raise self.error(step, "float16 gradients overflow at any scale")
             return
-        found = [bad for bad in distributed.gather(self.bad.tolist(), self.world) if bad[0] >= 0]
-        if found:
+        if distributed.sum_over_ranks((self.bad[0] >= 0).long(), self.world).item():
+            gathered = distributed.gather(self.bad.tolist(), self.world)
+            found = [bad for bad in gathered if bad[0] >= 0]
             first, loss, norm = min(found, key=lambda bad: (bad[0], math.isfinite(bad[1])))
             raise self.error(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
 
