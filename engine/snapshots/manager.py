@@ -95,9 +95,10 @@ class SnapshotManager:
         """
         os.makedirs(self.run_dir, exist_ok=True)
         self.storage.prepare()
+        if not self._from_scratch:
+            return
         files = [os.path.join(self.run_dir, name) for name in history]
-        earlier = [*self.storage.all(), *filter(os.path.exists, files)]
-        if self._from_scratch and earlier:
+        if earlier := [*self.storage.all(), *filter(os.path.exists, files)]:
             log.warning(
                 "%s: training from scratch; earlier files are renamed to %s",
                 self._from_scratch, ", ".join(set_aside(earlier)),
