@@ -8,7 +8,7 @@ order, and none imports a program of the root (tests/test_architecture.py):
     kernels                  the operations of a model: plain PyTorch, C kernels on a CPU
     config                   settings: clear errors, `auto`, what a resumed run may change
     text                     where a text is read from, and its encoding as ids
-    parallel                 processes: ranks, agreement, sharding, launchers, clusters
+    parallel                 processes: ranks, sharding, launchers, clusters
     optim                    AdamW, Muon, the learning-rate schedule
     generation               sampling from a model, with a cache of keys and values
     snapshots                the state of a run: saved atomically, verified, restored

@@ -31,9 +31,7 @@ class TrainingLog:
     plan: Plan
     every_steps: int  # between two lines
     flops_per_character: float  # of training, for the model FLOPs utilization (MFU)
-    peak_flops: (
-        float | None
-    )  # of one device, FLOP/s; None where it is not known, and no MFU is logged
+    peak_flops: float | None  # of one device, FLOP/s; None where unknown: no MFU is logged
     unit: str  # what is predicted, a character or a byte
     metrics: Metrics | None = None
     lines: int = 0  # of metrics.jsonl, on rank 0
