@@ -79,7 +79,7 @@ def test_rank_0_alone_prints_and_writes(runs):
         assert len(list(run.glob("tensorboard/*"))) <= 1
     out = (runs["2 accumulating"] / "stdout").read_text()
     assert (
-        "12 windows = 2 processes x 3 micro-batch x 2 accumulated; x 16 characters = 192 "
+        "12 windows = 2 processes x 2 micro-batch x 3 accumulated; x 16 characters = 192 "
         "characters per step" in out
     )
 

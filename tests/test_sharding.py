@@ -141,7 +141,7 @@ def test_a_sharded_snapshot_is_exported_as_a_single_file(alone, tmp_path):
         assert single.optimizer_state[name].keys() == values.keys()
     for arguments, says in (
         ([f"snapshot={snapshot}", f"out={out}"], "already exists"),
-        ([f"snapshot={out}"], "out: is missing"),
+        ([f"snapshot={out}"], "out= or page="),
     ):
         with pytest.raises(UserError, match=says):
             export.main(arguments)
