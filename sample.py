@@ -47,7 +47,7 @@ from model import GPT, GPTConfig
 MIN_THREADED_WORK = 10_000_000  # texts x parameters; below, one CPU thread is faster
 BATCH_CHARACTERS = 8192  # per batch, context included
 COPIED = 32  # characters in a row that count as copied
-TRAINING_SAMPLES = (4, 32)  # texts, characters in each; four take about as long as one
+TRAINING_SAMPLES = (2, 120)  # texts, characters in each
 
 
 @dataclass

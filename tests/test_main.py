@@ -262,7 +262,14 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
-        ("optimizer.lr=1", "optimizer.lr: unknown key; python main.py --help lists all"),
+        ("optimizer.lr=1", "optimizer.lr: unknown key; did you mean optimizer.learning_rate?"),
+        (
+            "model.droput=0",
+            "did you mean model.resid_pdrop, model.embd_pdrop and model.attn_pdrop?",
+        ),
+        ("data.file=x", "data.file: unknown key; did you mean data.path?"),
+        ("trainer.quux=1", "trainer.quux: unknown key; python main.py --help lists all"),
+        ("optimizer.learning_rate=0,003", "=0,003: a comma separates the values of a sweep (-m)"),
         ("trainer.batch_size=many", "trainer.batch_size: Value 'many' of type 'str' could not be"),
         ("report=perhaps", "report: Value 'perhaps' is not a valid bool"),
         ("model.model_type=gpt-mini", "model.n_layer=null model.n_head=null model.n_embd=null"),
@@ -333,6 +340,7 @@ def test_a_bad_text_gets_one_line(content, overrides, says, tmp_path):
     path.write_bytes(content)
     text = ["data=text", f"data.path={path}", "data.truncate=1", *overrides]
     refuse("experiment=overfit", *text, f"run_dir={tmp_path / 'run'}", says=says)
+    assert not (tmp_path / "run").exists()  # nothing was trained
 
 
 def test_an_unreachable_url_gets_one_line(tmp_path):

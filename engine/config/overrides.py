@@ -21,6 +21,23 @@ from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
 GROUPS = ("data", "model", "optimizer", "experiment")
+# What other trainers call a setting, and its name here.
+USUAL_NAMES = {
+    "dropout": "model.resid_pdrop, model.embd_pdrop and model.attn_pdrop",
+    **dict.fromkeys(("lr", "max_lr", "rate"), "optimizer.learning_rate"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("dtype", "precision", "amp", "bf16", "fp16"), "trainer.amp_dtype"),
+    **dict.fromkeys(("epochs", "num_train_epochs"), "trainer.max_epochs"),
+    **dict.fromkeys(("steps", "iters", "max_iters", "num_steps"), "trainer.max_steps"),
+    **dict.fromkeys(("minutes", "time"), "trainer.max_minutes"),
+    **dict.fromkeys(("layers", "num_layers", "depth"), "model.n_layer"),
+    **dict.fromkeys(("heads", "num_heads"), "model.n_head"),
+    **dict.fromkeys(("width", "d_model", "hidden_size"), "model.n_embd"),
+    **dict.fromkeys(("context", "context_length", "seq_len", "sequence_length"), "data.block_size"),
+    **dict.fromkeys(("file", "text", "dataset"), "data.path"),
+    **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "trainer.grad_norm_clip"),
+    **dict.fromkeys(("gpus", "nproc"), "launch.nproc_per_node"),
+}
 
 
 def key_of(override: str) -> str:
@@ -151,8 +168,9 @@ class Schema:
             elif equals and not key.startswith("hydra"):
                 if any(f"{name}.".startswith(f"{key}.") for name in known):
                     continue
+                names = by_last_name | USUAL_NAMES
                 near = [name for name in self.keys if name.startswith(key)]
-                near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
+                near += [names[x] for x in difflib.get_close_matches(last, names)]
                 hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
                 raise UserError(f"{key}: unknown key; {hint}")
 
@@ -166,5 +184,10 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         how = "without spaces, or quoted for Hydra and for the shell as in \"data.path='a b.txt'\""
         return f"{error.override}: settings are KEY=VALUE, {how}"
+    if ambiguous := re.search("Ambiguous value for argument '(.*?)'", str(error)):
+        return (
+            f"{ambiguous[1]}: a comma separates the values of a sweep (-m); a decimal has a point, and "
+            "a list brackets"
+        )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     return explain_value(cause) if getattr(cause, "full_key", None) else one_line(cause)

@@ -10,6 +10,7 @@ from engine.reports.reference import References, find_reference
 # A chart for each of these keys of the training metrics: (key, title, unit, digits under the pointer).
 CHARTS = (
     ("lr", "Learning rate", "per step", 6),
+    ("grad_norm", "Gradient norm", "before clipping", 3),
     ("tokens_per_s", "Throughput", "characters per second", 0),
 )
 MAX_POINTS = 1000  # of one curve; more could not be seen

@@ -6,6 +6,7 @@ import glob
 import logging
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -39,6 +40,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
     names no file, or one that a run has otherwise.
     """
     path = storage.snapshot_path(snapshot_path, run_dir)
+    is_new = not os.path.exists(run_dir)
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
@@ -52,10 +54,18 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
                 folder, name = os.path.split(path)
                 beside = os.path.join(folder, f".{name}{LOCK}")
                 stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
+            if is_new:
+                stack.callback(remove_unused, run_dir)
 
         run_on_first(lock, world)
         stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))
         yield
+
+
+def remove_unused(run_dir: str) -> None:
+    """Removes the directory of a run that ended before it wrote more than its log."""
+    if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def locked_file(path: str, setting: str) -> TextIO:
