@@ -19,7 +19,6 @@ if __name__ == "__main__":
 import functools
 import logging
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -31,6 +30,7 @@ from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from config import SCHEMA, Config, compose, help_text, plain, validate
+from engine import portable
 from engine.config.overrides import with_recipe, worker_arguments
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
@@ -153,7 +153,7 @@ def run() -> None:
     arguments = sys.argv[1:]
     with command_line():
         if {"-h", "--help"} & set(arguments):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+            portable.end_with_the_pipe()
             print(__doc__, help_text(), sep="\n")
             return
         if {"-m", "--multirun"} & set(arguments):

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from char_dataset import CharDataset, DataConfig, encode
+from engine import portable
 from engine.config import auto
 from engine.config.arguments import parse, run_program
 from engine.config.checks import check_option, check_range
@@ -294,7 +295,7 @@ def read_batches(
 
 
 def main(arguments: list[str]) -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python sample.py | head
+    portable.end_with_the_pipe()
     escape_unencodable()
     try:
         config = parse(SampleConfig, arguments)

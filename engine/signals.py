@@ -12,6 +12,8 @@ import threading
 import time
 from enum import IntEnum
 
+from engine import portable
+
 started = time.monotonic()  # when the program started: `prepare` is its first call
 
 
@@ -26,13 +28,14 @@ class Request(IntEnum):
     INTERRUPT = 5  # SIGINT
 
 
-SIGNALS = {
-    signal.SIGUSR1: Request.SAVE,
-    signal.SIGHUP: Request.HANG_UP,
-    signal.SIGTERM: Request.TERMINATE,
-    signal.SIGUSR2: Request.YIELD,
-    signal.SIGINT: Request.INTERRUPT,
+NAMES = {
+    "SIGUSR1": Request.SAVE,
+    "SIGHUP": Request.HANG_UP,
+    "SIGTERM": Request.TERMINATE,
+    "SIGUSR2": Request.YIELD,
+    "SIGINT": Request.INTERRUPT,
 }
+SIGNALS = {number: NAMES[number.name] for number in portable.signals(*NAMES)}
 
 
 class Stopped(Exception):
@@ -59,7 +62,7 @@ class Requests:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 ignored = signal.getsignal(number) == signal.SIG_IGN
-                if number == signal.SIGUSR1 or not ignored:
+                if SIGNALS[number] == Request.SAVE or not ignored:
                     self._handlers[number] = signal.signal(number, self._record)
         return self
 
@@ -90,7 +93,8 @@ def prepare() -> None:
     """
     global started
     started = time.monotonic()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in portable.signals("SIGUSR1"):
+        signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):

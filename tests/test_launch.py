@@ -1,5 +1,6 @@
 """Several processes by every way to start them: plain Python, Accelerate, a notebook."""
 
+import json
 import os
 import signal
 import socket
@@ -231,3 +232,30 @@ assert copy.exitcode == 1, copy
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert "forked after torch started its threads" in result.stderr
+
+
+def test_a_system_without_locks_of_posix_and_its_signals_trains(tmp_path):
+    """As on Windows, as far as it can be had here."""
+    script = tmp_path / "lacking.py"
+    script.write_text(f"""
+import signal, sys, types
+sys.path.insert(0, {str(ROOT)!r})
+import hydra, torch.distributed.elastic.multiprocessing.errors, torch.utils.tensorboard  # which have their own ways
+for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGPIPE"):
+    delattr(signal, name)
+locked = []
+sys.modules |= {{"fcntl": None, "resource": None}}
+sys.modules["msvcrt"] = types.SimpleNamespace(
+    LK_LOCK=1, LK_NBLCK=2, locking=lambda descriptor, mode, count: locked.append(mode)
+)
+sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
+try:
+    exec(compile(open(__file__).read(), __file__, 'exec'))
+finally:
+    print("locked", locked)
+""")
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", script=str(script))
+    assert result.returncode == 0, result.stderr
+    assert "step 6/6" in result.stdout
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line).get("memory", 0) for line in records} == {0}

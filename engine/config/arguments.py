@@ -1,7 +1,6 @@
 """Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from engine import portable
 from engine.config.fields import field_table
 from engine.errors import UserError
 
@@ -74,7 +74,7 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+        portable.end_with_the_pipe()
         print((sys.modules[program.__module__].__doc__ or "").strip())
         for config in configs:
             print(f"\n{config.__doc__}\n\n{field_table(config)}")

@@ -3,12 +3,13 @@
 import ctypes
 import platform
 import re
-import resource
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn as nn
+
+from engine import portable
 
 # Peak dense bfloat16 and float16 rates with float32 accumulation, FLOP/s, from NVIDIA's data sheets
 # and architecture white papers. The first pattern found in a device's name counts.
@@ -78,8 +79,7 @@ def peak_memory(device: torch.device) -> int:
     """Peak memory of this process so far, bytes: in torch's allocator of a GPU, else in the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)  # a CUDA graph keeps what it has freed
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
+    return portable.peak_memory()
 
 
 def free_memory() -> int | None:

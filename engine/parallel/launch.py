@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import UserError
 from engine.parallel.distributed import launched_size
-from engine.signals import SIGNALS, Stopped
+from engine.signals import SIGNALS, Request, Stopped
 
 
 @dataclass
@@ -63,7 +63,8 @@ def start(config: LaunchConfig, script: str, arguments: list[str]) -> None:
     for name in ("agent.server", "multiprocessing"):  # the errors below say it in one line
         logging.getLogger(f"torch.distributed.elastic.{name}.api").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
-    handlers = {n: signal.getsignal(n) for n in SIGNALS if n != signal.SIGUSR1}  # it stops nothing
+    stopping = [number for number, request in SIGNALS.items() if request != Request.SAVE]
+    handlers = {number: signal.getsignal(number) for number in stopping}
     forwarded = [n.name for n, handler in handlers.items() if handler != signal.SIG_IGN]  # by nohup
     with tempfile.TemporaryDirectory() as log_dir:
         options = [

@@ -1,6 +1,5 @@
 """Rendezvous: the store through which ranks find each other before there is a process group."""
 
-import fcntl
 import hashlib
 import os
 import socket
@@ -10,6 +9,8 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from engine.portable import fcntl
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -74,6 +75,8 @@ def address_towards(host: str) -> str:
 def address_of(interface: str) -> str | None:
     """The first IPv4 address of a network interface (Linux; elsewhere None)."""
     SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+    if fcntl is None:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()))

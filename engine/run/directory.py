@@ -1,7 +1,6 @@
 """Run directory: the names of its files, its lock, the newest run, the snapshot to read."""
 
 import contextlib
-import fcntl
 import glob
 import logging
 import os
@@ -12,6 +11,7 @@ from typing import TextIO
 
 from omegaconf import OmegaConf
 
+from engine import portable
 from engine.errors import UserError, one_line
 from engine.parallel.distributed import World, report_unresponsive_ranks, run_on_first
 from engine.signals import Stopped
@@ -78,7 +78,7 @@ def locked_file(path: str, setting: str) -> TextIO:
     except OSError as error:
         raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+        portable.lock(file, wait=False)
     except (BlockingIOError, PermissionError) as error:
         file.close()
         why = "another run is using it; wait for it, or set run_name=NEW_NAME"

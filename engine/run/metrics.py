@@ -96,7 +96,7 @@ class Metrics:
             )  # fmt: skip
         before = kept[-1].get("seconds", 0) if kept else 0
         self.started = time.perf_counter() - before
-        self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
         self.unwritten = b""
         logged = max([(step, evaluated), *map(position, earlier)])
         start = Start(os.path.abspath(run_dir), hyperparameters or {}, step, logged)

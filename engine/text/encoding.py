@@ -5,7 +5,6 @@ sorted vocabulary. A plain local file of up to `LARGE` bytes is encoded in memor
 a cache file, which all processes of a host memory-map.
 """
 
-import fcntl
 import hashlib
 import io
 import json
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from fsspec.utils import infer_compression
 
+from engine import portable
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.text import sources
@@ -76,7 +76,7 @@ def open_text(config: Any) -> EncodedText:
         shown = ", ".join(map(sources.name_of, files[:5])) + ", ..." * (len(files) > 5)
         log.info("encoding    %s into %s.ids", shown, stem)
         with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)  # released on close; another process may encode
+            portable.lock(lock, wait=True)  # released on close; another process may encode
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
                     pieces = read_text(files, sha256, encoding)

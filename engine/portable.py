@@ -1,0 +1,47 @@
+"""What only some systems have: file locks of POSIX, some signals, a process's peak memory."""
+
+import contextlib
+import signal
+import sys
+from typing import Any
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows
+    fcntl = resource = None  # type: ignore[assignment]
+
+
+def lock(file: Any, wait: bool) -> None:
+    """Locks an open file until it is closed or the process dies; child processes do not inherit it. If another
+    process holds it, waits, or else raises `BlockingIOError` or `PermissionError`.
+    """
+    if fcntl is not None:
+        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return
+    import msvcrt
+
+    windows: Any = msvcrt
+    while True:
+        with contextlib.suppress(*(OSError,) if wait else ()):  # LK_LOCK gives up after 10 s
+            windows.locking(file.fileno(), windows.LK_LOCK if wait else windows.LK_NBLCK, 1)
+            return
+
+
+def peak_memory() -> int:
+    """Peak memory of this process so far, bytes; 0 where the system does not say it."""
+    if resource is None:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
+
+
+def signals(*names: str) -> list[signal.Signals]:
+    """Those of the signals that this system has."""
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def end_with_the_pipe() -> None:
+    """Ends the process in silence when nobody reads its output any more, as in `--help | head`."""
+    for number in signals("SIGPIPE"):
+        signal.signal(number, signal.SIG_DFL)
