@@ -146,7 +146,8 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
             f"trainer.batch_size={windows}",
         ]
     else:
-        steps = round(limit / 3072)
+        recipe = {"layers": 4, "width": 128, "context": 256, "dropout": 0}
+        steps = round(limit / cost(recipe, len(known)) / 3072)
         own = ["experiment=shakespeare_cpu"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(used, "utf-8")

@@ -236,7 +236,7 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     layers = 3 if width <= 96 else 4 if width < 256 else 6
-    context = 256 if characters >= 500_000 and affordable >= 2e6 else 128
+    context = 256 if characters >= 200_000 and affordable >= 2e6 else 128
     return layers, width, context
 
 
@@ -244,7 +244,7 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
     """Dropout and weight decay for so many passes over a training text of so many `characters`."""
     dropout = min(max((passes - 12) / 75, 0.0), 0.25)
     decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.33
-    return round(dropout, 2), float(f"{min(decay, 3.0):.2g}")
+    return round(dropout, 2), float(f"{min(max(decay, 0.2), 3.0):.2g}")
 
 
 def learning_rate(characters: int, width: int) -> float:
