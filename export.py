@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import webbrowser
 from dataclasses import dataclass
@@ -62,13 +63,13 @@ class ExportConfig:
         check_range("newest", self.newest, 1)
         if sum((self.newest > 1, bool(self.snapshots), bool(self.snapshot or self.run_dir))) > 1:
             raise UserError("newest=, snapshots=, and run_dir= or snapshot=: give one of them")
-        if self.out and (self.snapshots or self.newest > 1):
-            raise UserError("snapshots= and newest= are for a page=")
+        if self.out and (self.snapshots or self.newest > 1 or self.open):
+            raise UserError("snapshots=, newest= and open= are for a page=")
 
     def paths(self) -> list[str]:
         """The snapshots to export. Raises `UserError` if there is none."""
         if self.snapshots:
-            return [path.strip() for path in self.snapshots.strip("[]").split(",")]
+            return [path.strip() for path in self.snapshots.strip("[]").split(",") if path.strip()]
         if self.newest == 1:
             return [choose_snapshot(self.snapshot, self.run_dir)]
         found = []
@@ -81,7 +82,7 @@ class ExportConfig:
 def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
     if config.page is not None:
-        write_page(config.paths(), config.page, config.open)
+        write_page(config.paths(), config.page, config.newest > 1, config.open)
         return
     assert config.out is not None
     [path] = config.paths()
@@ -108,10 +109,19 @@ def is_page(path: str) -> bool:
         return False
 
 
-def write_page(paths: list[str], out: str, is_opened: bool) -> None:
-    """Writes a page that runs the models of the snapshots at `paths`, and opens it if there is a browser. Raises
-    `UserError`."""
-    content = page.render([describe(load_full(path), path) for path in paths])
+def write_page(paths: list[str], out: str, may_skip: bool, is_opened: bool) -> None:
+    """Writes a page that runs the models of the snapshots at `paths`, and opens it if there is a browser. If it
+    `may_skip` them, leaves out those that cannot be used. Raises `UserError`.
+    """
+    models = []
+    for path in paths:
+        try:
+            models.append(describe(load_full(path), path))
+        except UserError as error:
+            if not may_skip or (path == paths[-1] and not models):
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+    content = page.render(models)
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         with atomic_write(out) as file:

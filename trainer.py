@@ -195,8 +195,9 @@ class Trainer:
         # A sharded model is not tried: a rank that ran out of memory would leave the others waiting.
         is_tried = memory.is_refused(device) and not sharding.is_sharded(bare)
         if config.micro_batch_size is None and is_tried:
-            windows = earlier.get("micro_batch_size") or memory.largest_micro_batch(
-                self.plan, bare, self._trial_loss, self.world
+            known = earlier.get("micro_batch_size", self.plan.micro_batch_size)
+            windows = memory.largest_micro_batch(
+                self.plan.with_micro_batch(known), bare, self._trial_loss, self.world
             )
             self.choices["micro_batch_size"] = windows
             self.plan = self.plan.with_micro_batch(windows)
@@ -305,13 +306,13 @@ class Trainer:
                 _, loss = self.model(x, y)
             self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
+        self.is_updating = True
         self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
         if self.config.grad_norm_clip is not None:
             norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         norm = sharding.full_tensor(norm).to(self.world.device)
-        self.is_updating = True
         self.scaler.step(self.optimizer)
         self.is_updating = False
         self.scaler.update()

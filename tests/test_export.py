@@ -163,6 +163,15 @@ def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
     assert together == [generator(p, **settings)[0]["generated_text"] for p in prompts]
 
 
+@pytest.mark.parametrize("setting", [{"num_beams": 2}, {"cache_implementation": "static"}])
+def test_generation_that_a_token_shift_has_not_is_refused(setting, tmp_path):
+    snapshot = model_snapshot(VOCABULARY, **MODELS["shifted"])
+    export.export(snapshot, "x.pt", str(tmp_path / "model"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}="):
+        theirs.generate(torch.tensor([[1]]), max_new_tokens=3, **setting)
+
+
 # --- and back ---
 
 

@@ -238,7 +238,7 @@ def test_a_system_without_locks_of_posix_and_its_signals_trains(tmp_path):
     """As on Windows, as far as it can be had here."""
     script = tmp_path / "lacking.py"
     script.write_text(f"""
-import signal, sys, types
+import atexit, signal, sys, types
 sys.path.insert(0, {str(ROOT)!r})
 import hydra, torch.distributed.elastic.multiprocessing.errors, torch.utils.tensorboard  # which have their own ways
 for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGPIPE"):
@@ -249,13 +249,12 @@ sys.modules["msvcrt"] = types.SimpleNamespace(
     LK_LOCK=1, LK_NBLCK=2, locking=lambda descriptor, mode, count: locked.append(mode)
 )
 sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
-try:
-    exec(compile(open(__file__).read(), __file__, 'exec'))
-finally:
-    print("locked", locked)
+atexit.register(lambda: print("locked", locked))
+exec(compile(open(__file__).read(), __file__, 'exec'))
 """)
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", script=str(script))
     assert result.returncode == 0, result.stderr
     assert "step 6/6" in result.stdout
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert "locked [2, 2]" in result.stdout  # the run directory, and its snapshot
     assert {json.loads(line).get("memory", 0) for line in records} == {0}

@@ -178,6 +178,10 @@ def test_its_greedy_text_and_its_scores_are_those_of_the_programs(browser, serve
         model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
         ids = torch.tensor([[LETTERS.index(c) for c in prompt]])
         assert text == "".join(LETTERS[i] for i in model.generate(ids, 200)[0])
+    opened.browser.execute_script("models.forEach(model => model.look(150))")
+    opened.wait(lambda: len(opened.all(".made")) == len(MODELS) + 1)
+    # Beyond the context, too, what was made is what was likeliest, in what the model saw by then.
+    assert len(opened.all("tr:first-child.made")) == len(MODELS) + 1
     text = (prompt * 30)[:200] + "é漢"
     (tmp_path / "text.txt").write_text(text)
     opened.set("prompt", text)
@@ -232,5 +236,8 @@ def test_a_page_that_computes_other_numbers_says_so(browser, tmp_path):
     write(tmp_path, snapshot_of("modern"))
     path = tmp_path / "page.html"
     path.write_text(path.read_text().replace("15 * Math.tanh", "14 * Math.tanh"))
-    [status] = Page(browser, path).texts(".status")
-    assert status.startswith("This browser computes other numbers than PyTorch, by up to")
+    opened = Page(browser, path)
+    opened.set("prompt", "a")
+    opened.press("generate")
+    [warning] = opened.texts(".warning")
+    assert warning.startswith("This browser computes other numbers than PyTorch, by up to")

@@ -645,7 +645,7 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
     assert load(str(tmp_path / "found" / "gpt_snapshot.pt")).choices["micro_batch_size"] == 3
     memory.seen.clear()
     resumed = make(parts, tmp_path / "found", max_steps=8)
-    assert memory.seen == [] and resumed.plan.micro_batch_size == 3
+    assert memory.seen == [3] and resumed.plan.micro_batch_size == 3  # another GPU may have less
     memory.limit = 0
     with pytest.raises(UserError, match=r"a window of data\.block_size=8 needs more memory"):
         make(parts, tmp_path / "none")
@@ -664,9 +664,8 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
     assert torch.equal(weights(trainer), weights(given))
     assert load(str(tmp_path / "halved" / "gpt_snapshot.pt")).choices["micro_batch_size"] == 3
     memory.limit = 0
-    message = r"step 7: out of memory .* trainer\.micro_batch_size=1 resumes"
-    with pytest.raises(UserError, match=message):
-        make(parts, tmp_path / "halved", max_steps=8).train()
+    with pytest.raises(UserError, match=r"a window of data\.block_size=8 needs more memory"):
+        make(parts, tmp_path / "halved", max_steps=8)
 
 
 def test_an_update_that_runs_out_of_memory_is_not_done_again(parts, tmp_path, monkeypatch):

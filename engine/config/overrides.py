@@ -36,6 +36,9 @@ USUAL_NAMES = {
     **dict.fromkeys(("context", "context_length", "seq_len", "sequence_length"), "data.block_size"),
     **dict.fromkeys(("file", "text", "dataset"), "data.path"),
     **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "trainer.grad_norm_clip"),
+    **dict.fromkeys(("batch", "bs"), "trainer.batch_size"),
+    **dict.fromkeys(("num_workers", "workers"), "trainer.data_loader_workers"),
+    **dict.fromkeys(("eval_interval", "eval_iters"), "trainer.eval_every_steps"),
     **dict.fromkeys(("gpus", "nproc"), "launch.nproc_per_node"),
 }
 
@@ -168,9 +171,11 @@ class Schema:
             elif equals and not key.startswith("hydra"):
                 if any(f"{name}.".startswith(f"{key}.") for name in known):
                     continue
-                names = by_last_name | USUAL_NAMES
-                near = [name for name in self.keys if name.startswith(key)]
-                near += [names[x] for x in difflib.get_close_matches(last, names)]
+                near = [
+                    USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)
+                ]
+                near += [name for name in self.keys if name.startswith(key)]
+                near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
                 hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
                 raise UserError(f"{key}: unknown key; {hint}")
 

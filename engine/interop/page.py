@@ -29,7 +29,7 @@ TOLERANCE = 0.01  # of a logit, for weights of 16 bits
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as the page has them: rounded to 16 bits, the head's left out if it is the embedding's."""
+    """The weights as the page has them, rounded to 16 bits."""
     return {name: weight.half().float() for name, weight in weights.items()}
 
 

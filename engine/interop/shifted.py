@@ -3,7 +3,7 @@
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 The MLPs also see the position before, scaled per channel. With a cache each layer keeps the last position's input.
-Beam search would need that reordered, and is not supported.
+Beam search would need that reordered, and a static cache hides what is padding: both are refused.
 """
 
 import torch
@@ -71,3 +71,12 @@ class ShiftedForCausalLM(NanoChatForCausalLM):
         super().__init__(config)
         self.model = ShiftedModel(config)
         self.post_init()
+
+    def generate(self, *args, generation_config=None, **kwargs):
+        for name, plain in (("num_beams", 1), ("cache_implementation", None)):
+            value = kwargs.get(
+                name, getattr(generation_config or self.generation_config, name, None)
+            )
+            if value not in (plain, None):
+                raise ValueError(f"{name}={value}: a model with token shift has no such generation")
+        return super().generate(*args, generation_config=generation_config, **kwargs)  # type: ignore[misc]

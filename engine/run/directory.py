@@ -64,8 +64,9 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
 
 def remove_unused(run_dir: str) -> None:
     """Removes the directory of a run that ended before it wrote more than its log."""
-    if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):
-        shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is no longer there
+        if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):
+            shutil.rmtree(run_dir)
 
 
 def locked_file(path: str, setting: str) -> TextIO:

@@ -35,10 +35,7 @@ def largest_micro_batch(
             return windows
         log.info("memory      %d windows at once need more than the GPU has", windows)
         if windows == 1:
-            raise UserError(
-                f"a window of data.block_size={plan.block_size} needs more memory than the GPU has: set a shorter "
-                "one, a smaller model, or model.activation_checkpointing=true"
-            )
+            raise UserError(too_large(plan))
         plan = plan.with_micro_batch(windows // 2)
 
 
@@ -62,13 +59,22 @@ def _fits(
     return True
 
 
+def too_large(plan: Plan) -> str:
+    return (
+        f"a window of data.block_size={plan.block_size} needs more memory than the GPU has: set a shorter one, a "
+        "smaller model, or model.activation_checkpointing=true"
+    )
+
+
 def halved(plan: Plan, step: int, may_repeat: bool, error: torch.OutOfMemoryError) -> Plan:
     """The plan after `step` has run out of memory: half the micro-batch, with which it is done again. Raises
     `UserError` unless it `may_repeat`: its update had begun, or several ranks would have to agree.
     """
     windows = plan.micro_batch_size
     smaller = plan.with_micro_batch(max(1, windows // 2))
-    if not may_repeat or windows == 1:
+    if windows == 1:
+        raise UserError(f"step {step}: out of memory: {too_large(plan)}") from error
+    if not may_repeat:
         raise UserError(
             f"step {step}: out of memory with {windows} windows at once; the same command with "
             f"trainer.micro_batch_size={smaller.micro_batch_size} resumes from the newest snapshot"

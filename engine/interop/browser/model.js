@@ -243,7 +243,9 @@ const answers = {
     return {kind: "done"};
   },
 
-  look({ids, layer, head}) {
+  async look({ids, layer, head, call}) {
+    await turn();
+    if (newest !== call) return {kind: "done"};  // a key is held down
     const look = {layer, head};
     return {kind: "looked", logits: Array.from(gpt.read(ids, look)), weights: look.weights};
   },

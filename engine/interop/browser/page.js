@@ -27,7 +27,7 @@ class Model {
     this.text.onclick = event => "at" in event.target.dataset && this.look(Number(event.target.dataset.at));
     this.text.onkeydown = event => {
       const by = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: -20, ArrowDown: 20}[event.key];
-      if (!by || this.ids.length < 2) return;
+      if (!by || event.altKey || event.ctrlKey || event.metaKey || this.ids.length < 2) return;
       event.preventDefault();
       this.look(Math.min(Math.max((this.at ?? this.start - 1) + by, 1), this.ids.length - 1));
     };
@@ -35,11 +35,14 @@ class Model {
     this.worker = new Worker(worker);
     this.worker.onmessage = ({data}) => data.call === this.call && this.answers[data.kind](data);
     this.ask({kind: "load", model}, {ready: ({difference}) => {
-      this.isWrong = !(difference < TOLERANCE);
-      this.say(this.isWrong
-        ? `This browser computes other numbers than PyTorch, by up to ${difference.toPrecision(2)}: do not trust the text.`
-        : "Ready.", this.isWrong);
+      if (!(difference < TOLERANCE)) {
+        find(".warning").textContent = `This browser computes other numbers than PyTorch, by up to ${
+          difference.toPrecision(2)}: do not trust the text.`;
+      }
+      this.say("Ready.");
       delete model.weights;
+      this.isReady = true;
+      if (models.every(model => model.isReady)) document.querySelectorAll("button").forEach(b => (b.disabled = false));
     }});
   }
 
@@ -89,13 +92,27 @@ class Model {
     this.text.replaceChildren();
     this.append(ids);
     const started = performance.now();
+    this.status.ariaLive = "off";  // until the end: it changes thirty times a second
     this.ask({kind: "generate", ids, ...options, stop}, {
+      done: () => {
+        this.status.ariaLive = "polite";
+        this.say(this.status.textContent + ".");
+      },
       made: ({ids}) => {
         this.append(ids);
         const count = this.ids.length - this.start, seconds = (performance.now() - started) / 1000;
-        this.say(`${count} characters, ${Math.round(count / seconds)} a second`, this.isWrong);
+        this.say(`${count} characters, ${Math.round(count / seconds)} a second`);
       },
     });
+  }
+
+  /** How many characters the model saw before it made the one at a position: a full context begins again with its
+   *  last half. */
+  seen(at) {
+    const size = this.model.config.block_size;
+    let count = Math.min(at, this.start, size);
+    for (let i = this.start; i < at; i++) count = count === size ? Math.max(1, size >> 1) : count + 1;
+    return at < this.start ? Math.min(at, size) : count;
   }
 
   /** Shows what else the model considered for the character at a position, and where a head looked. */
@@ -107,7 +124,7 @@ class Model {
     this.text.children[at].classList.add("picked");
     this.text.children[at].scrollIntoView({block: "nearest"});
     const [layer, head] = ["layer", "head"].map(name => Number(this.card.querySelector(`.${name}`).value));
-    this.ask({kind: "look", ids: this.ids.slice(0, at), layer, head}, {looked: ({logits, weights}) => {
+    this.ask({kind: "look", ids: this.ids.slice(at - this.seen(at), at), layer, head}, {looked: ({logits, weights}) => {
       const temperature = Number(element("temperature").value) || 1, highest = Math.max(...logits);
       const powers = logits.map(logit => Math.exp((logit - highest) / temperature));
       const sum = powers.reduce((a, b) => a + b), made = this.ids[at];
@@ -154,5 +171,8 @@ document.querySelector("form").onsubmit = event => {
     topP: number("topP"), seed: number("seed"), stop};
   for (const model of models) model.generate(element("prompt").value, options);
 };
-element("halt").onclick = () => models.forEach(model => model.ask({kind: "cancel"}, {}));
+element("halt").onclick = () => models.forEach(model => {
+  model.ask({kind: "cancel"}, {});
+  model.say("Stopped.");
+});
 element("score").onclick = () => models.forEach(model => model.score(element("prompt").value));
