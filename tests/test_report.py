@@ -272,8 +272,8 @@ def test_a_browser_shows_the_texts_and_the_values_under_the_pointer_at_any_width
     assert seen["tip"].split("\n") == [
         "step 500", f"training: {training:.4f}", f"held-out: {held_out:.4f}",
     ]  # fmt: skip
-    # Two losses, learning rate, throughput; the dots of all but training.
-    assert seen["curves"] == 7
+    # Two losses, learning rate, gradient norm, throughput; the dots of all but training.
+    assert seen["curves"] == 9
     assert seen["beside"] == pytest.approx([0, 0], abs=1)  # a value lies at its tick
     assert seen["overflow"] <= 0 and seen["letters"] >= 11 and seen["apart"] > 4
 
