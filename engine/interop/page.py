@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.interop.transformers import ROPE_BASE, SOFTCAP
 from engine.kernels.native import LAYER_NORM_EPS, NORM_EPS
 
 BROWSER = Path(__file__).resolve().parent / "browser"
 MARK = (
     "<!-- character-level GPT: written by export.py -->"  # of a page, which a new one may replace
 )
-ROPE_BASE, SOFTCAP = 10_000.0, 15  # as in model.py and model.js, which tests compare
 CHECKED = 32  # characters of the input that is compared
 TOLERANCE = 0.01  # of a logit, for weights of 16 bits
 
