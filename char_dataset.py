@@ -48,6 +48,7 @@ class DataConfig:
     truncate: float = 1.0  # share of the text to use at all, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
+    errors: str = "strict"  # strict: a file that is not UTF-8 ends the run; skip: it is left out, and named in the log
     cache_dir: str = "data/cache"  # local directory where texts over 64 MiB, compressed or remote are kept encoded
     # fmt: on
 
@@ -78,6 +79,7 @@ class DataConfig:
         if self.shuffle is not None:
             check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
         check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
+        check_option("data.errors", self.errors, ("strict", "skip"))
         if not self.cache_dir or "://" in self.cache_dir:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 

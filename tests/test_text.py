@@ -159,6 +159,19 @@ def test_a_character_does_not_continue_in_the_next_file(tmp_path):
         read([str(first), str(second)])
 
 
+def test_files_that_are_not_utf_8_are_left_out_and_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 777)  # the bad byte is in the second piece
+    for name, content in (("1", b"first"), ("2", b"x" * 1000 + b"\xff"), ("3", b"third")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    path = str(tmp_path / "*.txt")
+    with pytest.raises(UserError, match=r"data\.errors=skip"):
+        read(path)
+    pieces = read_text(find_files(path), errors="skip")
+    assert list(pieces) == ["first", sources.FILE_END, "third", sources.FILE_END]
+    skipped = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert len(skipped) == 1 and "2.txt: not UTF-8: byte 0xff at offset 1000" in skipped[0]
+
+
 def zstd(content: bytes) -> bytes:
     """Two frames."""
     zstandard = pytest.importorskip("zstandard")

@@ -25,7 +25,7 @@ INCOMPARABLE = {
 IRRELEVANT = {
     "run_name", "run_dir", "samples", "report", "trainer.trackers",  # names and outputs
     "model.vocab_size", "model.block_size",  # follow from the data
-    "data.url", "data.sha256", "data.cache_dir",  # a text is compared by its content
+    "data.url", "data.sha256", "data.errors", "data.cache_dir",  # a text is compared by its content
     "model.activation_checkpointing", "trainer.micro_batch_size",  # memory for time
     "trainer.seed",
     "trainer.device", "trainer.threads", "trainer.strategy",  # rounding

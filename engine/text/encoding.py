@@ -60,13 +60,13 @@ def open_text(config: Any) -> EncodedText:
     if is_small(path):
         ids = io.BytesIO()
         text = [from_text(sources.pydoc_text(), encoding)] if path == PYDOC else None
-        pieces = text or read_text(find_files(path), sha256, encoding)
+        pieces = text or read_text(find_files(path), sha256, encoding, config.errors)
         record = encode(pieces, config.truncate, config.shuffle, ids)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
-    settings = (config.truncate, sha256, encoding, config.shuffle)
+    settings = (config.truncate, sha256, encoding, config.errors, config.shuffle)
     identity = json.dumps([FORMAT, *settings, *map(sources.version_of, files)])
     stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
     try:
@@ -79,7 +79,7 @@ def open_text(config: Any) -> EncodedText:
             portable.lock(lock, wait=True)  # released on close; another process may encode
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
-                    pieces = read_text(files, sha256, encoding)
+                    pieces = read_text(files, sha256, encoding, config.errors)
                     record = encode(pieces, config.truncate, config.shuffle, ids)
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)

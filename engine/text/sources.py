@@ -41,6 +41,10 @@ class Unreadable(UserError):
     """A file that is missing or cannot be read."""
 
 
+class NotUTF8(UserError):
+    """A file that is not text in UTF-8."""
+
+
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
     """Turns the errors of every kind of file system into `Unreadable`, naming the file."""
@@ -144,39 +148,65 @@ def read_zst(stream: Any) -> Iterator[bytes]:
 
 
 def read_text(
-    files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8"
+    files: list[OpenFile],
+    sha256: str | None = None,
+    encoding: str = "utf-8",
+    errors: str = "strict",
 ) -> Iterator[str]:
     """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks; with the
-    `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file.
+    `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file. With
+    `errors` "skip", files that are not UTF-8 are left out, each named in the log; every file is then
+    read twice.
 
     Raises `UserError` for a file that cannot be read or is not UTF-8 (naming the byte), and at the
     end if the SHA-256 of the content differs from `sha256`.
     """
     digest = hashlib.sha256()
     for file in files:
-        decoder = codecs.getincrementaldecoder("latin-1" if encoding == "bytes" else "utf-8-sig")()
-        num_bytes = 0
-        for piece in itertools.chain(read_file(file), [b""]):
-            num_bytes += len(piece)
-            try:
-                text = decoder.decode(piece, final=not piece)
-            except UnicodeDecodeError as error:
-                byte = error.object[error.start]
-                offset = num_bytes - len(error.object) + error.start
-                raise UserError(
-                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; to train on bytes: "
-                    "data.encoding=bytes"
-                ) from error
-            if sha256 is not None:
-                digest.update(piece)
-            if text:
-                yield text
+        if errors == "skip" and not _is_decodable(file, encoding):
+            continue
+        try:
+            for piece, text in _decode(file, encoding):
+                if sha256 is not None:
+                    digest.update(piece)
+                if text:
+                    yield text
+        except NotUTF8 as error:
+            raise UserError(
+                f"{error}; to train on bytes: data.encoding=bytes; without such files: data.errors=skip"
+            ) from error
         yield FILE_END
     if sha256 not in (None, digest.hexdigest()):
         raise UserError(
             f"{name_of(files[0])}: SHA-256 is {digest.hexdigest()}, but data.sha256={sha256}; "
             "remove a damaged file to download it again, or set data.sha256=null to accept this text"
         )
+
+
+def _decode(file: OpenFile, encoding: str) -> Iterator[tuple[bytes, str]]:
+    """Yields the pieces of a file, each with the text that it completes. Raises `NotUTF8`."""
+    decoder = codecs.getincrementaldecoder("latin-1" if encoding == "bytes" else "utf-8-sig")()
+    num_bytes = 0
+    for piece in itertools.chain(read_file(file), [b""]):
+        num_bytes += len(piece)
+        try:
+            yield piece, decoder.decode(piece, final=not piece)
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            offset = num_bytes - len(error.object) + error.start
+            raise NotUTF8(
+                f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}"
+            ) from error
+
+
+def _is_decodable(file: OpenFile, encoding: str) -> bool:
+    try:
+        for _ in _decode(file, encoding):
+            pass
+    except NotUTF8 as error:
+        log.warning("skipped     %s", error)
+        return False
+    return True
 
 
 def pydoc_text() -> str:
