@@ -8,6 +8,10 @@ class UserError(ValueError):
     what is wrong and what would be right.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints in place of a traceback: in a notebook, too, it is one line."""
+        return [f"error: {self}"]
+
 
 def one_line(error: BaseException) -> str:
     """The message of an error on one line; the name of its type where there is no message."""

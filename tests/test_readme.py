@@ -106,7 +106,9 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(nproc, tmp_path):
+def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(
+    nproc, tmp_path, monkeypatch
+):
     page = (ROOT / "docs" / "from-mingpt-ddp.md").read_text()
     program = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     (tmp_path / "mine.py").write_text(program.replace("max_steps=200", "max_steps=3"))
@@ -115,8 +117,16 @@ def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(npr
     script, env = str(tmp_path / "mine.py"), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = start(script=script, nproc=nproc, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
-    assert "held-out loss" in result.stdout and "\nROMEO:" in result.stdout
+    printed = re.findall("^held-out loss [0-9.]+$|^ROMEO:", result.stdout, re.MULTILINE)
+    assert len(printed) == 2 and printed[1] == "ROMEO:"  # once, on rank 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
+    of_a_snapshot = re.search(r"^```python\n(from sample .*?)^```", page, re.MULTILINE | re.DOTALL)[
+        1
+    ]
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(of_a_snapshot, names)
+    assert names["model"].config.vocab_size == len(names["snapshot"].vocabulary)
     result = start("max_new_tokens=5", script="sample.py", cwd=tmp_path)  # the newest run's
     assert result.returncode == 0, result.stderr
     other = program.replace("gpt-nano", "gpt-micro")
