@@ -34,8 +34,9 @@ from char_dataset import CharDataset, DataConfig, encode
 from engine import portable
 from engine.config import auto
 from engine.config.arguments import parse, run_program
-from engine.config.checks import check_option, check_range
+from engine.config.checks import check_range
 from engine.errors import UserError, one_line
+from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshot
 from engine.run.progress import escape_unencodable
 from engine.snapshots.probe import CHANGED, has_changed, probe_logits
@@ -69,7 +70,7 @@ class SampleConfig:
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
-    device: str = "auto"  # cpu, cuda or auto
+    device: str = "auto"  # cpu, cuda, auto, or another that torch names: mps, xpu
 
     def __post_init__(self):
         texts = [n for n in ("prompt", "prompt_file", "score") if getattr(self, n) is not None]
@@ -82,9 +83,7 @@ class SampleConfig:
         check_range("top_k", self.top_k, 1)
         check_range("top_p", self.top_p, above=0, high=1)
         check_range("seed", self.seed, 0, 2**63 - 1)
-        check_option("device", self.device, ("auto", "cpu", "cuda"))
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("device=cuda: no GPU that this build of torch can use; set device=cpu")
+        check_device("device", self.device)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `GPT.stream`."""
@@ -228,7 +227,7 @@ def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf
     ranks of a sharded model must call it.
     """
     num_texts, num_characters = TRAINING_SAMPLES
-    first = torch.tensor([[vocabulary.index(opening(vocabulary))]], device=device)
+    first = torch.tensor([[vocabulary.index(opening(vocabulary))]]).to(device)
     threads = torch.get_num_threads()
     if is_small(model, num_texts):
         torch.set_num_threads(1)

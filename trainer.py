@@ -71,7 +71,7 @@ class TrainerConfig:
     use_amp: bool = True  # automatic mixed precision; false: float32
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
-    device: str = "auto"  # cpu, cuda or auto: cuda where there is a GPU
+    device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
     threads: int | None = None  # CPU threads per process; null: the host's cores shared among its processes
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # true, false or auto: equal bit for bit from run to run, on a CPU
@@ -87,7 +87,6 @@ class TrainerConfig:
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
             self.snapshot_path = self.snapshot_path.removeprefix(protocol)
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16"))
-        check_option("trainer.device", self.device, ("auto", "cpu", "cuda"))
         for name in ("compile", "deterministic"):
             check_option(f"trainer.{name}", getattr(self, name), ("auto", "true", "false"))
         check_option("trainer.strategy", self.strategy, ("ddp", "fsdp"))
@@ -327,7 +326,8 @@ class Trainer:
             self.requests.check()
             x, y = next(batches)
             device = self.world.device
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            is_async = device.type == "cuda"
+            yield x.to(device, non_blocking=is_async), y.to(device, non_blocking=is_async)
 
     def _is_finished(self) -> bool:
         if not self._is_over() or self.evaluations.is_due(self.step):
@@ -414,7 +414,9 @@ class Trainer:
         if not self.training_log.is_due(self.step):
             return
         self.divergence.check(self.step)
-        mean = distributed.sum_over_ranks(loss.double(), self.world).item() / self.world.size
+        # On the host: not every device has float64.
+        total = distributed.sum_over_ranks(loss.cpu().double(), self.world)
+        mean = total.item() / self.world.size
         samples: list[str] = []
         if self.sample is not None and self.training_log.samples_are_due(self.step):
             with self.training_log.paused():

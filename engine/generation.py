@@ -155,4 +155,6 @@ def pick(
     times = np.empty(logits.shape)
     for generator, row in zip(generators, times, strict=True):
         generator.standard_exponential(out=row)
-    return (logits.softmax(dim=-1) / torch.from_numpy(times).to(logits.device)).argmax(dim=-1)
+    return (logits.softmax(dim=-1) / torch.from_numpy(times).float().to(logits.device)).argmax(
+        dim=-1
+    )

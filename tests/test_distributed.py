@@ -154,7 +154,8 @@ exec(compile(open(__file__).read(), __file__, 'exec'))
     "gpus, local_size, device, says",
     [
         (1, 2, "auto", "2 processes on a machine with 1 GPU: start --nproc_per_node=1"),
-        (0, 1, "cuda", "trainer.device=cuda: no GPU"),
+        (0, 1, "cuda", "trainer.device=cuda: no such device"),
+        (0, 1, "mps", "trainer.device=mps: no such device"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_size, device, says):

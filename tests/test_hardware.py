@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from conftest import TINY, metrics, start
 
 from engine.machine.hardware import device_name, free_memory, peak_flops, peak_memory
 
@@ -52,3 +53,32 @@ def test_free_memory_is_some_of_the_hosts():
     free = free_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert free is None if not sys.platform.startswith("linux") else 0 < free <= total
+
+
+def test_an_accelerator_without_float64_trains_resumes_and_samples_as_the_cpu(tmp_path):
+    """Of what torch names: MPS and XPU are used in the same way, and were not seen."""
+    settings = [
+        *TINY,
+        "model=modern",
+    ]  # which ties no weights: tests/accelerator.py does not keep ties
+    fake = {"script": "tests/accelerator.py"}
+    for run_dir, device, steps, how in (
+        ("cpu", "cpu", 8, {}),
+        ("fake", "fake", 6, fake),
+        ("fake", "fake", 8, fake),
+    ):
+        arguments = [*settings, f"trainer.device={device}", f"trainer.max_steps={steps}"]
+        program = ["main.py"] if how else []
+        result = start(*program, *arguments, f"run_dir={tmp_path / run_dir}", **how)
+        assert result.returncode == 0, result.stderr
+    assert "from step 6" in result.stdout and "device      fake;" in result.stdout
+    on_cpu, on_fake = (metrics(tmp_path / name) for name in ("cpu", "fake"))
+    losses = {(line["split"], line["step"]): line["loss"] for line in on_fake}
+    for line in on_cpu:
+        assert losses[line["split"], line["step"]] == pytest.approx(line["loss"], rel=1e-5)
+    arguments = [f"run_dir={tmp_path / 'fake'}", "max_new_tokens=20"]
+    texts = [
+        start("sample.py", *arguments, "device=fake", **fake).stdout,
+        start(*arguments, script="sample.py").stdout,
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) > 20

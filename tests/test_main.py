@@ -300,7 +300,7 @@ def test_the_default_text_falls_back_without_a_network_and_a_run_keeps_its_text(
         ("model.n_embd=10", "model.n_embd=10: must be divisible by model.n_head=4"),
         ("model.n_embd=12", "the head size, 3, is odd"),
         ("data.train_split=1.5", "data.train_split=1.5: must be above 0 and below 1"),
-        ("trainer.device=cuda", "trainer.device=cuda: no GPU"),
+        ("trainer.device=cuda", "trainer.device=cuda: no such device"),
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("+trainer.foo={}", "trainer.foo: unknown key"),
         ("data=text ++data.path=nowhere.txt", "error: nowhere.txt: no such file"),

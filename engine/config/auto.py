@@ -1,6 +1,6 @@
 """Resolves `auto` settings once; stored in snapshots for resuming.
 
-The choices of a run are a dictionary: `device` ("cpu" or "cuda"), `amp_dtype`, `compile`,
+The choices of a run are a dictionary: `device` ("cpu", "cuda", ...), `amp_dtype`, `compile`,
 `deterministic`, and on a GPU `micro_batch_size`, which the trainer finds by trial. They follow from a
 `TrainerConfig`; where a setting is `auto`, `earlier` choices from a snapshot are kept.
 """
@@ -8,6 +8,7 @@ The choices of a run are a dictionary: `device` ("cpu" or "cuda"), `amp_dtype`, 
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import sysconfig
@@ -34,7 +35,7 @@ def resolve(
     CPUs together.
     """
     amp_dtype = resolve_amp_dtype(config, device, earlier)
-    pays = planned_flops > COMPILE_PAYS_FROM[device.type]
+    pays = planned_flops > COMPILE_PAYS_FROM.get(device.type, math.inf)
     if device.type == "cpu":  # the C kernels are faster
         pays = pays and amp_dtype == "float32" and build.library(torch.float32) is None
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from engine import portable
+from engine.errors import UserError
 
 # Peak dense bfloat16 and float16 rates with float32 accumulation, FLOP/s, from NVIDIA's data sheets
 # and architecture white papers. The first pattern found in a device's name counts.
@@ -37,10 +38,25 @@ PEAK_FLOPS = {
 }
 
 
+def check_device(key: str, device: str) -> None:
+    """Raises `UserError`, naming the setting `key`, unless `device` is auto, cpu, cuda or the accelerator that
+    torch names (mps, xpu), and torch can use it here.
+    """
+    if device in ("auto", "cpu") or (device == "cuda" and torch.cuda.is_available()):
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device:
+        raise UserError(
+            f"{key}={device}: no such device that this build of torch can use; set {key}=cpu or auto"
+        )
+
+
 def device_name(device: torch.device) -> str:
-    """The model name of a GPU, or of the CPU."""
+    """The model name of a GPU, or of the CPU; of another accelerator its type."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
     names = re.findall(r"^model name\s*: (.*)$", cpuinfo(), re.MULTILINE)
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -52,9 +68,13 @@ def cpuinfo() -> str:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware supports bfloat16; emulated, it is slower than float32."""
+    """Whether the hardware supports bfloat16; emulated, it is slower than float32. Of accelerators other than
+    CUDA's it is not known.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -7,6 +7,7 @@ one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under sru
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from engine.machine import hardware
 from engine.parallel import slurm
 from engine.parallel.rendezvous import choose_interface, rendezvous
 
+log = logging.getLogger("gpt")
 _joined_in: int | None = None  # the id of the process that has called `join_processes`
 
 
@@ -71,8 +73,9 @@ def join_processes(
     """Chooses the device, and joins the process group if there are several processes: gloo for
     CPUs, NCCL for GPUs. Raises `UserError`.
 
-    `device` is auto, cpu or cuda; `threads` is the number per process on a CPU, None for the
-    host's cores divided by its processes; `timeout_s` bounds every wait for another process.
+    `device` is auto, cpu, cuda, or another that torch names (mps, xpu); `threads` is the number per
+    process on a CPU, None for the host's cores divided by its processes; `timeout_s` bounds every
+    wait for another process.
     """
     global _joined_in
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
@@ -113,16 +116,23 @@ def join_processes(
                 f"the {size} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
                 f"{one_line(error)[-300:]}"
             ) from error
+    if size == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        log.info(
+            "accelerate  launch --cpu starts one process; for N: torchrun --standalone --nproc_per_node=N main.py"
+        )
     return World(rank, size, local_rank, local_size, chosen, store)
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
-    """The device of one of a host's processes: a GPU each, or the CPU. Raises `UserError`."""
+    """The device of one of a host's processes: a GPU each, the CPU, or, for one process alone, another
+    accelerator. Raises `UserError`.
+    """
+    hardware.check_device("trainer.device", device)
+    if device not in ("auto", "cpu", "cuda"):
+        if launched_size() > 1:
+            raise UserError(f"trainer.device={device}: one process only, not {launched_size()}")
+        return torch.device(device, 0)
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    if device == "cuda" and not gpus:
-        raise UserError(
-            "trainer.device=cuda: no GPU that this build of torch can use; set trainer.device=cpu or auto"
-        )
     if not gpus:
         return torch.device("cpu")
     if gpus == 1 and slurm.shows_own_gpus():
@@ -161,8 +171,8 @@ def seed_step(seed: int, step: int, world: World) -> None:
     digest = hashlib.blake2b(f"{seed} {step} {world.rank}".encode(), digest_size=8).digest()
     own = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(own)  # torch.manual_seed takes a stack trace at each call
-    if world.device.type == "cuda":
-        torch.cuda.manual_seed(own)
+    if world.device.type != "cpu":
+        torch.get_device_module(world.device).manual_seed(own)
 
 
 def gather(value: Any, world: World) -> list[Any]:

@@ -27,11 +27,11 @@ class DivergenceCheck:
 
     def __post_init__(self):
         # Step, loss and gradient norm of this rank's first bad step; step -1 for none.
-        self.bad = torch.full((3,), -1.0, dtype=torch.float64, device=self.world.device)
+        self.bad = torch.full((3,), -1.0, device=self.world.device)
 
     def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Notes the loss and the gradient norm of `step`, scalars on the device."""
-        now = torch.stack((torch.full_like(loss, step), loss, grad_norm)).double()
+        now = torch.stack((torch.full_like(loss, step), loss, grad_norm))
         is_first = ~now.isfinite().all() & (self.bad[0] < 0)
         self.bad = torch.where(is_first, now, self.bad)
 

@@ -11,7 +11,7 @@ from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
-EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass
+EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass; elsewhere as on a CPU
 IGNORE = -1  # a target that is not scored; minGPT's convention
 
 
@@ -71,8 +71,9 @@ def evaluate(
     first = dataset.num_eval_windows * world.rank // world.size
     last = dataset.num_eval_windows * (world.rank + 1) // world.size
     most = -(-dataset.num_eval_windows // world.size)  # of any rank
-    size = max(1, EVAL_CHARACTERS[world.device.type] // dataset.block_size)
-    total, scored = torch.zeros((), dtype=torch.float64, device=world.device), 0
+    at_once = EVAL_CHARACTERS.get(world.device.type, EVAL_CHARACTERS["cpu"])
+    size = max(1, at_once // dataset.block_size)
+    losses, counts = [], []  # of the batches
     was_training = model.training
     model.eval()
     try:
@@ -83,14 +84,16 @@ def evaluate(
             end = min(start + size, last)
             windows = dataset.eval_windows(*((start, end) if start < end else (0, 1)))
             x, y = (z.to(world.device) for z in windows)
-            loss = model(x, y)[1].double()
+            loss = model(x, y)[1]
             if start < end:
-                count = y.numel() - (int((y == IGNORE).sum()) if end == last else 0)
-                total += loss * count
-                scored += count
+                losses.append(loss)
+                counts.append(y.numel() - (int((y == IGNORE).sum()) if end == last else 0))
     finally:
         model.train(was_training)
-    results = distributed.gather((total.item(), scored), world)
+    # Summed in Python's floats: not every device has float64.
+    means = torch.stack(losses).tolist() if losses else []
+    total = sum(mean * count for mean, count in zip(means, counts, strict=True))
+    results = distributed.gather((total, sum(counts)), world)
     characters = sum(count for _, count in results)
     rank_losses = [loss / count if count else None for loss, count in results]
     return sum(loss for loss, _ in results) / characters, characters, rank_losses

@@ -80,8 +80,8 @@ class TrainingLog:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose time does not count as training: evaluation, saving, sampling."""
-        if self.world.device.type == "cuda":  # finish the queued steps before the pause starts
-            torch.cuda.synchronize(self.world.device)
+        if self.world.device.type != "cpu":  # finish the queued steps before the pause starts
+            torch.get_device_module(self.world.device).synchronize()
         started = time.perf_counter()
         yield
         self.lap_started += time.perf_counter() - started
