@@ -71,8 +71,13 @@ class Run:
 
     @functools.cached_property
     def job(self) -> dict[str, Any]:
-        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed or stopped."""
-        with open(os.path.join(self.path, JOB)) as file:
+        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed or stopped; empty for
+        another run.
+        """
+        path = os.path.join(self.path, JOB)
+        if not os.path.exists(path):
+            return {}
+        with open(path) as file:
             return yaml.safe_load(file)
 
     @property
@@ -89,3 +94,15 @@ class Run:
         """The overrides of all starts that affect the loss by more than another seed does."""
         typed = dict.fromkeys(o for start in self.starts for o in start["overrides"] or ())
         return [o for o in without(typed, "experiment=", "launch.") if key_of(o) not in IRRELEVANT]
+
+
+def name_runs(runs: list[Run]) -> list[str]:
+    """A name for each run: of the jobs of one sweep the overrides that not all of them share, of others
+    the directory, below the one that holds all.
+    """
+    folders = [os.path.dirname(os.path.abspath(run.path)) for run in runs]
+    if len(runs) == 1 or len(set(folders)) > 1 or not all(run.job for run in runs):
+        return [os.path.relpath(run.path, os.path.commonpath(folders)) for run in runs]
+    shared = set.intersection(*(set(run.job["overrides"]) for run in runs))
+    own = [[o.partition("=") for o in run.job["overrides"] if o not in shared] for run in runs]
+    return [" ".join(f"{key.split('.')[-1]}={value}" for key, _, value in job) for job in own]
