@@ -298,6 +298,18 @@ def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/report.html", "two.html"]
 
 
+def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
+    for seed, loss in enumerate((2.5, 1.5, 2.3)):
+        changed = {"trainer__seed": seed, "trainer__threads": seed}  # which changes no more
+        some_run(tmp_path / f"<u>{seed}", held_out=lambda step, loss=loss: loss, **changed)
+    some_run(tmp_path / "unfinished", steps=1000, trainer__seed=3)
+    some_run(tmp_path / "deep", trainer__seed=4, model__n_layer=9)
+    html = render([Run(str(path)) for path in sorted(tmp_path.iterdir())], {})
+    row = ["mean of 3 seeds: &lt;u&gt;1, &lt;u&gt;2, &lt;u&gt;0", "2.1000", "1.5000 to 2.5000"]
+    places = [html.index(text) for text in row]
+    assert places == sorted(places) and html.count("mean of") == 1 and "<u>" not in html
+
+
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1280])
 def test_name_and_loss_of_runs_with_long_names_are_on_the_screen(tmp_path, width):
@@ -312,7 +324,7 @@ def test_name_and_loss_of_runs_with_long_names_are_on_the_screen(tmp_path, width
         """,
         width,
     )
-    assert seen["losses"] == ["best h", "1.5017", "1.5017"]
+    assert seen["losses"] == ["best h", "1.5017", "1.5017", "1.5017"]
     assert max(seen["right"]) <= width
 
 

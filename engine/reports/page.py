@@ -10,7 +10,7 @@ import yaml
 
 from engine.config.settings import IRRELEVANT, flatten
 from engine.reports.charts import draw_charts, hue, ticks
-from engine.reports.history import Run, name_runs
+from engine.reports.history import Run, name_runs, seed_means
 from engine.reports.reference import References, check, find_reference
 from engine.run.progress import duration, format_loss
 
@@ -36,6 +36,7 @@ def render(runs: list[Run], references: References) -> str:
         ticks=ticks,
         varied={key: values for key, values in varied.items() if key not in minor},
         folded={key: values for key, values in varied.items() if key in minor},
+        means=seed_means(runs, labels),
         runs=[
             describe(run, references) | {"label": label, "hue": hue(i)}
             for i, (run, label) in enumerate(zip(runs, labels, strict=True))
