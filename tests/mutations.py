@@ -485,6 +485,13 @@ MUTATIONS = [
         "test_report.py::test_a_resumed_run_records_its_start_and_continues_its_seconds",
     ),
     Mutation(
+        "a run that has not finished counts in the mean over seeds",
+        "engine/reports/history.py",
+        "run.step >= run.total_steps or",
+        "True or",
+        "test_report.py::test_finished_runs_of_several_seeds_have_a_mean",
+    ),
+    Mutation(
         "a failed job of a sweep counts as finished",
         "engine/reports/sweep.py",
         '"finished" if done else "failed"',

@@ -282,18 +282,55 @@ def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
     tmp_path, capsys, monkeypatch
 ):
     for rate, loss in ((4e-3, 2.5), (8e-3, 1.5), (16e-3, 3.5)):
-        held_out = lambda step, loss=loss: loss  # noqa: E731
-        some_run(tmp_path / f"rate={rate}", held_out=held_out, optimizer__learning_rate=rate)
+        changed = {"optimizer__learning_rate": rate, "trainer__save_every_steps": round(rate * 1e4)}
+        some_run(tmp_path / f"rate={rate}", held_out=lambda step, loss=loss: loss, **changed)
     assert report.main([f"run_dirs={tmp_path}/*"]) == 0
     html = (tmp_path / "report.html").read_text()
     assert "3 runs" in html and html.count('class="line faint"') == 3
-    assert "<th>optimizer.learning_rate</th>" in html and "<th>run_name</th>" not in html
+    shown, folded = html.split("<summary>Other settings that differ</summary>")
+    assert "<th>optimizer.learning_rate</th>" in shown and "<th>optimizer" not in folded
+    assert "<th>trainer.save_every_steps</th>" in folded and "<th>trainer" not in shown
     order = [html.index(f"<td>{rate}</td>") for rate in ("0.008", "0.004", "0.016")]
     assert order == sorted(order) and "rate=0.004, held-out" in html
     monkeypatch.chdir(tmp_path)
     assert report.main([f"run_dirs=[rate=0.004,{tmp_path}/rate=0.008]", "out=two.html"]) == 0
     assert "2 runs" in (tmp_path / "two.html").read_text()
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/report.html", "two.html"]
+
+
+def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
+    for seed, loss in enumerate((2.5, 1.5, 2.3)):
+        changed = {"trainer__seed": seed, "trainer__threads": seed}  # which changes no more
+        some_run(tmp_path / f"<u>{seed}", held_out=lambda step, loss=loss: loss, **changed)
+    some_run(tmp_path / "unfinished", steps=1000, trainer__seed=3)
+    some_run(tmp_path / "deep", trainer__seed=4, model__n_layer=9)
+    html = render([Run(str(path)) for path in sorted(tmp_path.iterdir())], {})
+    row = ["mean of 3 seeds: &lt;u&gt;1, &lt;u&gt;2, &lt;u&gt;0", "2.1000", "1.5000 to 2.5000"]
+    places = [html.index(text) for text in row]
+    assert places == sorted(places) and html.count("mean of") == 1 and "<u>" not in html
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 1280])
+def test_name_and_loss_of_runs_with_long_names_are_on_the_screen(tmp_path, width):
+    runs = [some_run(tmp_path / f"{'a_long_name' * 9}{seed}", trainer__seed=seed) for seed in "12"]
+    (tmp_path / "report.html").write_text(render(runs, {}))
+    seen = look(
+        tmp_path / "report.html",
+        """
+        const rows = [...page.document.querySelector('.runs').rows];
+        seen.right = rows.map(row => row.cells[1].getBoundingClientRect().right);
+        seen.losses = rows.map(row => row.cells[1].innerText.slice(0, 6));
+        """,
+        width,
+    )
+    assert seen["losses"] == ["best h", "1.5017", "1.5017", "1.5017"]
+    assert max(seen["right"]) <= width
+
+
+def test_a_lone_evaluation_is_a_dot(tmp_path):
+    html = render([some_run(tmp_path, steps=500)], {})
+    assert re.search(r'class="line dots" style="--h: 215" d="M500 1\.746\d*h0"', html)
 
 
 def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):

@@ -18,6 +18,8 @@ def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "fi
     run = Run(str(path))
     run.step, run.val = 10, [] if loss is None else [{"step": 5, "loss": loss}]
     run.job = {"overrides": ["a=1", *overrides], "status": status}
+    run.starts = [{"total_steps": 10, "text_sha256": "ab"}]
+    run.config = dict(override.split("=") for override in overrides)
     return run
 
 
@@ -144,7 +146,21 @@ def test_the_table_names_jobs_by_the_overrides_they_do_not_share(tmp_path):
     shown = table([job(tmp_path, "x.lr=0.2"), failed])
     assert [line.split()[0] for line in shown] == ["job", "lr=0.2", "lr=3"]
     assert shown[-1].split() == ["lr=3", "-", "-", "10", "failed"]
-    assert table([job(tmp_path, "x.lr=0.2")])[1].startswith("a=1 lr=0.2 ")
+    assert table([job(tmp_path, "x.lr=0.2")])[1].startswith(f"{tmp_path.name} ")
+
+
+def test_the_table_has_means_over_seeds_named_by_what_was_swept_beside_them(tmp_path):
+    losses = {(0.2, 1): 2.0, (0.2, 2): 2.5, (3, 1): 1.0, (3, 2): 1.5, (4, 1): 0.5}
+    jobs = [
+        job(tmp_path, f"x.lr={rate}", f"trainer.seed={seed}", loss=loss)
+        for (rate, seed), loss in losses.items()
+    ]
+    shown = table(jobs)
+    assert [" ".join(line.split()) for line in shown[len(jobs) + 1 :]] == [
+        "mean of 2 seeds: lr=3 1.2500 1.0000 to 1.5000",
+        "mean of 2 seeds: lr=0.2 2.2500 2.0000 to 2.5000",
+    ]
+    assert " ".join(table(jobs[:2])[-1].split()) == "mean of 2 seeds 2.2500 2.0000 to 2.5000"
 
 
 def test_the_best_job_is_first_and_a_killed_one_is_read_up_to_its_incomplete_last_line(tmp_path):

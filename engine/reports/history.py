@@ -8,10 +8,11 @@ from typing import Any
 import yaml
 
 from engine.config.overrides import key_of, without
-from engine.config.settings import IRRELEVANT
+from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError, one_line
 from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS
 from engine.run.metrics import read_lines
+from engine.run.progress import format_loss
 
 
 class Run:
@@ -71,8 +72,13 @@ class Run:
 
     @functools.cached_property
     def job(self) -> dict[str, Any]:
-        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed or stopped."""
-        with open(os.path.join(self.path, JOB)) as file:
+        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed or stopped; empty for
+        another run.
+        """
+        path = os.path.join(self.path, JOB)
+        if not os.path.exists(path):
+            return {}
+        with open(path) as file:
             return yaml.safe_load(file)
 
     @property
@@ -89,3 +95,39 @@ class Run:
         """The overrides of all starts that affect the loss by more than another seed does."""
         typed = dict.fromkeys(o for start in self.starts for o in start["overrides"] or ())
         return [o for o in without(typed, "experiment=", "launch.") if key_of(o) not in IRRELEVANT]
+
+
+def name_runs(runs: list[Run]) -> list[str]:
+    """A name for each run: of the jobs of one sweep the overrides that not all of them share, of others
+    the directory, below the one that holds all.
+    """
+    folders = [os.path.dirname(os.path.abspath(run.path)) for run in runs]
+    if len(runs) == 1 or len(set(folders)) > 1 or not all(run.job for run in runs):
+        return [os.path.relpath(run.path, os.path.commonpath(folders)) for run in runs]
+    shared = set.intersection(*(set(run.job["overrides"]) for run in runs))
+    own = [[o.partition("=") for o in run.job["overrides"] if o not in shared] for run in runs]
+    return [" ".join(f"{key.split('.')[-1]}={value}" for key, _, value in job) for job in own]
+
+
+def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
+    """Means over seeds: of the lowest held-out losses of finished runs that differ in their seed, and otherwise
+    in nothing that changes the loss more than that. For each mean, the lowest first: what it is of, from the
+    `names` of its runs; the mean; the lowest and the highest loss (nats per character).
+    """
+    groups: dict[str, dict[int, tuple[float, str]]] = {}
+    for run, name in zip(runs, names, strict=True):
+        settings = flatten(run.config) if run.best else {}
+        # An unfinished run has a higher loss for that reason alone.
+        if run.best and (run.step >= run.total_steps or settings.get("trainer.patience")):
+            relevant = sorted((k, str(v)) for k, v in settings.items() if k not in IRRELEVANT)
+            group = groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {})
+            group.setdefault(settings.get("trainer.seed", 0), (run.best["loss"], name))
+    means = []
+    for losses, of in (zip(*group.values(), strict=True) for group in groups.values()):
+        shared = [word for word in of[0].split() if all(word in name.split() for name in of)]
+        which = " ".join(shared) or (", ".join(of) if len(groups) > 1 else "")
+        label = f"mean of {len(of)} seeds{': ' if which else ''}{which}"
+        span = f"{format_loss(min(losses))} to {format_loss(max(losses))}"
+        if len(of) > 1:
+            means.append((label, format_loss(statistics.mean(losses)), span))
+    return sorted(means, key=lambda row: float(row[1]))

@@ -8,9 +8,9 @@ from typing import Any
 import jinja2
 import yaml
 
-from engine.config.settings import flatten
+from engine.config.settings import IRRELEVANT, flatten
 from engine.reports.charts import draw_charts, hue, ticks
-from engine.reports.history import Run
+from engine.reports.history import Run, name_runs, seed_means
 from engine.reports.reference import References, check, find_reference
 from engine.run.progress import duration, format_loss
 
@@ -18,12 +18,11 @@ from engine.run.progress import duration, format_loss
 def render(runs: list[Run], references: References) -> str:
     """The page of `runs`, the one with the lowest held-out loss first."""
     runs = sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
-    labels = [runs[0].config["run_name"]]
-    if len(runs) > 1:
-        folder = os.path.commonpath([os.path.abspath(run.path) for run in runs])
-        labels = [os.path.relpath(run.path, folder) for run in runs]
+    labels = name_runs(runs) if len(runs) > 1 else [runs[0].config["run_name"]]
     charts = draw_charts(runs, labels, references)
     is_compared = any(chart.band for chart in charts)
+    varied = varied_settings(runs)
+    minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
         autoescape=True,
@@ -35,7 +34,9 @@ def render(runs: list[Run], references: References) -> str:
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs",
         charts=charts,
         ticks=ticks,
-        varied=varied_settings(runs),
+        varied={key: values for key, values in varied.items() if key not in minor},
+        folded={key: values for key, values in varied.items() if key in minor},
+        means=seed_means(runs, labels),
         runs=[
             describe(run, references) | {"label": label, "hue": hue(i)}
             for i, (run, label) in enumerate(zip(runs, labels, strict=True))
@@ -45,11 +46,10 @@ def render(runs: list[Run], references: References) -> str:
 
 
 def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """The settings in which `runs` differ, beside names: by key, the value of each run."""
+    """The settings in which `runs` differ: by key, the value of each run."""
     flat = [flatten(run.config) for run in runs]
     values = {key: [settings.get(key) for settings in flat] for key in flat[0]}
-    names = ("run_name", "run_dir")
-    return {k: v for k, v in values.items() if k not in names and any(x != v[0] for x in v)}
+    return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
 
 def describe(run: Run, references: References) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from engine.config.overrides import quoted, without
 from engine.files import atomic_write
 from engine.parallel.distributed import launched_rank
 from engine.parallel.slurm import export_torchrun_env
-from engine.reports.history import Run
+from engine.reports.history import Run, name_runs, seed_means
 from engine.run.directory import JOB, relative_path
 from engine.run.progress import format_loss
 
@@ -77,18 +77,20 @@ def read_jobs(sweep_dir: str) -> list[Run]:
 
 
 def table(runs: list[Run]) -> list[str]:
-    """The lines of a table of jobs, each named by the overrides in which it differs from others."""
-    overrides = [run.job["overrides"] for run in runs]
-    shared = set.intersection(*map(set, overrides)) if len(runs) > 1 else set()
+    """The lines of a table of jobs, each named by the overrides in which it differs from others, and of the
+    means over seeds.
+    """
     rows = [("job", "best loss", "at step", "steps", "status")]
-    for run in runs:
-        own = [o.partition("=") for o in run.job["overrides"] if o not in shared]
-        name = " ".join(f"{key.split('.')[-1]}={value}" for key, _, value in own)
+    names = name_runs(runs)
+    for run, name in zip(runs, names, strict=True):
         loss, at = (format_loss(run.best["loss"]), run.best["step"]) if run.best else ("-", "-")
         rows.append((name, loss, f"{at}", f"{run.step}", run.job["status"]))
+    means = seed_means(runs, names)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = max(len(row[0]) for row in [*rows, *means])
     return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in [*rows, *means]
     ]
 
 
