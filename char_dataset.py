@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from engine.config.checks import check_option, check_range
 from engine.errors import UserError
 from engine.run.evaluation import IGNORE
+from engine.run.plan import Plan
 from engine.text.encoding import is_small, open_text
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
 
@@ -347,36 +348,27 @@ ORDER_STEPS = 64  # steps whose windows are looked up at once, which costs littl
 
 
 class MicroBatches:
-    """Item k is this rank's k-th micro-batch of the whole run, also after resuming.
+    """Item k is the k-th micro-batch of `rank` in the whole run, also after resuming.
 
-    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows. Each
-    rank has an equal share of them, in order, cut into `accumulation` micro-batches.
+    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, in order
+    of rank and micro-batch, as `plan` cuts them. A micro-batch without a window of its own has the next
+    one's, with weight 0.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        seed: int,
-        batch_size: int,
-        accumulation: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        self.dataset, self.seed = dataset, seed
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.size = batch_size // world_size // accumulation
-        self.offset = rank * (batch_size // world_size)
+    def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):
+        self.dataset, self.seed, self.plan, self.rank = dataset, seed, plan, rank
         # Two blocks: prefetch threads may be cutting batches of a block and of the next one.
         self.block_order = functools.lru_cache(maxsize=2)(self._block_order)
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        step, i = divmod(k, self.accumulation)
+        step, i = divmod(k, self.plan.accumulation)
         block, step = divmod(step, ORDER_STEPS)
-        first = step * self.batch_size + self.offset + i * self.size
-        return self.dataset.batch(self.block_order(block)[first : first + self.size])
+        first, last = self.plan.micro_batch(self.rank, i)
+        windows = slice(first, max(last, first + 1))
+        return self.dataset.batch(self.block_order(block)[step * self.plan.batch_size :][windows])
 
     def _block_order(self, block: int) -> np.ndarray:
-        size = ORDER_STEPS * self.batch_size
+        size = ORDER_STEPS * self.plan.batch_size
         positions = np.arange(block * size, (block + 1) * size)
         return window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
 

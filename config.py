@@ -25,7 +25,7 @@ from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
 from engine.parallel.distributed import World, gather, launched_size
 from engine.parallel.launch import LaunchConfig
-from engine.run.plan import share_of_rank
+from engine.run.plan import check_shares
 from engine.snapshots.storage import is_local
 from model import ARCHITECTURE, GPTConfig
 from trainer import TrainerConfig
@@ -117,7 +117,7 @@ def validate(composed: DictConfig) -> Config:
     if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         config.launch.check_starts_none()
     if config.trainer.batch_size is not None:
-        share_of_rank(config.trainer.batch_size, launched_size() * config.launch.processes())
+        check_shares(config.trainer.batch_size, launched_size() * config.launch.processes())
     return config
 
 

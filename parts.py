@@ -158,7 +158,7 @@ def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharData
 def warn_of_memory(config: Config, world: World) -> None:
     """Warns if training on this host's CPUs may need more memory than is free; the kernel would end it."""
     model, trainer = cast(Any, config.model), cast(Any, config.trainer)
-    share = trainer.batch_size // world.size
+    share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
     weights = 12 * model.n_layer * model.n_embd**2 + 2 * model.vocab_size * model.n_embd
     # Weights, gradients and averages; what the backward pass needs, of each block or of one; the logits.

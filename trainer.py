@@ -54,7 +54,7 @@ class TrainerConfig:
     max_epochs: int | None = 10  # epochs; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # minutes of the whole process; main.py turns them into max_steps; null: no limit
-    batch_size: int | None = 64  # windows per optimizer step, over all processes together; null: chosen
+    batch_size: int | None = 64  # windows per optimizer step, over all processes, which share them; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: as many as fit
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
     data_loader_workers: int = 0  # prefetch threads; 0: none, usually enough
@@ -137,8 +137,8 @@ class Trainer:
         is_pretrained: evaluates before the first step, too: the initial weights may be the best.
         on_start: called on rank 0 when training starts and the files of the run are open.
 
-    Raises `UserError` for a data set of another kind, a batch that cannot be shared, or a snapshot that
-    cannot be resumed.
+    Raises `UserError` for a data set of another kind, a batch of fewer windows than processes, or a
+    snapshot that cannot be resumed.
     """
 
     def __init__(
@@ -263,8 +263,9 @@ class Trainer:
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-        """The optimizer steps that are left, one an iteration: this rank's mean loss and the gradient norm
-        over all ranks, on the device. Evaluates, logs and saves nothing.
+        """The optimizer steps that are left, one an iteration: this rank's loss, whose mean over the ranks is
+        that of the batch, and the gradient norm over all ranks, on the device. Evaluates, logs and saves
+        nothing.
         """
         batches = self._batches()
         self.optimizer.zero_grad()
@@ -294,15 +295,17 @@ class Trainer:
         self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward passes, clipping and the optimizer's update; returns as `steps`."""
-        accumulation = self.plan.accumulation
+        accumulation, rank = self.plan.accumulation, self.world.rank
         total = torch.zeros((), device=self.world.device)
-        for i, (x, y) in enumerate(micro_batches, 1):
+        for i, (x, y) in enumerate(micro_batches):
             # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
             # rank has the memory for all of them.
             if isinstance(self.model, DDP):
-                self.model.require_backward_grad_sync = i == accumulation
+                self.model.require_backward_grad_sync = i == accumulation - 1
             with auto.autocast(self.choices):
                 _, loss = self.model(x, y)
+            # DDP and FSDP average over ranks, which may have different numbers of windows.
+            loss = loss * self.plan.weight(rank, i)
             self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
         self.is_updating = True
@@ -366,14 +369,7 @@ class Trainer:
         """This rank's micro-batches from the next step to the end of the run."""
         config, accumulation, world = self.config, self.plan.accumulation, self.world
         workers, is_cuda = config.data_loader_workers, world.device.type == "cuda"
-        batches = MicroBatches(
-            self.train_dataset,
-            config.seed,
-            self.plan.batch_size,
-            accumulation,
-            world.rank,
-            world.size,
-        )
+        batches = MicroBatches(self.train_dataset, config.seed, self.plan, world.rank)
         first, last = self.step * accumulation, self.total_steps * accumulation
         return prefetch(batches, first, last, workers, pinned=is_cuda and workers > 0)
 

@@ -226,15 +226,22 @@ MUTATIONS = [
     Mutation(
         "gradients are never summed over processes",
         "trainer.py",
-        "require_backward_grad_sync = i == accumulation",
+        "require_backward_grad_sync = i == accumulation - 1",
         "require_backward_grad_sync = False",
         "test_distributed.py::test_losses_do_not_depend_on_the_number_of_processes",
     ),
     Mutation(
+        "all micro-batches weigh the same, however many windows they have",
+        "trainer.py",
+        "loss * self.plan.weight(rank, i)",
+        "loss * 1.0",
+        "test_distributed.py::test_losses_do_not_depend_on_the_number_of_processes",
+    ),
+    Mutation(
         "every rank trains on the share of the first",
-        "char_dataset.py",
-        "self.offset = rank * (batch_size // world_size)",
-        "self.offset = 0 * (batch_size // world_size)",
+        "engine/run/plan.py",
+        "rank * self.accumulation + i",
+        "0 * self.accumulation + i",
         "test_trainer.py::test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size",
     ),
     Mutation(
@@ -396,8 +403,8 @@ MUTATIONS = [
     Mutation(
         "the order of the windows does not depend on the seed",
         "trainer.py",
-        "self.train_dataset,\n            config.seed,\n",
-        "self.train_dataset,\n            1337,\n",
+        "self.train_dataset, config.seed,",
+        "self.train_dataset, 1337,",
         "test_trainer.py::test_another_seed_is_another_order",
     ),
     Mutation(

@@ -148,7 +148,7 @@ def test_a_killed_process_is_replaced_as_often_as_was_asked_for(processes, tmp_p
 
 def test_what_is_wrong_is_said_before_processes_are_started_or_once_by_each(tmp_path):
     run = f"run_dir={tmp_path / 'run'}"
-    refuse(*TINY, TWO, run, "trainer.batch_size=13", says="must be divisible by the number of")
+    refuse(*TINY, TWO, run, "trainer.batch_size=1", says="must be at least the number of")
     result = start(*TINY, TWO, run, "data.path=nowhere.txt", cwd=tmp_path)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert result.returncode == 1 and "Traceback" not in result.stderr

@@ -356,7 +356,7 @@ def test_an_unreachable_url_gets_one_line(tmp_path):
 @pytest.mark.parametrize(
     "override, says",
     [
-        ("trainer.batch_size=13", "=13: must be divisible by the number of processes, 2"),
+        ("trainer.batch_size=1", "=1: must be at least the number of processes, 2"),
         ("data.block_size=2000", "data.block_size=2000: the held-out part has"),
         pytest.param("model.n_layr=3", "did you mean model.n_layer?", marks=pytest.mark.slow),
     ],

@@ -1,8 +1,10 @@
 import copy
+import itertools
 import json
 import math
 import signal
 import threading
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
 from engine.parallel.distributed import World, seed_step
-from engine.run.plan import Plan, share_of_rank
+from engine.run.plan import Plan
 from engine.signals import Stopped
 from engine.snapshots.snapshot import SnapshotError
 from engine.snapshots.storage import load
@@ -288,10 +290,12 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
         def batch(self, indices):
             return indices
 
-    epochs, batch = 2, 12
+    epochs, batch = 2, 20  # of which 3 ranks have unequal shares
+    config = TrainerConfig(batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
+    plan = Plan.make(config, len(parts[0]), Audit.block_size, size)
     steps = -(-epochs * len(parts[0]) // batch)
     seen = []
-    ranks = [MicroBatches(Audit(), 7, batch, accumulation, rank, size) for rank in range(size)]
+    ranks = [MicroBatches(Audit(), 7, plan, rank) for rank in range(size)]
     for step in range(steps):
         for rank in ranks:
             for i in range(accumulation):
@@ -380,6 +384,21 @@ def test_the_plan_covers_every_window_of_its_epochs():
         return Plan.make(config, windows=101, block_size=8, world_size=1).total_steps
 
     assert (total_steps(None, 2), total_steps(5, 2), total_steps(500, None)) == (21, 5, 500)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they_have(size):
+    for batch, limit in itertools.product(range(size, 3 * size + 20), (1, 2, 3, 7, None)):
+        config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
+        plan = Plan.make(config, windows=101, block_size=8, world_size=size)
+        places = list(itertools.product(range(size), range(plan.accumulation)))
+        cuts = [plan.micro_batch(*place) for place in places]
+        assert [w for first, last in cuts for w in range(first, last)] == list(range(batch))
+        sizes = [last - first for first, last in cuts]
+        assert max(sizes) == plan.micro_batch_size <= (limit or batch)
+        assert max(sizes) - min(sizes) <= (1 if batch % size else 0)
+        weights = [Fraction(plan.weight(*p)).limit_denominator(batch) for p in places]
+        assert [w * batch / len(places) for w in weights] == sizes and sum(weights) == len(places)
 
 
 # --- the step ---
@@ -825,11 +844,6 @@ def test_what_cannot_be_compiled_is_not(monkeypatch):
 def test_what_is_restored_counts_as_saved(parts, tmp_path):
     make(parts, tmp_path).train()
     assert make(parts, tmp_path, max_steps=8).snapshots.saved_step == 6
-
-
-def test_a_batch_that_the_processes_cannot_share_is_refused_with_one_they_can():
-    with pytest.raises(UserError, match=r"trainer.batch_size=10: .* 3, as 12 is"):
-        share_of_rank(10, 3)
 
 
 # --- asked to stop, and saves that fail ---

@@ -1,6 +1,7 @@
 """Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,38 +10,65 @@ from engine.errors import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run."""
+    """The batch arithmetic of a run: each step is cut into `world_size * accumulation` micro-batches, whose sizes
+    differ by at most one window.
+    """
 
     windows: int  # training windows of an epoch
     block_size: int  # characters of a window
     batch_size: int  # windows of an optimizer step, over all ranks
-    micro_batch_size: int  # windows of a rank and forward pass
+    world_size: int  # ranks
     accumulation: int  # micro-batches of a rank and step
     total_steps: int  # optimizer steps of the whole run
 
     @classmethod
     def make(cls, config: Any, windows: int, block_size: int, world_size: int) -> "Plan":
-        """The plan of a `TrainerConfig`. A micro-batch is the largest divisor of a rank's share that
-        `micro_batch_size` allows; the run ends at `max_steps` or `max_epochs`, whichever comes first.
-        Raises as `share_of_rank`.
+        """The plan of a `TrainerConfig`. Micro-batches are as few as `micro_batch_size` allows; the run ends at
+        `max_steps` or `max_epochs`, whichever comes first. Raises as `check_shares`.
         """
         if config.max_steps is None and (config.max_minutes or config.max_epochs is None):
             raise UserError(
                 f"trainer.max_minutes={config.max_minutes}: main.py turns it into trainer.max_steps; give the "
                 "Trainer max_steps"
             )
-        share = share_of_rank(config.batch_size, world_size)
+        check_shares(config.batch_size, world_size)
         ends = [] if config.max_steps is None else [config.max_steps]
         if config.max_epochs is not None:
             ends.append(-(-config.max_epochs * windows // config.batch_size))
-        plan = cls(windows, block_size, config.batch_size, share, 1, min(ends))
-        return plan.with_micro_batch(config.micro_batch_size or share)
+        plan = cls(windows, block_size, config.batch_size, world_size, 1, min(ends))
+        return plan.with_micro_batch(config.micro_batch_size or config.batch_size)
 
     def with_micro_batch(self, limit: int) -> "Plan":
-        """The same steps in micro-batches of at most `limit` windows."""
-        share = self.micro_batch_size * self.accumulation
-        micro = next(size for size in range(min(limit, share), 0, -1) if share % size == 0)
-        return dataclasses.replace(self, micro_batch_size=micro, accumulation=share // micro)
+        """The same steps in as few micro-batches of at most `limit` windows as possible; if the ranks have equal
+        shares, in equal ones, so that compiled code and CUDA graphs see one shape.
+        """
+        fewest = -(-self.batch_size // (self.world_size * limit))
+        is_uneven = self.batch_size % self.world_size > 0
+        accumulation = next(
+            n
+            for n in itertools.count(fewest)
+            if is_uneven or self.batch_size % (self.world_size * n) == 0
+        )
+        return dataclasses.replace(self, accumulation=accumulation)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Windows of a rank and forward pass, at most."""
+        return -(-self.batch_size // (self.world_size * self.accumulation))
+
+    def micro_batch(self, rank: int, i: int) -> tuple[int, int]:
+        """The windows of a step, first to last (excluded), in micro-batch `i` of `rank`. Where others have one,
+        there may be none, since collectives need equally many micro-batches on all ranks.
+        """
+        count, number = self.world_size * self.accumulation, rank * self.accumulation + i
+        return self.batch_size * number // count, self.batch_size * (number + 1) // count
+
+    def weight(self, rank: int, i: int) -> float:
+        """Factor on the mean loss of a micro-batch, with which the mean over all micro-batches is that over all
+        windows: its windows, as a multiple of the average; exactly 1 if all are equal.
+        """
+        first, last = self.micro_batch(rank, i)
+        return (last - first) * self.world_size * self.accumulation / self.batch_size
 
     @property
     def characters(self) -> int:
@@ -66,12 +94,9 @@ class Plan:
         return every_epochs is not None and now // every_epochs > before // every_epochs
 
 
-def share_of_rank(batch_size: int, world_size: int) -> int:
-    """The windows of a rank and step. Raises `UserError` if the ranks cannot share the batch equally."""
-    share, rest = divmod(batch_size, world_size)
-    if rest:
+def check_shares(batch_size: int, world_size: int) -> None:
+    """Raises `UserError` if a rank would have no window of a batch."""
+    if batch_size < world_size:
         raise UserError(
-            f"trainer.batch_size={batch_size}: must be divisible by the number of processes, "
-            f"{world_size}, as {(share + 1) * world_size} is"
+            f"trainer.batch_size={batch_size}: must be at least the number of processes, {world_size}"
         )
-    return share

@@ -54,11 +54,12 @@ class TrainingLog:
         log.info("precision   %s", auto.describe(choices))
         if world.device.type == "cpu":
             log.info("kernels     %s", build.describe(getattr(torch, choices["amp_dtype"])))
+        least, rest = divmod(plan.batch_size, world.size * plan.accumulation)
         log.info(
-            "batch       %d windows = %s x %d micro-batch x %d accumulated; x %d characters = %s "
+            "batch       %d windows = %s x %s micro-batch x %d accumulated; x %d characters = %s "
             "characters per step",
-            plan.batch_size, ranks, plan.micro_batch_size, plan.accumulation, plan.block_size,
-            f"{plan.characters:,}",
+            plan.batch_size, ranks, f"{least} or {least + 1}" if rest else least, plan.accumulation,
+            plan.block_size, f"{plan.characters:,}",
         )  # fmt: skip
         planned = plan.total_steps * plan.characters
         passes = planned / (plan.windows + plan.block_size)
