@@ -222,7 +222,7 @@ def sizes_of(
         "model.n_layer": layers,
         "model.n_head": heads,
         "model.n_embd": own_width or -(-width // (2 * heads)) * 2 * heads,
-        "trainer.batch_size": -(-step // (context * processes)) * processes,
+        "trainer.batch_size": max(-(-step // context), processes),
     }
 
 
