@@ -32,7 +32,7 @@ from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
-from engine.run.directory import choose_snapshot, runs
+from engine.run.directory import choose_snapshot, choose_snapshots, runs
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
@@ -48,7 +48,7 @@ class ExportConfig:
     page: str | None = None  # or the web page to write; one that exists is replaced
     run_dir: str | None = None  # the run; without: the newest under runs/
     snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
-    snapshots: str | None = None  # of a page: several, [a.pt,b.pt]
+    snapshots: list[str] | None = None  # of a page: several, [a.pt,b.pt]
     newest: int = 1  # of a page: so many of the newest runs under runs/
     open: bool = False  # open the page in a browser, if there is one
 
@@ -61,17 +61,15 @@ class ExportConfig:
         if os.path.lexists(path) and not (self.page and is_page(path)):
             raise UserError(f"{name}={path}: already exists; give another name, or remove it")
         check_range("newest", self.newest, 1)
-        if sum((self.newest > 1, bool(self.snapshots), bool(self.snapshot or self.run_dir))) > 1:
+        if self.newest > 1 and (self.snapshots, self.snapshot, self.run_dir) != (None, None, None):
             raise UserError("newest=, snapshots=, and run_dir= or snapshot=: give one of them")
         if self.out and (self.snapshots or self.newest > 1 or self.open):
             raise UserError("snapshots=, newest= and open= are for a page=")
 
     def paths(self) -> list[str]:
         """The snapshots to export. Raises `UserError` if there is none."""
-        if self.snapshots:
-            return [path.strip() for path in self.snapshots.strip("[]").split(",") if path.strip()]
         if self.newest == 1:
-            return [choose_snapshot(self.snapshot, self.run_dir)]
+            return choose_snapshots(self.snapshots, self.snapshot, self.run_dir)
         found = []
         for run in runs():
             with contextlib.suppress(UserError):  # it has not saved yet

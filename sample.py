@@ -7,6 +7,8 @@ python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7 d
 python sample.py run_dir=runs/NAME                          another run
 python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
+python sample.py score=book.txt stride=128                  in windows that overlap: more context for each character
+python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of the mean of their probabilities
 python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and how much of it is copied
 
 Defaults: 500 characters, temperature 0.8, no top_k or top_p, seed 1337, on a GPU if available.
@@ -37,7 +39,7 @@ from engine.config.arguments import parse, run_program
 from engine.config.checks import check_range
 from engine.errors import UserError, one_line
 from engine.machine.hardware import check_device
-from engine.run.directory import choose_snapshot
+from engine.run.directory import choose_snapshots
 from engine.run.progress import escape_unencodable
 from engine.snapshots.probe import CHANGED, has_changed, probe_logits
 from engine.snapshots.sharded import load_full
@@ -70,12 +72,17 @@ class SampleConfig:
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
+    snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
+    stride: int | None = None  # of score: characters between windows; null: the context, end to end
     device: str = "auto"  # cpu, cuda, auto, or another that torch names: mps, xpu
 
     def __post_init__(self):
         texts = [n for n in ("prompt", "prompt_file", "score") if getattr(self, n) is not None]
         if len(texts) > 1:
             raise UserError(f"{'= and '.join(texts)}=: give only one of them")
+        for name in ("snapshots", "stride"):
+            if getattr(self, name) is not None and self.score is None:
+                raise UserError(f"{name}=: is for score=; give that, too")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -240,57 +247,104 @@ def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf
     return [to_text(text, encoding) for text in texts]
 
 
-def score(config: SampleConfig, snapshot: Snapshot) -> tuple[float, int]:
-    """Loss of the text at `config.score`, computed as the held-out loss is: in non-overlapping windows,
-    every character but the first scored once. Returns (nats per character, characters scored). Raises
-    `UserError` for a text that cannot be scored.
+def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]:
+    """Losses of the text at `config.score`: of the model of each of `snapshots`, and, if there are several,
+    of their ensemble last. Every character but the first is scored once; without a `config.stride`, as the
+    held-out loss is. Returns (nats per character, characters scored). Raises `UserError` for a text or a
+    stride that cannot be scored.
     """
-    total, count = 0.0, 0
-    for losses in score_batches(config, snapshot):
-        total += losses.double().sum().item()
-        count += len(losses)
-    return total / count, count
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for losses in score_batches(config, *snapshots):
+        total = total + losses.sum(dim=1)
+        count += losses.size(1)
+    return (total / count).tolist(), count
 
 
-def score_batches(config: SampleConfig, snapshot: Snapshot) -> Iterator[torch.Tensor]:
-    """Yields the losses of characters, in nats, in batches of whole windows, computed in the type of the
-    run, so that the mean equals the run's.
+def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.Tensor]:
+    """Yields the losses of characters, in nats, float64 (losses of `score`, characters), in batches of
+    whole windows, computed in the type of each run, so that the mean equals the run's.
+
+    Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart, and
+    each scores what the one before has not seen, its last `stride` characters. These see more than
+    `block_size - stride` characters. With `block_size`, the default, windows lie end to end.
+
+    Ensemble (Hansen and Salamon, 1990): the probability of a character is the mean of the models'. The
+    `snapshots` must have the same vocabulary and context.
     """
     assert config.score is not None
-    model = load_model(snapshot, config.device)
-    block_size, device = model.config.block_size, model.tok_emb.weight.device
-    amp_dtype = snapshot.choices.get("amp_dtype", "float32")
-    precision = auto.autocast({"device": device.type, "amp_dtype": amp_dtype})
-    num_characters = max(1, BATCH_CHARACTERS // block_size) * block_size
-    for ids in read_batches(config.score, snapshot.vocabulary, num_characters, snapshot.encoding):
+    models = [load_model(snapshot, config.device) for snapshot in snapshots]
+    block_size, device = models[0].config.block_size, models[0].tok_emb.weight.device
+    stride = block_size if config.stride is None else config.stride
+    if not 1 <= stride <= block_size:
+        raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
+    types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
+    precisions = [auto.autocast({"device": device.type, "amp_dtype": name}) for name in types]
+    overlap = block_size - stride
+    num_characters = max(1, BATCH_CHARACTERS // block_size) * stride
+    vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding
+    for ids, seen in read_batches(config.score, vocabulary, num_characters, overlap, encoding):
         ids = ids.to(device)
-        targets = ids[1:]
-        x = F.pad(ids[:-1], (0, -len(targets) % block_size)).view(-1, block_size)
-        with torch.no_grad(), precision:
-            logits = model(x)[0].flatten(0, 1)[: len(targets)]
-        yield F.cross_entropy(logits, targets, reduction="none")
+        targets, end = ids[seen:], len(ids) - 1
+        padding = max(block_size - end, (overlap - end) % stride)
+        x = F.pad(ids[:-1], (0, padding)).unfold(0, block_size, stride)  # (windows, block_size)
+        is_new = torch.ones(x.shape, dtype=torch.bool, device=device)
+        is_new[1:, :overlap] = False
+        is_new[0, : seen - 1] = False
+        losses = []
+        for model, precision in zip(models, precisions, strict=True):
+            with torch.no_grad(), precision:
+                logits = model(x)[0][is_new][: len(targets)]
+            each = F.cross_entropy(logits, targets, reduction="none")
+            losses.append(each.cpu().double())  # not every device has float64
+        if len(models) > 1:
+            losses.append(math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0))
+        yield torch.stack(losses)
 
 
 def read_batches(
-    path: str, vocabulary: str, num_characters: int, encoding: str = "utf-8"
-) -> Iterator[torch.Tensor]:
-    """Streams the ids of the text at `path`, int64 (num_characters + 1,), the last batch shorter;
-    batches overlap by one character.
+    path: str, vocabulary: str, num_characters: int, overlap: int, encoding: str = "utf-8"
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Streams the ids of the text at `path`, int64 (num_characters + overlap + 1,), the last batch shorter,
+    each with the number of its first ids that are not to be scored: 1, then the overlap + 1 that it has in
+    common with the batch before.
     """
-    ids, position = torch.empty(0, dtype=torch.int64), 0
+    ids, seen, position = torch.empty(0, dtype=torch.int64), 1, 0
     for piece in read_text(find_files(path), encoding=encoding):
         try:
             ids = torch.cat((ids, encode(piece, vocabulary, position)))
         except UserError as error:
             raise UserError(f"score={path}: {error}") from error
         position += len(piece)
-        while len(ids) > num_characters:
-            yield ids[: num_characters + 1]
-            ids = ids[num_characters:]
+        while len(ids) > num_characters + overlap:
+            yield ids[: num_characters + overlap + 1], seen
+            ids, seen = ids[num_characters:], overlap + 1
     if position < 2:
         raise UserError(f"score={path}: has {position} characters; at least 2 are needed")
-    if len(ids) > 1:
-        yield ids
+    if len(ids) > seen:
+        yield ids, seen
+
+
+def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot]) -> None:
+    """Prints the loss of the text at `config.score`; of several snapshots, read from `paths`, each one's and then
+    the ensemble's. Raises `UserError`, naming two of them, unless all have the same vocabulary and context.
+    """
+    same = [(s.vocabulary, s.encoding, s.model_config.get("block_size")) for s in snapshots]
+    for path, traits in zip(paths, same, strict=True):
+        if traits != same[0]:
+            what = "context" if traits[:2] == same[0][:2] else "vocabulary"
+            raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
+    losses, count = score(config, *snapshots)
+    unit = "byte" if snapshots[0].encoding == "bytes" else "character"
+    print(f"{unit}s scored".ljust(19), count)
+    if config.stride is not None:
+        print("stride".ljust(19), config.stride)
+    if len(paths) > 1:
+        for path, loss in zip(paths, losses, strict=False):
+            print(f"{path}: {loss:.6f} nats per {unit}")
+        print(f"ensemble of {len(paths)} snapshots")
+    print(f"nats per {unit}".ljust(19), f"{losses[-1]:.6f}")
+    print(f"bits per {unit}".ljust(19), f"{losses[-1] / math.log(2):.6f}")
+    print("perplexity".ljust(19), f"{math.exp(losses[-1]):.6f}")
 
 
 def main(arguments: list[str]) -> int:
@@ -298,22 +352,18 @@ def main(arguments: list[str]) -> int:
     escape_unencodable()
     try:
         config = parse(SampleConfig, arguments)
-        path = choose_snapshot(config.snapshot, config.run_dir)
-        snapshot = load_full(path)
-        print(f"[{path}, {snapshot}]", file=sys.stderr)
+        paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
+        snapshots = [load_full(path) for path in paths]
+        for path, snapshot in zip(paths, snapshots, strict=True):
+            print(f"[{path}, {snapshot}]", file=sys.stderr)
         if config.score is None:
-            texts = print_texts(sample(config, snapshot))
+            texts = print_texts(sample(config, snapshots[0]))
             if config.copied:
-                share = copied_share(texts, snapshot)
+                share = copied_share(texts, snapshots[0])
                 where = f"in the training text, in pieces of {COPIED} characters or more"
                 print(f"[{share:.1%} of this stands {where}]", file=sys.stderr)
         else:
-            loss, count = score(config, snapshot)
-            unit = "byte" if snapshot.encoding == "bytes" else "character"
-            print(f"{unit}s scored".ljust(19), count)
-            print(f"nats per {unit}".ljust(19), f"{loss:.6f}")
-            print(f"bits per {unit}".ljust(19), f"{loss / math.log(2):.6f}")
-            print(f"perplexity          {math.exp(loss):.6f}")
+            print_score(config, paths, snapshots)
     except KeyboardInterrupt:
         print(file=sys.stderr)  # start the shell's prompt on a new line
         return 128 + signal.SIGINT

@@ -162,7 +162,7 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
         main.train(config)
         lines = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
         scored = sample.SampleConfig(score=f"{folder}/rest.txt", device="cpu")
-        loss, _ = sample.score(scored, load_full(f"{folder}/run/gpt_snapshot.best.pt"))
+        [loss], _ = sample.score(scored, load_full(f"{folder}/run/gpt_snapshot.best.pt"))
     held_out = [(line["step"], round(line["loss"], 4)) for line in lines if line["split"] == "val"]
     return {"steps": steps, "held_out": held_out, "score": round(loss, 4)}
 

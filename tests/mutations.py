@@ -575,6 +575,20 @@ MUTATIONS = [
         "held = held[:]",
         "test_sample.py::test_a_text_ends_before_the_stop_string",
     ),
+    Mutation(
+        "a window scores again what the one before it scored",
+        "sample.py",
+        "is_new[0, : seen - 1] = False",
+        "is_new[0, :0] = False",
+        "test_sample.py::test_every_character_is_scored_once_in_its_window",
+    ),
+    Mutation(
+        "an ensemble has the mean of the losses",
+        "sample.py",
+        "math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0)",
+        "torch.stack(losses).mean(dim=0)",
+        "test_sample.py::test_an_ensemble_has_the_mean_of_the_probabilities",
+    ),
 ]
 
 

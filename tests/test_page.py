@@ -189,7 +189,7 @@ def test_its_greedy_text_and_its_scores_are_those_of_the_programs(browser, serve
     opened.wait(lambda: all(s.startswith("Loss") for s in opened.texts(".status")))
     for status, path in zip(opened.texts(".status"), paths, strict=True):
         scored = sample.SampleConfig(snapshot=path, score=str(tmp_path / "text.txt"))
-        loss, count = sample.score(scored, sample.load_full(path))
+        [loss], count = sample.score(scored, sample.load_full(path))
         assert float(status.split()[1]) == pytest.approx(loss, abs=1e-3)
         assert f"of {count} characters" in status
 

@@ -165,7 +165,7 @@ def test_the_score_of_the_held_out_text_is_the_runs_own(precision, run_dir, tmp_
     text = text[: int(len(text) * snapshot.config["data"]["truncate"])]
     held_out = text[int(len(text) * snapshot.config["data"]["train_split"]) :]
     (tmp_path / "held_out.txt").write_text(held_out)
-    loss, count = score(SampleConfig(score=str(tmp_path / "held_out.txt")), snapshot)
+    [loss], count = score(SampleConfig(score=str(tmp_path / "held_out.txt")), snapshot)
     assert count == len(held_out) - 1
     assert loss == pytest.approx(snapshot.loss, abs=1e-6)
 
@@ -186,29 +186,85 @@ def test_the_figures_are_printed(run_dir, tmp_path):
     assert perplexity == pytest.approx(math.exp(nats), rel=1e-5)
 
 
-@pytest.mark.parametrize("length", [2, 24, 25, 26, 49, 1000])
-def test_every_character_is_scored_once_in_windows_laid_end_to_end(length, tmp_path, monkeypatch):
-    snapshot = model_snapshot(VOCABULARY)
-    ids = torch.randint(len(VOCABULARY), (length,), generator=torch.Generator().manual_seed(0))
-    text = "".join(VOCABULARY[i] for i in ids)
-    (tmp_path / "text.txt").write_text(text)
+def random_ids(length: int) -> torch.Tensor:
+    return torch.randint(len(VOCABULARY), (length,), generator=torch.Generator().manual_seed(0))
+
+
+def write_text(path, ids: torch.Tensor) -> str:
+    path.write_text("".join(VOCABULARY[i] for i in ids))
+    return str(path)
+
+
+@torch.no_grad()
+def probabilities(snapshot, ids: torch.Tensor) -> torch.Tensor:
+    """What the model of `snapshot` expects after each of `ids` (T,): (T, V)."""
     model = GPT(GPTConfig(**snapshot.config["model"])).eval()
     model.load_state_dict(snapshot.model_state)
-    expected = []
-    for first in range(0, length - 1, 24):
-        window = ids[first : first + 25]
-        with torch.no_grad():
-            logits, _ = model(window[None, :-1])
-        expected += (-logits[0].log_softmax(-1).gather(1, window[1:, None])[:, 0]).tolist()
+    return model(ids[None])[0][0].double().softmax(-1)
+
+
+@pytest.mark.parametrize("stride", [None, 24, 23, 12, 7, 1])
+@pytest.mark.parametrize("length", [2, 13, 24, 25, 26, 37, 38, 49, 150])
+def test_every_character_is_scored_once_in_its_window(length, stride, tmp_path, monkeypatch):
+    snapshot, ids = model_snapshot(VOCABULARY), random_ids(length)
+    step, expected = stride or 24, []
+    for i in range(1, length):
+        start = max(0, -(-(i - 24) // step) * step)  # of the first window that reaches it
+        assert start == 0 or 24 - step < i - start <= 24
+        expected.append(-probabilities(snapshot, ids[start:i])[-1, ids[i]].log().item())
+    config = SampleConfig(score=write_text(tmp_path / "text.txt", ids), stride=stride)
     # Pieces of a file and batches of windows end anywhere.
     for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
         monkeypatch.setattr(sampling, "BATCH_CHARACTERS", at_once)
         monkeypatch.setattr(text_files, "PIECE", piece)
-        config = SampleConfig(score=str(tmp_path / "text.txt"))
-        losses = torch.cat(list(sampling.score_batches(config, snapshot)))
-        assert losses.tolist() == pytest.approx(expected, abs=1e-5)
-        loss, count = score(config, snapshot)
+        losses = torch.cat(list(sampling.score_batches(config, snapshot)), dim=1)
+        assert losses.tolist() == [pytest.approx(expected, abs=1e-5)]
+        [loss], count = score(config, snapshot)
         assert count == length - 1 and loss == pytest.approx(sum(expected) / count)
+
+
+def test_an_ensemble_has_the_mean_of_the_probabilities(tmp_path):
+    ids = random_ids(25)  # one window
+    config = SampleConfig(score=write_text(tmp_path / "text.txt", ids))
+    several = [model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")]
+    each = torch.stack([probabilities(snapshot, ids[:-1]) for snapshot in several])
+    expected = [-p.gather(1, ids[1:, None]).log().mean().item() for p in (*each, each.mean(dim=0))]
+    losses, count = score(config, *several)
+    assert count == 24 and losses == pytest.approx(expected, abs=1e-6)
+    assert losses[2] < sum(losses[:2]) / 2 - 0.01  # the logarithm is concave
+    assert score(config, *several[:1] * 3)[0] == pytest.approx(losses[:1] * 4, abs=1e-12)
+    config.stride = 12
+    ids = random_ids(100)
+    write_text(tmp_path / "text.txt", ids)
+    rows = torch.cat(list(sampling.score_batches(config, *several)), dim=1)
+    assert torch.allclose(rows[2].neg().exp(), rows[:2].neg().exp().mean(dim=0), atol=1e-12)
+
+
+def test_an_ensemble_is_printed_apart_and_named(tmp_path, capsys):
+    several = [model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")]
+    config = SampleConfig(score=write_text(tmp_path / "text.txt", random_ids(99)), stride=6)
+    sampling.print_score(config, ["a.pt", "b.pt"], several)
+    lines = capsys.readouterr().out.splitlines()
+    a, b, both = score(config, *several)[0]
+    assert lines[:6] == [
+        "characters scored   98",
+        "stride              6",
+        f"a.pt: {a:.6f} nats per character",
+        f"b.pt: {b:.6f} nats per character",
+        "ensemble of 2 snapshots",
+        f"nats per character  {both:.6f}",
+    ]
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize(
+    "what, vocabulary, settings",
+    [("vocabulary", VOCABULARY[::-1], {}), ("context", VOCABULARY, {"block_size": 12})],
+)
+def test_an_ensemble_of_other_models_is_refused(what, vocabulary, settings, tmp_path):
+    several = [model_snapshot(VOCABULARY), model_snapshot(vocabulary, **settings)]
+    with pytest.raises(UserError, match=rf"^snapshots=: b\.pt has another {what} than a\.pt$"):
+        sampling.print_score(SampleConfig(score="any.txt"), ["a.pt", "b.pt"], several)
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
@@ -274,6 +330,14 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
         (["prompt=a", "prompt_file=b"], "prompt= and prompt_file=: give only one of them"),
         (["prompt=a", "score=b"], "prompt= and score=: give only one of them"),
         (["score=nowhere"], "nowhere: no such file"),
+        (["score=b", "stride=0"], "stride=0: must be from 1 to the model's context, 16"),
+        (["score=b", "stride=17"], "stride=17: must be from 1 to the model's context, 16"),
+        (["stride=4"], "stride=: is for score=; give that, too"),
+        (["snapshots=[a.pt]"], "snapshots=: is for score=; give that, too"),
+        (["snapshots=[]", "score=b"], "snapshots=[]: names no snapshot"),
+        (["snapshots=[nowhere.pt,a.pt]", "score=b"], "nowhere.pt: no such snapshot"),
+        (["snapshots=[a.pt,", "score=b"], "snapshots=[a.pt,: not a list such as [a,b]"),
+        (["score=b", "snapshots=[a.pt]"], "snapshots=, and run_dir= or snapshot=: give one of"),
         (["temprature=1"], "temprature=1: not an argument; there are prompt="),
         (["snapshot=nowhere.pt"], "nowhere.pt: no such snapshot"),
         (["snapshot=/etc/hostname"], "/etc/hostname: not a complete snapshot"),

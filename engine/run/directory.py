@@ -178,3 +178,18 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
             return path
     hint = newest_run_hint(run_dir)
     raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{hint}")
+
+
+def choose_snapshots(
+    snapshots: list[str] | None, snapshot: str | None, run_dir: str | None
+) -> list[str]:
+    """The paths in `snapshots`; if it is None, the one that `choose_snapshot` finds. Raises `UserError` if
+    there is none, or both are given.
+    """
+    if snapshots is None:
+        return [choose_snapshot(snapshot, run_dir)]
+    if snapshot is not None or run_dir is not None:
+        raise UserError("snapshots=, and run_dir= or snapshot=: give one of them")
+    if not snapshots:
+        raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
+    return snapshots
