@@ -175,10 +175,9 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits, and OSError
     if `out` cannot be written.
     """
-    if snapshot.encoding == "bytes":
-        raise UserError(f"{path}: a model of bytes (data.encoding=bytes) cannot be exported")
     model = load_model(snapshot, "cpu")
-    files = to_files(dataclasses.asdict(model.config), snapshot.model_state, snapshot.vocabulary)
+    settings, vocabulary = dataclasses.asdict(model.config), snapshot.vocabulary
+    files = to_files(settings, snapshot.model_state, vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path).encode()
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
@@ -226,6 +225,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str) -> str:
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
     trust = ", trust_remote_code=True" if config.token_shift else ""  # for shifted.py
+    unit = "byte" if snapshot.encoding == "bytes" else "character"
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
@@ -249,7 +249,7 @@ print(pipeline("text-generation", "PATH_OR_NAME"{trust})({prompt})[0]["generated
 |---|---|
 {rows}
 
-One token is one character. Characters that are not in the training text become the token
+One token is one {unit}. Those that are not in the training text become the token
 U+{ord(unknown_token(snapshot.vocabulary)):04X} (id {config.vocab_size}), which was not trained and is never generated.
 The logits for the ids below {config.vocab_size} are the trained model's; drop the last one to measure the loss above.
 The model was trained on {config.block_size} characters of context, the default `max_length` of a generated text.

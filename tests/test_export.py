@@ -151,6 +151,21 @@ def test_a_text_that_has_the_replacement_character_keeps_it(tmp_path):
     assert huggingface.read(str(tmp_path / "model"))[2] == vocabulary
 
 
+def test_a_model_of_bytes_reads_and_writes_any_text_and_comes_back(tmp_path):
+    vocabulary = "".join(sorted({chr(byte) for byte in "A text, é漢😀\n\0 \x7f".encode()}))
+    snapshot = model_snapshot(vocabulary, "modern")
+    snapshot.config["data"] = {"encoding": "bytes"}
+    said = export.export(snapshot, "x.pt", str(tmp_path / "model"))
+    assert said == "Transformers gives the same logits"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "é漢\n😀 tex\0\x7f,A"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [vocabulary.index(chr(byte)) for byte in text.encode()]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("tZ ")["input_ids"][1] == tokenizer.unk_token_id
+    assert huggingface.read(str(tmp_path / "model"))[2:] == (vocabulary, "bytes")
+
+
 def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
     _, _, out = exported
     generator = pipeline("text-generation", out, batch_size=2, trust_remote_code=True)
@@ -181,8 +196,8 @@ def test_what_is_read_back_is_what_was_exported_bit_for_bit(exported, tmp_path):
     AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).save_pretrained(again)
     AutoTokenizer.from_pretrained(out).save_pretrained(again)
     for folder in (out, str(again)):
-        config, weights, vocabulary = huggingface.read(folder)
-        assert vocabulary == snapshot.vocabulary
+        config, weights, vocabulary, encoding = huggingface.read(folder)
+        assert (vocabulary, encoding) == (snapshot.vocabulary, "utf-8")
         assert {name: getattr(model.config, name) for name in config} == config
         assert config.keys() >= {*ARCHITECTURE, "vocab_size", "attn_pdrop"}
         assert weights.keys() == snapshot.model_state.keys()
@@ -196,7 +211,7 @@ def test_biases_that_transformers_has_trained_are_kept(tmp_path):
     torch.nn.init.constant_(theirs.transformer.h[1].mlp.c_fc.bias, 0.5)
     theirs.save_pretrained(trained)
     AutoTokenizer.from_pretrained(out).save_pretrained(trained)
-    config, weights, _ = huggingface.read(str(trained))
+    config, weights, _, _ = huggingface.read(str(trained))
     assert config["bias"] and (weights["blocks.1.mlp.c_fc.bias"] == 0.5).all()
 
 

@@ -56,8 +56,8 @@ def read_pretrained(source: str) -> Pretrained:
     """
     try:
         if is_local(source) and os.path.exists(os.path.join(source, "config.json")):
-            architecture, weights, vocabulary = transformers.read(source)
-            return Pretrained(weights, vocabulary, architecture, source)
+            architecture, weights, vocabulary, encoding = transformers.read(source)
+            return Pretrained(weights, vocabulary, architecture, source, encoding)
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)

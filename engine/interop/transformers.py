@@ -1,12 +1,13 @@
 """Hugging Face Transformers: a model as a directory that `from_pretrained` loads, and back.
 
-    files = to_files(config, weights, vocabulary)        # file name -> content
-    config, weights, vocabulary = read(folder)
+    files = to_files(config, weights, vocabulary, encoding)        # file name -> content
+    config, weights, vocabulary, encoding = read(folder)
 
 `config` is a dictionary of `GPTConfig`'s fields, `weights` the model's `state_dict`, and
-`vocabulary[i]` the character with the id i. `arch="gpt2"` is Transformers' `GPT2LMHeadModel`,
-`arch="modern"` its `NanoChatForCausalLM`; with a `token_shift`, the directory has the code of `shifted.py`, too, which
-`trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
+`vocabulary[i]` the character with the id i, which stands for a byte if `encoding` is "bytes".
+`arch="gpt2"` is Transformers' `GPT2LMHeadModel`, `arch="modern"` its `NanoChatForCausalLM`; with a
+`token_shift`, the directory has the code of `shifted.py`, too, which `trust_remote_code=True` allows
+to run. Transformers itself is not needed, `safetensors` is.
 
 Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement
 character). Its embedding and its row of the head are the mean of all others: its logit is the mean
@@ -14,6 +15,7 @@ logit, never the highest. `generation_config.json` suppresses it.
 """
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -98,8 +100,20 @@ def unknown_token(vocabulary: str) -> str:
     return next(c for c in map(chr, range(0xFFFD, 0x110000)) if c not in vocabulary)
 
 
+def byte_tokens() -> list[str]:
+    """The token of each byte: the character of its number if it can be printed, else one from U+0100 on, as
+    Transformers' `ByteLevel` has them (Radford et al., "GPT-2", 2019).
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+
+
 def to_files(
-    config: dict[str, Any], weights: dict[str, torch.Tensor], vocabulary: str
+    config: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    vocabulary: str,
+    encoding: str = "utf-8",
 ) -> dict[str, bytes]:
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
@@ -107,7 +121,7 @@ def to_files(
     if config["token_shift"] and config["arch"] != "modern":
         raise UserError("model.token_shift=true: exported for model.arch=modern alone")
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
-    for name, content in json_files(config, vocabulary).items():
+    for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()
     if config["token_shift"]:
         files[SHIFTED.name] = SHIFTED.read_bytes()
@@ -139,7 +153,7 @@ def to_transformers(
     return tensors
 
 
-def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
+def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[str, Any]:
     """The JSON files by name: model, generation and tokenizer."""
     gpt2, unknown, unknown_id = config["arch"] == "gpt2", unknown_token(vocabulary), len(vocabulary)
     kind = config["arch"], config["token_shift"]
@@ -149,7 +163,15 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
     }
     name = "ShiftedForCausalLM" if config["token_shift"] else "NanoChatForCausalLM"
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
-    characters = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    pattern = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    splitter: dict[str, Any] = {"type": "Split", **pattern}  # every character is one token
+    decoder: dict[str, Any] = {"type": "Fuse"}
+    if encoding == "bytes":
+        tokens = byte_tokens()
+        vocabulary = "".join(tokens[ord(character)] for character in vocabulary)
+        settings = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), False)
+        decoder = {"type": "ByteLevel", **settings}
+        splitter = {"type": "Sequence", "pretokenizers": [decoder, splitter]}
     vocab = {character: i for i, character in enumerate(vocabulary + unknown)}
     return {
         "config.json": {
@@ -176,8 +198,8 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
         "tokenizer.json": {
             "version": "1.0",
             "added_tokens": [{"id": unknown_id, "content": unknown, "special": True, **flags}],
-            "pre_tokenizer": {"type": "Split", **characters},  # every character is one token
-            "decoder": {"type": "Fuse"},
+            "pre_tokenizer": splitter,
+            "decoder": decoder,
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
         },
         "tokenizer_config.json": {
@@ -191,14 +213,18 @@ def json_files(config: dict[str, Any], vocabulary: str) -> dict[str, Any]:
     }
 
 
-def read(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Configuration, weights (float32) and vocabulary of an exported model, or of one that Transformers has
-    trained further and saved. Raises `UserError` for one that is damaged, or not one of ours.
+def read(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], str, str]:
+    """Configuration, weights (float32), vocabulary and encoding of an exported model, or of one that Transformers
+    has trained further and saved. Raises `UserError` for one that is damaged, or not one of ours.
     """
     try:
         tokenizer = json.loads(Path(folder, "tokenizer.json").read_text("utf-8"))
         given = json.loads(Path(folder, "config.json").read_text("utf-8"))
         vocabulary, ids = read_vocabulary(tokenizer["model"])
+        encoding = "bytes" if tokenizer["decoder"]["type"] == "ByteLevel" else "utf-8"
+        if encoding == "bytes":
+            tokens = byte_tokens()
+            vocabulary = "".join(chr(tokens.index(token)) for token in vocabulary)
         config = read_config(given, len(vocabulary))
         weights = from_transformers(config, safetensors().load_file(Path(folder, WEIGHTS)))
         biases = [name for name in weights if name.endswith(".bias")]
@@ -214,7 +240,7 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
     except Exception as error:  # a file that was edited can be wrong in any way
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{folder}: not an exported model: {reason}") from error
-    return config, weights, vocabulary
+    return config, weights, vocabulary, encoding
 
 
 def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, torch.Tensor]:
