@@ -105,8 +105,10 @@ def validate(composed: DictConfig) -> Config:
         value = getattr(config, name)
         if value is not None and not value.strip():
             raise UserError(f"{name}: must not be empty")
-    if ".." in config.run_name.split("/"):
-        raise UserError(f"run_name={config.run_name}: leads out of runs/; run_dir= may be anywhere")
+    if "/" in config.run_name:
+        raise UserError(
+            f"run_name={config.run_name}: a name has no slash; run_dir= may be any directory"
+        )
     path = config.trainer.snapshot_path
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
