@@ -29,7 +29,7 @@ EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
-USEFUL_PASSES = 24  # over the text; more only overfit
+USEFUL_PASSES = 20  # over the text; more only overfit
 
 
 def get(config: Any, key: str) -> Any:
@@ -235,14 +235,15 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     for_the_time = 128 * (affordable / enough) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
-    layers = 3 if width <= 96 else 4 if width < 256 else 6
-    context = 256 if characters >= 200_000 and affordable >= 2e6 else 128
-    return layers, width, context
+    has_spare_time = affordable >= 1.5 * enough  # a short text is better served by depth and context than by width
+    layers = 3 if width <= 96 and not has_spare_time else 4 if width < 256 else 6
+    is_long = characters >= 200_000 and affordable >= 2e6
+    return layers, width, 256 if is_long or has_spare_time else 128
 
 
 def regularization(characters: int, passes: float) -> tuple[float, float]:
     """Dropout and weight decay for so many passes over a training text of so many `characters`."""
-    dropout = min(max((passes - 12) / 75, 0.0), 0.25)
+    dropout = min(max((passes - 12) / 50, 0.0), 0.25)
     decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.33
     return round(dropout, 2), float(f"{min(max(decay, 0.2), 3.0):.2g}")
 
