@@ -172,6 +172,18 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_size, de
         distributed.join_processes(device)
 
 
+def test_a_driver_too_old_for_torch_gets_one_line_with_the_reason(monkeypatch):
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12040).")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    says = r"^cuda:0: .*trainer.device=cpu.* driver .* too old \(found version 12040\).$"
+    with pytest.raises(UserError, match=says):
+        distributed.join_processes()
+
+
 def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
     def fail(*_):
         raise RuntimeError("no address for\nthis host")

@@ -89,7 +89,12 @@ def join_processes(
     chosen = choose_device(device, local_rank, local_size)
     gpu = chosen.type == "cuda"
     if gpu:
-        torch.cuda.set_device(chosen)
+        try:  # a driver older than this build of torch lists GPUs that cannot be used
+            torch.cuda.set_device(chosen)
+        except RuntimeError as error:
+            raise UserError(
+                f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
+            ) from error
     else:
         bound = hasattr(os, "sched_getaffinity")  # on Linux
         cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
