@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +21,8 @@ from engine.parallel.distributed import World
 from engine.parallel.rendezvous import name_start
 from engine.run import evaluation
 from engine.snapshots.storage import load
+
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # a variable that torch reads
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +230,19 @@ def test_the_threads_asked_for_are_those_used():
     for threads in (2, 1):
         distributed.join_processes("cpu", threads=threads)
         assert torch.get_num_threads() == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+@pytest.mark.parametrize(
+    "processes, earlier, workers", [(4, {}, "4"), (32, {}, "1"), (4, {COMPILERS: "7"}, "7")]
+)
+def test_processes_of_a_host_share_its_cores_to_compile(monkeypatch, processes, earlier, workers):
+    environment = {"RANK": "0", "WORLD_SIZE": str(processes), **earlier}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    distributed.join_processes("cpu", threads=1)
+    assert environment[COMPILERS] == workers
 
 
 def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):

@@ -87,6 +87,11 @@ def join_processes(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     chosen = choose_device(device, local_rank, local_size)
+    bound = hasattr(os, "sched_getaffinity")  # on Linux
+    cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
+    share = max(1, cores // local_size)
+    if bound and local_size > 1:  # or torch.compile starts 32 workers in each process
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, share)))
     gpu = chosen.type == "cuda"
     if gpu:
         try:  # a driver older than this build of torch lists GPUs that cannot be used
@@ -96,9 +101,7 @@ def join_processes(
                 f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
             ) from error
     else:
-        bound = hasattr(os, "sched_getaffinity")  # on Linux
-        cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
-        torch.set_num_threads(threads or max(1, cores // local_size))
+        torch.set_num_threads(threads or share)
         hardware.keep_freed_memory()
     store = None
     if size > 1 and not dist.is_initialized():
