@@ -233,6 +233,18 @@ def test_training_and_evaluation_compute_in_the_type_asked_for(parts, tmp_path, 
     assert seen == {(True, used), (False, used)}
 
 
+@pytest.mark.parametrize("device, rounds", [("cuda", True), ("cpu", False)])
+def test_float32_on_a_gpu_takes_tf32_for_steps_alone(parts, tmp_path, device, rounds):
+    trainer = make(parts, tmp_path, use_amp=False, max_steps=2)
+    trainer.choices["device"] = device
+    seen = set()
+    trainer.bare.register_forward_pre_hook(
+        lambda model, _: seen.add((model.training, torch.backends.cuda.matmul.allow_tf32))
+    )
+    trainer.train()
+    assert seen == {(True, rounds), (False, False)}
+
+
 def test_an_evaluation_leaves_the_model_in_its_mode(parts, tmp_path):
     trainer = make(parts, tmp_path)
     for mode in (True, False):
