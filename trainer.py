@@ -484,6 +484,8 @@ class Trainer:
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
         self.divergence.check(self.step)
+        if not sharding.is_sharded(self.bare):
+            distributed.check_replicas(self.bare, self.step, self.world)
         loss, loss_step = self.evaluations.last or (None, None)
         return Snapshot(
             model_state=self.bare.state_dict(),

@@ -329,6 +329,13 @@ MUTATIONS = [
         "test_distributed.py::test_rank_0_alone_prints_and_writes",
     ),
     Mutation(
+        "ranks are not asked whether their weights are the same",
+        "engine/parallel/distributed.py",
+        "if own != checksums[0]",
+        "if own is None",
+        "test_distributed.py::test_ranks_whose_weights_differ_end_the_run_and_spare_the_snapshot",
+    ),
+    Mutation(
         "processes that replace others read what those left in the store",
         "engine/parallel/rendezvous.py",
         "uuid.uuid4().hex",

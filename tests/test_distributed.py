@@ -158,6 +158,34 @@ exec(compile(open(__file__).read(), __file__, 'exec'))
     assert "trainer.micro_batch_size=1" in result.stderr
 
 
+def test_ranks_whose_weights_differ_end_the_run_and_spare_the_snapshot(tmp_path):
+    script = tmp_path / "drifting.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, trainer
+step = trainer.Trainer._train_step
+def drifting(self, micro_batches):
+    result = step(self, micro_batches)
+    if self.world.rank == 1 and self.step == 4:
+        bits = self.parameters[0].detach().view(torch.int32)
+        bits[0, 0] ^= 1
+    return result
+trainer.Trainer._train_step = drifting
+sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
+exec(compile(open(__file__).read(), __file__, 'exec'))
+""")
+    run = tmp_path / "run"
+    settings = ["trainer.save_every_steps=3", f"run_dir={run}"]
+    result = start(*TINY, *settings, nproc=2, script=str(script))
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error (rank")]
+    assert result.returncode != 0 and errors, result.stderr
+    for line in errors:
+        assert "step 6: the weights of rank 1 are not those of rank 0" in line
+        assert line.endswith("the snapshots saved before stay")
+    assert load(str(run / "gpt_snapshot.pt")).step == 3
+
+
 @pytest.mark.parametrize(
     "gpus, local_size, device, says",
     [

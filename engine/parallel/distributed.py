@@ -199,6 +199,22 @@ def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor
 
 
+def check_replicas(model: nn.Module, step: int, world: World) -> None:
+    """Checksum: raises `UserError` on every rank unless all have the same weights after `step`, bit for bit. DDP
+    presumes it, and exchanges gradients alone. Waits for the device.
+    """
+    if world.size == 1:
+        return
+    # As integers, whose sum is exact in any order.
+    sums = [p.detach().float().view(torch.int32).sum() for p in model.parameters()]
+    checksums = gather(int(torch.stack(sums).sum()), world)
+    if others := [str(rank) for rank, own in enumerate(checksums) if own != checksums[0]]:
+        raise UserError(
+            f"step {step}: the weights of rank {', '.join(others)} are not those of rank 0: a fault, or devices or "
+            "numbers of threads that differ; the snapshots saved before stay"
+        )
+
+
 def run_on_first(action: Callable[[], Any], world: World) -> Any:
     """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank. A `UserError` or
     `OSError` there is raised as a `UserError` on every rank.
