@@ -294,13 +294,13 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     class Audit:
         """Hands out the indices it was asked for."""
 
-        block_size = parts[0].block_size
+        block_size, data = parts[0].block_size, parts[0].data
 
         def __len__(self):
             return len(parts[0])
 
         def batch(self, indices):
-            return indices
+            return indices.tolist()
 
     epochs, batch = 2, 20  # of which 3 ranks have unequal shares
     config = TrainerConfig(batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
@@ -318,6 +318,17 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     from char_dataset import window_order
 
     assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, Audit.block_size))
+
+
+def test_the_windows_of_many_steps_are_copied_to_the_device_of_the_text_at_once(parts, monkeypatch):
+    text, given = parts[0].to("meta"), []
+    monkeypatch.setattr(text, "batch", given.append)
+    plan = Plan.make(TrainerConfig(batch_size=12, micro_batch_size=5), len(text), 8, 1)
+    batches = MicroBatches(text, 7, plan)
+    for k in range(ORDER_STEPS * plan.accumulation + 1):
+        batches[k]
+    assert {indices.device.type for indices in given} == {"meta"}
+    assert len({id(indices._base) for indices in given}) == 2  # of which they are slices
 
 
 @pytest.mark.parametrize("use_amp", [True, False])
