@@ -329,6 +329,13 @@ MUTATIONS = [
         "test_distributed.py::test_rank_0_alone_prints_and_writes",
     ),
     Mutation(
+        "queries and keys are rotated and normalized apart on a GPU",
+        "engine/kernels/ops.py",
+        "q, k = rms_norm(rotate(qkv[:, :, :2], cos, sin)).unbind(2)",
+        "q, k = (rms_norm(rotate(x, cos[:, 0], sin[:, 0])) for x in (q, k))",
+        "test_budget.py::test_a_step_on_a_gpu_stays_within_its_budget",
+    ),
+    Mutation(
         "ranks are not asked whether their weights are the same",
         "engine/parallel/distributed.py",
         "if own != checksums[0]",
