@@ -364,13 +364,16 @@ class MicroBatches:
         step, i = divmod(k, self.plan.accumulation)
         block, step = divmod(step, ORDER_STEPS)
         first, last = self.plan.micro_batch(self.rank, i)
-        windows = slice(first, max(last, first + 1))
-        return self.dataset.batch(self.block_order(block)[step * self.plan.batch_size :][windows])
+        start = step * self.plan.batch_size
+        windows = slice(start + first, start + max(last, first + 1))
+        return self.dataset.batch(self.block_order(block)[windows])
 
-    def _block_order(self, block: int) -> np.ndarray:
+    def _block_order(self, block: int) -> torch.Tensor:
+        """The windows of a block, int64, where the text is: a micro-batch copies none to a GPU."""
         size = ORDER_STEPS * self.plan.batch_size
         positions = np.arange(block * size, (block + 1) * size)
-        return window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
+        order = window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
+        return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 
 
 def prefetch(

@@ -68,7 +68,7 @@ class TrainerConfig:
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
-    use_amp: bool = True  # automatic mixed precision; false: float32
+    use_amp: bool = True  # automatic mixed precision; false: float32, and TF32 in the steps of a GPU
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
@@ -275,7 +275,8 @@ class Trainer:
                 distributed.seed_step(self.config.seed, self.step, self.world)
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.total_steps))
                 try:
-                    loss, norm = self.train_step(self._micro_batches(batches))
+                    with auto.tf32(self.choices):
+                        loss, norm = self.train_step(self._micro_batches(batches))
                 except torch.OutOfMemoryError as error:
                     may_repeat = self.world.size == 1 and not self.is_updating
                     self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
@@ -483,6 +484,8 @@ class Trainer:
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
         self.divergence.check(self.step)
+        if not sharding.is_sharded(self.bare):
+            distributed.check_replicas(self.bare, self.step, self.world)
         loss, loss_step = self.evaluations.last or (None, None)
         return Snapshot(
             model_state=self.bare.state_dict(),

@@ -329,6 +329,20 @@ MUTATIONS = [
         "test_distributed.py::test_rank_0_alone_prints_and_writes",
     ),
     Mutation(
+        "queries and keys are rotated and normalized apart on a GPU",
+        "engine/kernels/ops.py",
+        "q, k = rms_norm(rotate(qkv[:, :, :2], cos, sin)).unbind(2)",
+        "q, k = (rms_norm(rotate(x, cos[:, 0], sin[:, 0])) for x in (q, k))",
+        "test_budget.py::test_a_step_on_a_gpu_stays_within_its_budget",
+    ),
+    Mutation(
+        "ranks are not asked whether their weights are the same",
+        "engine/parallel/distributed.py",
+        "if own != checksums[0]",
+        "if own is None",
+        "test_distributed.py::test_ranks_whose_weights_differ_end_the_run_and_spare_the_snapshot",
+    ),
+    Mutation(
         "processes that replace others read what those left in the store",
         "engine/parallel/rendezvous.py",
         "uuid.uuid4().hex",

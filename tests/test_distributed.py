@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +21,8 @@ from engine.parallel.distributed import World
 from engine.parallel.rendezvous import name_start
 from engine.run import evaluation
 from engine.snapshots.storage import load
+
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # a variable that torch reads
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,34 @@ exec(compile(open(__file__).read(), __file__, 'exec'))
     assert "trainer.micro_batch_size=1" in result.stderr
 
 
+def test_ranks_whose_weights_differ_end_the_run_and_spare_the_snapshot(tmp_path):
+    script = tmp_path / "drifting.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, trainer
+step = trainer.Trainer._train_step
+def drifting(self, micro_batches):
+    result = step(self, micro_batches)
+    if self.world.rank == 1 and self.step == 4:
+        bits = self.parameters[0].detach().view(torch.int32)
+        bits[0, 0] ^= 1
+    return result
+trainer.Trainer._train_step = drifting
+sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
+exec(compile(open(__file__).read(), __file__, 'exec'))
+""")
+    run = tmp_path / "run"
+    settings = ["trainer.save_every_steps=3", f"run_dir={run}"]
+    result = start(*TINY, *settings, nproc=2, script=str(script))
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error (rank")]
+    assert result.returncode != 0 and errors, result.stderr
+    for line in errors:
+        assert "step 6: the weights of rank 1 are not those of rank 0" in line
+        assert line.endswith("the snapshots saved before stay")
+    assert load(str(run / "gpt_snapshot.pt")).step == 3
+
+
 @pytest.mark.parametrize(
     "gpus, local_size, device, says",
     [
@@ -170,6 +201,18 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_size, de
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match=says):
         distributed.join_processes(device)
+
+
+def test_a_driver_too_old_for_torch_gets_one_line_with_the_reason(monkeypatch):
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12040).")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    says = r"^cuda:0: .*trainer.device=cpu.* driver .* too old \(found version 12040\).$"
+    with pytest.raises(UserError, match=says):
+        distributed.join_processes()
 
 
 def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
@@ -215,6 +258,19 @@ def test_the_threads_asked_for_are_those_used():
     for threads in (2, 1):
         distributed.join_processes("cpu", threads=threads)
         assert torch.get_num_threads() == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+@pytest.mark.parametrize(
+    "processes, earlier, workers", [(4, {}, "4"), (32, {}, "1"), (4, {COMPILERS: "7"}, "7")]
+)
+def test_processes_of_a_host_share_its_cores_to_compile(monkeypatch, processes, earlier, workers):
+    environment = {"RANK": "0", "WORLD_SIZE": str(processes), **earlier}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    distributed.join_processes("cpu", threads=1)
+    assert environment[COMPILERS] == workers
 
 
 def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):

@@ -14,11 +14,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, TINY, command, start
 
 from engine.errors import UserError
+from engine.parallel.distributed import World
 from engine.run import trackers
 from engine.run.metrics import Metrics, read_lines
+from engine.run.plan import Plan
+from engine.run.training_log import TrainingLog
 from trainer import TrainerConfig
 
 
@@ -243,6 +247,30 @@ def test_a_wrong_list_of_trackers_is_one_line_and_leaves_nothing(tmp_path):
         assert result.returncode == 1
         assert "trainer.trackers" in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "device, ranks, windows, said",
+    [
+        ("cuda", 8, 64, True),
+        ("cuda", 8, 512, False),
+        ("cuda", 1, 16, False),
+        ("cpu", 8, 64, False),
+    ],
+)
+def test_gpus_with_few_characters_each_are_told_of_batches_that_use_them(
+    device, ranks, windows, said, caplog, monkeypatch
+):
+    caplog.set_level("INFO", "gpt")
+    monkeypatch.setattr("engine.run.training_log.device_name", lambda _: "a GPU")
+    world, plan = World(0, ranks, 0, ranks, torch.device(device)), (10**6, 256, windows, ranks, 1)
+    choices = {"amp_dtype": "float32", "compile": False, "deterministic": False}
+    TrainingLog(world, Plan(*plan, 100), 1, 1.0, None, "character").start(0, choices)
+    advice = (
+        "each GPU has 2,048 characters a step, too few to keep it busy: use fewer GPUs, or a larger"
+    )
+    assert (f"{advice} trainer.batch_size, about 512" in caplog.text) == said
+    assert ("too few" in caplog.text) == said
 
 
 def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):

@@ -233,6 +233,18 @@ def test_training_and_evaluation_compute_in_the_type_asked_for(parts, tmp_path, 
     assert seen == {(True, used), (False, used)}
 
 
+@pytest.mark.parametrize("device, rounds", [("cuda", True), ("cpu", False)])
+def test_float32_on_a_gpu_takes_tf32_for_steps_alone(parts, tmp_path, device, rounds):
+    trainer = make(parts, tmp_path, use_amp=False, max_steps=2)
+    trainer.choices["device"] = device
+    seen = set()
+    trainer.bare.register_forward_pre_hook(
+        lambda model, _: seen.add((model.training, torch.backends.cuda.matmul.allow_tf32))
+    )
+    trainer.train()
+    assert seen == {(True, rounds), (False, False)}
+
+
 def test_an_evaluation_leaves_the_model_in_its_mode(parts, tmp_path):
     trainer = make(parts, tmp_path)
     for mode in (True, False):
@@ -282,13 +294,13 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     class Audit:
         """Hands out the indices it was asked for."""
 
-        block_size = parts[0].block_size
+        block_size, data = parts[0].block_size, parts[0].data
 
         def __len__(self):
             return len(parts[0])
 
         def batch(self, indices):
-            return indices
+            return indices.tolist()
 
     epochs, batch = 2, 20  # of which 3 ranks have unequal shares
     config = TrainerConfig(batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
@@ -306,6 +318,17 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     from char_dataset import window_order
 
     assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, Audit.block_size))
+
+
+def test_the_windows_of_many_steps_are_copied_to_the_device_of_the_text_at_once(parts, monkeypatch):
+    text, given = parts[0].to("meta"), []
+    monkeypatch.setattr(text, "batch", given.append)
+    plan = Plan.make(TrainerConfig(batch_size=12, micro_batch_size=5), len(text), 8, 1)
+    batches = MicroBatches(text, 7, plan)
+    for k in range(ORDER_STEPS * plan.accumulation + 1):
+        batches[k]
+    assert {indices.device.type for indices in given} == {"meta"}
+    assert len({id(indices._base) for indices in given}) == 2  # of which they are slices
 
 
 @pytest.mark.parametrize("use_amp", [True, False])

@@ -87,13 +87,21 @@ def join_processes(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     chosen = choose_device(device, local_rank, local_size)
+    bound = hasattr(os, "sched_getaffinity")  # on Linux
+    cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
+    share = max(1, cores // local_size)
+    if bound and local_size > 1:  # or torch.compile starts 32 workers in each process
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, share)))
     gpu = chosen.type == "cuda"
     if gpu:
-        torch.cuda.set_device(chosen)
+        try:  # a driver older than this build of torch lists GPUs that cannot be used
+            torch.cuda.set_device(chosen)
+        except RuntimeError as error:
+            raise UserError(
+                f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
+            ) from error
     else:
-        bound = hasattr(os, "sched_getaffinity")  # on Linux
-        cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
-        torch.set_num_threads(threads or max(1, cores // local_size))
+        torch.set_num_threads(threads or share)
         hardware.keep_freed_memory()
     store = None
     if size > 1 and not dist.is_initialized():
@@ -189,6 +197,22 @@ def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
     if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def check_replicas(model: nn.Module, step: int, world: World) -> None:
+    """Checksum: raises `UserError` on every rank unless all have the same weights after `step`, bit for bit. DDP
+    presumes it, and exchanges gradients alone. Waits for the device.
+    """
+    if world.size == 1:
+        return
+    # As integers, whose sum is exact in any order.
+    sums = [p.detach().float().view(torch.int32).sum() for p in model.parameters()]
+    checksums = gather(int(torch.stack(sums).sum()), world)
+    if others := [str(rank) for rank, own in enumerate(checksums) if own != checksums[0]]:
+        raise UserError(
+            f"step {step}: the weights of rank {', '.join(others)} are not those of rank 0: a fault, or devices or "
+            "numbers of threads that differ; the snapshots saved before stay"
+        )
 
 
 def run_on_first(action: Callable[[], Any], world: World) -> Any:

@@ -21,6 +21,7 @@ from engine.run.progress import duration, format_loss
 
 log = logging.getLogger("gpt")
 MANY_PASSES = 50  # over the text
+FEW_CHARACTERS = 16384  # of a step and GPU; with fewer it waits for launches and for other GPUs
 
 
 @dataclass
@@ -61,6 +62,13 @@ class TrainingLog:
             plan.batch_size, ranks, f"{least} or {least + 1}" if rest else least, plan.accumulation,
             plan.block_size, f"{plan.characters:,}",
         )  # fmt: skip
+        needed = FEW_CHARACTERS * world.size
+        if world.device.type == "cuda" and world.size > 1 and plan.characters < needed:
+            log.info(
+                "batch       each GPU has %s characters a step, too few to keep it busy: use fewer GPUs, or a larger "
+                "trainer.batch_size, about %d",
+                f"{plan.characters // world.size:,}", needed // plan.block_size,
+            )  # fmt: skip
         planned = plan.total_steps * plan.characters
         passes = planned / (plan.windows + plan.block_size)
         log.info(

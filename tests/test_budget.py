@@ -1,0 +1,73 @@
+"""Budget of a step on a GPU: the kernels that its forward and backward passes launch, and the bytes these
+read and write, counted on fake tensors. If a figure falls, lower its budget.
+
+Where torch is built for CPUs, fake tensors on a GPU have no gradients: these are on the CPU, and compute as on a GPU.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import model as model_module
+from config import compose, validate
+from engine.kernels import ops
+from model import GPT
+
+LAUNCHES, GIGABYTES = 318, 2.14  # of experiment=shakespeare_gpu
+# Operations that launch nothing; views apart. `zeros` makes the flash kernel's random state.
+FREE = ("device", "_unsafe_view", "zeros")
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, views excluded, and the bytes of their inputs and results."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and function.overloadpacket.__name__ not in FREE:
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
+            self.count += 1  # an expanded tensor is read as often as it is stored
+            self.bytes += sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
+        return result
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Launches one kernel each way and moves as many bytes as that of CUDA."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g):
+        return g * ctx.saved_tensors[0]
+
+
+def flash_attention(q, k, v, dropout_p, is_causal):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+
+def test_a_step_on_a_gpu_stays_within_its_budget(monkeypatch):
+    monkeypatch.setattr(ops, "rms_norm", FusedRMSNorm.apply)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", flash_attention)
+    monkeypatch.setattr(model_module, "causal_attention", ops._torch_attention)
+    config: Any = validate(compose(["experiment=shakespeare_gpu"]))
+    size = config.trainer.batch_size, config.data.block_size
+    with FakeTensorMode(), Launches() as launched:
+        model = GPT(dataclasses.replace(config.model, vocab_size=65))
+        launched.count = launched.bytes = 0
+        ids = torch.zeros(size, dtype=torch.int64)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, ids)[1]
+        loss.backward()
+    assert launched.count <= LAUNCHES
+    assert launched.bytes <= GIGABYTES * 1e9
