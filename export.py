@@ -111,14 +111,20 @@ def write_page(paths: list[str], out: str, may_skip: bool, is_opened: bool) -> N
     """Writes a page that runs the models of the snapshots at `paths`, and opens it if there is a browser. If it
     `may_skip` them, leaves out those that cannot be used. Raises `UserError`.
     """
-    models = []
+    models: list[dict[str, Any]] = []
+    used: list[str] = []  # of `paths`
     for path in paths:
         try:
             models.append(describe(load_full(path), path))
+            used.append(path)
         except UserError as error:
             if not may_skip or (path == paths[-1] and not models):
                 raise
             print(f"left out: {error}", file=sys.stderr)
+    names = [model["name"] for model in models]
+    for model, path in zip(models, used, strict=True):
+        if names.count(model["name"]) > 1:  # snapshots of one run
+            model["name"] += f" ({path})"
     content = page.render(models)
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
@@ -126,7 +132,7 @@ def write_page(paths: list[str], out: str, may_skip: bool, is_opened: bool) -> N
             file.write(content)
     except OSError as error:
         raise UserError(f"page={out}: cannot be written: {one_line(error)}") from error
-    print(f"{out}: {', '.join(paths)}; {len(content) / 1e6:.1f} MB")
+    print(f"{out}: {', '.join(used)}; {len(content) / 1e6:.1f} MB")
     if is_opened and not webbrowser.open(Path(out).resolve().as_uri()):
         print(f"there is no browser to open it: {Path(out).resolve()}")
 
@@ -135,9 +141,9 @@ def write_page(paths: list[str], out: str, may_skip: bool, is_opened: bool) -> N
 def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
     """What a page has of the model of `snapshot`, read from `path`. Raises `UserError`."""
     snapshot = dataclasses.replace(snapshot, model_state=page.rounded(snapshot.model_state))
-    model = load_model(snapshot, "cpu")
-    settings = dataclasses.asdict(model.config)
     try:
+        model = load_model(snapshot, "cpu", may_differ=False)
+        settings = dataclasses.asdict(model.config)
         return page.describe(
             snapshot.config.get("run_name", "run"),
             facts(snapshot, model),
@@ -156,15 +162,16 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     """What the model is, how it was trained and how well: labels and values."""
     config: Any = model.config
     text = source_name(snapshot.config.get("data", {}))
+    unit = "byte" if snapshot.encoding == "bytes" else "character"
     return [
-        ("snapshot", f"{snapshot} (nats per character)"),
-        ("characters trained on", f"{snapshot.windows_seen * config.block_size:,}"),
+        ("snapshot", f"{snapshot} (nats per {unit})"),
+        (f"{unit}s trained on", f"{snapshot.windows_seen * config.block_size:,}"),
         ("started from", str(snapshot.config.get("init_from") or "fresh weights")),
         ("text", f"{text}SHA-256 {snapshot.text_digest}"),
         (
             "architecture",
-            f"{config.arch}: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} wide, "
-            f"{config.block_size} characters of context",
+            f"{config.arch}: blocks: {config.n_layer}, heads: {config.n_head}, width: {config.n_embd}, "
+            f"context: {config.block_size} {unit}s",
         ),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
     ]
@@ -175,7 +182,10 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits, and OSError
     if `out` cannot be written.
     """
-    model = load_model(snapshot, "cpu")
+    try:
+        model = load_model(snapshot, "cpu", may_differ=False)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     settings, vocabulary = dataclasses.asdict(model.config), snapshot.vocabulary
     files = to_files(settings, snapshot.model_state, vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path).encode()

@@ -98,9 +98,9 @@ class SampleConfig:
         return {"temperature": self.temperature or 1.0, "do_sample": self.temperature > 0, **same}
 
 
-def load_model(snapshot: Snapshot, device: str = "auto") -> GPT:
+def load_model(snapshot: Snapshot, device: str = "auto", may_differ: bool = True) -> GPT:
     """The trained model of a snapshot, in evaluation mode; warns if its outputs differ from those of the
-    run. Raises `UserError` for weights that are not finite or do not fit.
+    run, or, unless it `may_differ`, raises `UserError`; also for weights that are not finite or do not fit.
     """
     model = GPT(GPTConfig.recorded(snapshot.model_config))
     try:
@@ -117,6 +117,8 @@ def load_model(snapshot: Snapshot, device: str = "auto") -> GPT:
     model = model.to(device).eval()
     probe = probe_logits(model, model.config.vocab_size, model.config.block_size, device)
     if has_changed(probe, snapshot.probe_logits):
+        if not may_differ:
+            raise UserError(f"{CHANGED} sample.py runs it")
         print(f"[{CHANGED}]", file=sys.stderr)
     return model
 
@@ -387,4 +389,4 @@ def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
 
 if __name__ == "__main__":
     signals.interruptible()
-    run_program(main)
+    run_program(main, SampleConfig)

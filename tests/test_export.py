@@ -1,5 +1,6 @@
 """The export, read by Transformers itself, and read back."""
 
+import dataclasses
 import json
 import os
 import re
@@ -104,6 +105,11 @@ def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monk
         wide.model_state = GPT(GPTConfig.recorded(wide.config["model"])).state_dict()
         with pytest.raises(UserError, match=r"cannot load it: was model\.py changed"):
             export.export(wide, "gpt_snapshot.pt", str(tmp_path / "model"))
+    trained_otherwise = dataclasses.replace(snapshot, probe_logits=torch.ones(16, 2))
+    for write in (export.export, export.describe):
+        arguments = [str(tmp_path / "model")] if write is export.export else []
+        with pytest.raises(UserError, match=r"x\.pt: model\.py gives different outputs"):
+            write(trained_otherwise, "x.pt", *arguments)
     assert not any(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))

@@ -126,7 +126,8 @@ def join_processes(
             ) from error
     if size == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         log.info(
-            "accelerate  launch --cpu starts one process; for N: torchrun --standalone --nproc_per_node=N main.py"
+            "launcher    accelerate launch --cpu starts one process, whatever its --num_processes; for N: torchrun "
+            "--standalone --nproc_per_node=N main.py"
         )
     return World(rank, size, local_rank, local_size, chosen, store)
 

@@ -23,6 +23,8 @@ def render(runs: list[Run], references: References) -> str:
     is_compared = any(chart.band for chart in charts)
     varied = varied_settings(runs)
     minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
+    names = {"run_name", "run_dir"}
+    texts = {(run.starts[-1]["text_sha256"], run.config["data"].get("encoding")) for run in runs}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
         autoescape=True,
@@ -35,7 +37,8 @@ def render(runs: list[Run], references: References) -> str:
         charts=charts,
         ticks=ticks,
         varied={key: values for key, values in varied.items() if key not in minor},
-        folded={key: values for key, values in varied.items() if key in minor},
+        folded={key: values for key, values in varied.items() if key in minor - names},
+        have_other_texts=len(texts) > 1,
         means=seed_means(runs, labels),
         runs=[
             describe(run, references) | {"label": label, "hue": hue(i)}

@@ -183,8 +183,8 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 def choose_snapshots(
     snapshots: list[str] | None, snapshot: str | None, run_dir: str | None
 ) -> list[str]:
-    """The paths in `snapshots`; if it is None, the one that `choose_snapshot` finds. Raises `UserError` if
-    there is none, or both are given.
+    """The paths in `snapshots`, of a run directory its best one; if it is None, the one that `choose_snapshot`
+    finds. Raises `UserError` if there is none, or both are given.
     """
     if snapshots is None:
         return [choose_snapshot(snapshot, run_dir)]
@@ -192,4 +192,4 @@ def choose_snapshots(
         raise UserError("snapshots=, and run_dir= or snapshot=: give one of them")
     if not snapshots:
         raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
-    return snapshots
+    return [choose_snapshot(None, p) if os.path.isdir(p) else p for p in snapshots]

@@ -165,16 +165,11 @@ def read_text(
     for file in files:
         if errors == "skip" and not _is_decodable(file, encoding):
             continue
-        try:
-            for piece, text in _decode(file, encoding):
-                if sha256 is not None:
-                    digest.update(piece)
-                if text:
-                    yield text
-        except NotUTF8 as error:
-            raise UserError(
-                f"{error}; to train on bytes: data.encoding=bytes; without such files: data.errors=skip"
-            ) from error
+        for piece, text in _decode(file, encoding):
+            if sha256 is not None:
+                digest.update(piece)
+            if text:
+                yield text
         yield FILE_END
     if sha256 not in (None, digest.hexdigest()):
         raise UserError(
