@@ -233,6 +233,7 @@ def test_training_and_evaluation_compute_in_the_type_asked_for(parts, tmp_path, 
     assert seen == {(True, used), (False, used)}
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 @pytest.mark.parametrize("device, rounds", [("cuda", True), ("cpu", False)])
 def test_float32_on_a_gpu_takes_tf32_for_steps_alone(parts, tmp_path, device, rounds):
     trainer = make(parts, tmp_path, use_amp=False, max_steps=2)
@@ -814,7 +815,6 @@ def test_must_resume_fails_without_a_snapshot_and_never_sets_it_aside(parts, tmp
     [
         {"batch_size": 0},
         {"max_steps": -1},
-        {"device": "tpu"},
         {"amp_dtype": "int8"},
         {"resume": "maybe"},
         {"grad_norm_clip": 0.0},
