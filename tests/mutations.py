@@ -340,7 +340,7 @@ MUTATIONS = [
         "engine/parallel/distributed.py",
         "if own != checksums[0]",
         "if own is None",
-        "test_distributed.py::test_ranks_whose_weights_differ_end_the_run_and_spare_the_snapshot",
+        "test_distributed.py::test_ranks_whose_weights_differ_are_named_when_a_snapshot_is_saved",
     ),
     Mutation(
         "processes that replace others read what those left in the store",

@@ -279,7 +279,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     result = run("out=model", cwd=tmp_path)
     assert result.returncode == 0 and "gpt_snapshot.best.pt" in result.stdout, result.stderr
     out = tmp_path / "model"
-    _, weights, _ = huggingface.read(str(out))
+    _, weights, _, _ = huggingface.read(str(out))
     assert all(torch.equal(weights[name], tensor) for name, tensor in best.model_state.items())
     card = (out / "README.md").read_text()
     assert "\n| snapshot | step 7, held-out loss 1.2500 (nats per character) |\n" in card
@@ -363,7 +363,7 @@ def test_dropout_and_temperature_are_those_of_the_run_and_of_sampling():
     pdrop = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
     for arch in ("gpt2", "modern"):
         config = model_snapshot(VOCABULARY, arch, **pdrop).model_config
-        files = huggingface.json_files(config, VOCABULARY)
+        files = huggingface.json_files(config, VOCABULARY, "utf-8")
         settings = files["config.json"]
         if arch == "gpt2":
             assert {name: settings[name] for name in pdrop} == pdrop
