@@ -36,7 +36,7 @@ def test_peak_memory_is_in_bytes_and_never_falls():
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 5070", 61.7e12),
-        ("NVIDIA GeForce RTX 3070 Ti", None),
+        ("NVIDIA GeForce RTX 3070 Ti", 43.5e12),
         ("AMD Instinct MI300X", 1307.4e12),
         ("NVIDIA A10G", None),
         ("Tesla V9", None),
