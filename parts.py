@@ -148,8 +148,8 @@ def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharData
     train_text, held_out = text.with_config(config.data).split()
     unseen, _ = compare_characters(train_text, held_out)
     log.info(
-        "text        %s: %s characters to train on, %s held out%s, %d distinct",
-        config.data.path, f"{len(train_text.data):,}", f"{len(held_out.data):,}",
+        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(train_text.data):,}", text.unit, f"{len(held_out.data):,}",
         f" (of which {unseen:.2%} do not occur in training)" if unseen else "", text.vocab_size,
     )  # fmt: skip
     return train_text, held_out
@@ -212,8 +212,8 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     with auto.autocast(trainer.choices):
         loss, characters, _ = evaluate(model, final, World(0, 1, 0, 1, device), lambda: None)
     log.info(
-        "final       loss %.4f (%.4f bits per %s) of %s characters that nothing was chosen by; %s",
-        loss, loss / math.log(2), final.unit, f"{characters:,}", best,
+        "final       loss %.4f (%.4f bits per %s) of %s %ss that nothing was chosen by; %s",
+        loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
     )  # fmt: skip
     step, epoch = trainer.step, trainer.plan.epoch(trainer.step)
     try:

@@ -10,8 +10,6 @@ python sample.py score=book.txt                             the loss of a text
 python sample.py score=book.txt stride=128                  in windows that overlap: more context for each character
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of the mean of their probabilities
 python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and how much of it is copied
-
-Defaults: 500 characters, temperature 0.8, no top_k or top_p, seed 1337, on a GPU if available.
 """
 
 from engine import signals
@@ -321,7 +319,7 @@ def read_batches(
             yield ids[: num_characters + overlap + 1], seen
             ids, seen = ids[num_characters:], overlap + 1
     if position < 2:
-        raise UserError(f"score={path}: has {position} characters; at least 2 are needed")
+        raise UserError(f"score={path}: characters in it: {position}; at least 2 are needed")
     if len(ids) > seen:
         yield ids, seen
 

@@ -57,10 +57,10 @@ class TrainingLog:
             log.info("kernels     %s", build.describe(getattr(torch, choices["amp_dtype"])))
         least, rest = divmod(plan.batch_size, world.size * plan.accumulation)
         log.info(
-            "batch       %d windows = %s x %s micro-batch x %d accumulated; x %d characters = %s "
-            "characters per step",
+            "batch       %d windows = %s x %s micro-batch x %d accumulated; x %d %ss = %s %ss "
+            "per step",
             plan.batch_size, ranks, f"{least} or {least + 1}" if rest else least, plan.accumulation,
-            plan.block_size, f"{plan.characters:,}",
+            plan.block_size, self.unit, f"{plan.characters:,}", self.unit,
         )  # fmt: skip
         needed = FEW_CHARACTERS * world.size
         if world.device.type == "cuda" and world.size > 1 and plan.characters < needed:
@@ -72,8 +72,8 @@ class TrainingLog:
         planned = plan.total_steps * plan.characters
         passes = planned / (plan.windows + plan.block_size)
         log.info(
-            "plan        %d step%s = %s characters = %.3g passes over the text%s",
-            plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}",
+            "plan        %d step%s = %s %ss = %.3g passes over the text%s",
+            plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}", self.unit,
             passes, f"; from step {step}" if step else "",
         )  # fmt: skip
         if passes > MANY_PASSES:
@@ -130,8 +130,8 @@ class TrainingLog:
             memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
         )  # fmt: skip
         log.info(
-            "%s | epoch %.3f | loss %.4f | lr %.2e | norm %.2f | %s characters/s%s | %s left",
-            self._of(step), self.plan.epoch(step), loss, lr, norm, f"{rate:,.0f}",
+            "%s | epoch %.3f | loss %.4f | lr %.2e | norm %.2f | %s %ss/s%s | %s left",
+            self._of(step), self.plan.epoch(step), loss, lr, norm, f"{rate:,.0f}", self.unit,
             f" | MFU {mfu:.0%}" if mfu is not None else "",
             duration(seconds * (self.plan.total_steps - step)),
         )  # fmt: skip
