@@ -235,12 +235,11 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     for_the_time = 128 * (affordable / enough) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
-    has_spare_time = (
-        affordable >= 1.5 * enough
-    )  # a short text is better served by depth and context than by width
-    layers = 3 if width <= 96 and not has_spare_time else 4 if width < 256 else 6
+    # A short text is better served by depth and context than by width.
+    has_time = affordable >= 0.9 * enough
+    layers = 3 if width <= 96 and not has_time else 4 if width < 256 else 6
     is_long = characters >= 200_000 and affordable >= 2e6
-    return layers, width, 256 if is_long or has_spare_time else 128
+    return layers, width, 256 if is_long or has_time else 128
 
 
 def regularization(characters: int, passes: float) -> tuple[float, float]:
