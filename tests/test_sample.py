@@ -280,7 +280,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
 
     says = f"score={path}: character 'x' (U+0078) at position 100 is not in the vocabulary"
     assert refused("ab" * 50 + "xyz").startswith(says)
-    assert "has 1 characters" in refused("a") and "has 0 characters" in refused("")
+    assert "characters in it: 1;" in refused("a") and "characters in it: 0;" in refused("")
 
 
 def test_weights_that_are_not_finite_are_refused():
