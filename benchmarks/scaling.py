@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py            prints the tables of docs/scaling.md
     python benchmarks/scaling.py measure    compares the formulas with 1 to 4 processes of this machine
+    python benchmarks/scaling.py simulate   and with what one rank of 8 and of 64 asks of a process group
 
 The formulas, per optimizer step, for P parameters on N GPUs:
 
@@ -25,10 +26,20 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the application
 
 from benchmarks.measure import flops_per_character, train
+from engine.parallel import sharding
+from engine.parallel.distributed import World
+from model import GPT, GPTConfig
 
 VOCABULARY = 256
 CHARACTERS = 32_768  # a step and GPU
@@ -156,8 +167,96 @@ def measure() -> None:
         print(f"| {processes} | {strategy} | {a}, {b} MiB | {c}, {d} MiB |", flush=True)
 
 
+# --------------------------------------------------------------------------------------------------
+# Large cases, simulated
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives of sharded parameters, in order: the letter of its kind, gather or reduce, and the
+    bytes of the full tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        full = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}.get(func.name())
+        if full is not None:
+            self.calls.append(("gr"[full], args[full].nbytes))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The sum of a DDP bucket, which no dispatch shows: on the fake group, the bucket itself."""
+        self.calls.append(("r", bucket.buffer().nbytes))
+        result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        result.set_result(bucket.buffer())
+        return result
+
+
+def simulated(
+    processes: int, strategy: str, accumulation: int, size: Size
+) -> tuple[int, list[tuple[str, int]]]:
+    """The second step of rank 0 of `processes`, in float32, on torch's fake process group, which returns at once: bytes
+    of weights that the rank keeps, and the collectives in order.
+    """
+    config = GPTConfig(
+        arch="modern", model_type=None, n_layer=size.layers, n_head=6, n_embd=size.width,
+        vocab_size=VOCABULARY, block_size=size.context, embd_pdrop=0, resid_pdrop=0,
+    )  # fmt: skip
+    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        world = World(0, processes, 0, 8, torch.device("cpu"))
+        model = sharding.build(lambda: GPT(config), world, strategy, torch.float32)
+        shards = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+        x = torch.zeros((1, size.context), dtype=torch.int64)
+        with Collectives() as seen:
+            if isinstance(model, DistributedDataParallel):
+                model.register_comm_hook(seen, Collectives.note)
+            for i in range(2 * accumulation):
+                if i == accumulation:
+                    seen.calls.clear()  # DDP fills its buckets in the order of the first step
+                if isinstance(model, DistributedDataParallel):  # as the Trainer does
+                    model.require_backward_grad_sync = i % accumulation == accumulation - 1
+                model(x, x)[1].backward()
+        return sum(shard.nbytes for shard in shards), seen.calls
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate() -> None:
+    """Prints the table of large cases, in MB: formula, simulated; and the order of FSDP2's collectives."""
+    size = SIZES["11 M"]
+    columns = "weights: formula, simulated | collectives | gathered | reduced"
+    print(f"| processes | strategy | micro-batches | {columns} |")
+    print("|---|---|---|---|---|---|---|")
+    for processes in (8, 64):
+        for strategy, accumulation in (("ddp", 1), ("ddp", 4), ("fsdp", 1), ("fsdp", 4)):
+            kept, calls = simulated(processes, strategy, accumulation, size)
+            expected = formula(processes, strategy, accumulation, size)
+            found = (kept, *(sum(b for kind, b in calls if kind == k) for k in "gr"))
+            cells = [f"{a / 1e6:.2f}, {b / 1e6:.2f}" for a, b in zip(expected, found, strict=True)]
+            cells.insert(1, str(len(calls)))
+            print(f"| {processes} | {strategy} | {accumulation} | {' | '.join(cells)} |")
+    print(*(kind for kind, _ in simulated(8, "fsdp", 1, size)[1]), sep="")
+
+
+def formula(
+    processes: int, strategy: str, accumulation: int, size: Size
+) -> tuple[float, float, float]:
+    """Bytes in float32 of a rank's weights, and of the full tensors gathered and reduced in a step."""
+    weights = 4.0 * size.parameters
+    if strategy == "ddp":
+        return weights, 0.0, weights
+    return weights / processes, 2 * weights * accumulation, weights * accumulation
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["measure"]:
         measure()
+    elif sys.argv[1:] == ["simulate"]:
+        simulate()
     else:
         print(tables())
