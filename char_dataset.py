@@ -231,7 +231,7 @@ class CharDataset(Dataset):
 
     def encode(self, text: str) -> torch.Tensor:
         """The ids of `text`, int64 (len(text),). Raises `UserError` for an unknown character."""
-        return encode(text, self.vocabulary)
+        return encode(text, self.vocabulary, encoding=self.config.encoding)
 
     def decode(self, ids) -> str:
         return "".join(self.itos[int(i)] for i in ids)
@@ -253,14 +253,18 @@ def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float
     return share[seen == 0].sum().item(), -(share * frequency.log()).sum().item()
 
 
-def encode(text: str, vocabulary: str, start: int = 0) -> torch.Tensor:
-    """The ids of `text`, int64 of shape (len(text),): positions in `vocabulary`.
+def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") -> torch.Tensor:
+    """The ids of `text`, int64 of shape (len(text),): positions in `vocabulary`. With the `encoding` "bytes" the
+    characters of both are bytes.
 
     Raises `UserError` naming the first unknown character and its position; `text` begins at `start`.
     """
     ids = {character: i for i, character in enumerate(vocabulary)}
     for position, character in enumerate(text, start):
         if character not in ids:
+            if encoding == "bytes":
+                known = f"the {len(vocabulary)} bytes of the training text"
+                raise UserError(f"byte 0x{ord(character):02x} at {position} is not among {known}")
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) at position {position} is not in "
                 f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"

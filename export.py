@@ -162,16 +162,15 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     """What the model is, how it was trained and how well: labels and values."""
     config: Any = model.config
     text = source_name(snapshot.config.get("data", {}))
-    unit = "byte" if snapshot.encoding == "bytes" else "character"
     return [
-        ("snapshot", f"{snapshot} (nats per {unit})"),
-        (f"{unit}s trained on", f"{snapshot.windows_seen * config.block_size:,}"),
+        ("snapshot", f"{snapshot} (nats per {snapshot.unit})"),
+        (f"{snapshot.unit}s trained on", f"{snapshot.windows_seen * config.block_size:,}"),
         ("started from", str(snapshot.config.get("init_from") or "fresh weights")),
         ("text", f"{text}SHA-256 {snapshot.text_digest}"),
         (
             "architecture",
             f"{config.arch}: blocks: {config.n_layer}, heads: {config.n_head}, width: {config.n_embd}, "
-            f"context: {config.block_size} {unit}s",
+            f"context: {config.block_size} {snapshot.unit}s",
         ),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
     ]
@@ -188,7 +187,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
         raise UserError(f"{path}: {error}") from error
     settings, vocabulary = dataclasses.asdict(model.config), snapshot.vocabulary
     files = to_files(settings, snapshot.model_state, vocabulary, snapshot.encoding)
-    files["README.md"] = model_card(snapshot, model, path).encode()
+    files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=parent) as temporary:
@@ -230,12 +229,11 @@ def compare(folder: str, model: GPT) -> str:
     return "Transformers gives the same logits"
 
 
-def model_card(snapshot: Snapshot, model: GPT, path: str) -> str:
-    """`README.md`: what the model is, how it was trained and how well, and how to use it."""
+def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
+    """`README.md` of the directory `folder`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
     trust = ", trust_remote_code=True" if config.token_shift else ""  # for shifted.py
-    unit = "byte" if snapshot.encoding == "bytes" else "character"
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
@@ -252,17 +250,17 @@ A character-level GPT, exported from `{os.path.basename(path)}` of the run `{nam
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", "PATH_OR_NAME"{trust})({prompt})[0]["generated_text"])
+print(pipeline("text-generation", {json.dumps(folder)}{trust})({prompt})[0]["generated_text"])
 ```
 
 | | |
 |---|---|
 {rows}
 
-One token is one {unit}. Those that are not in the training text become the token
+One token is one {snapshot.unit}. Those that are not in the training text become the token
 U+{ord(unknown_token(snapshot.vocabulary)):04X} (id {config.vocab_size}), which was not trained and is never generated.
 The logits for the ids below {config.vocab_size} are the trained model's; drop the last one to measure the loss above.
-The model was trained on {config.block_size} characters of context, the default `max_length` of a generated text.
+The model was trained on {config.block_size} {snapshot.unit}s of context, the default `max_length` of a generated text.
 """
 
 

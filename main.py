@@ -161,6 +161,7 @@ def run() -> None:
             slurm.share_imports(os.path.dirname(__file__))
         sys.argv[1:] = with_recipe(arguments)
         SCHEMA.check(sys.argv[1:])
+        portable.accept_hydra()
         main()
     distributed.leave(0)
 

@@ -117,13 +117,11 @@ class GPTConfig:
         return cls(**values)
 
     def complete(self) -> "CompleteConfig":
-        """Itself; raises `UserError` if `vocab_size` or another size is still missing."""
-        for name in ("vocab_size", "block_size"):
+        """Itself; raises `UserError` if a size or a dropout is still missing."""
+        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+        for name in (*sizes, "embd_pdrop", "resid_pdrop"):
             if getattr(self, name) is None:
-                raise UserError(f"model.{name} is missing: take it from the data set")
-        for name in ("n_layer", "n_head", "n_embd", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
-            if getattr(self, name) is None:
-                raise UserError(f"model.{name} is missing: give a number")
+                raise UserError(f"model.{name} is missing: give it, or take it from the data set")
         return self
 
 
@@ -170,10 +168,12 @@ def make_norm(config: CompleteConfig) -> nn.Module:
     return RMSNorm() if config.arch == "modern" else LayerNorm(config.n_embd, bias=config.bias)
 
 
-def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rotary positions (Su et al., "RoFormer", 2021): cosines and sines, float32 (T, D / 2) each."""
+def rotary(start: int, end: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rotary positions (Su et al., "RoFormer", 2021): cosines and sines, float32 (T, D / 2) each, for the T
+    positions from `start` to `end` (excluded).
+    """
     half = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    position = torch.arange(length, device=device, dtype=torch.float32)
+    position = torch.arange(start, end, device=device, dtype=torch.float32)
     angle = position[:, None] * ROPE_BASE ** -(half / width)
     return angle.cos(), angle.sin()
 
@@ -198,8 +198,6 @@ def causal_attention(
     T, D = k.shape[2:]  # all characters so far; q is of the last S
     mask = torch.full((S, T), float("-inf"), device=q.device, dtype=q.dtype).triu(1 + T - S)
     weights = ((q * D**-0.5) @ k.transpose(2, 3) + mask).softmax(dim=-1)  # (B, H, S, T)
-    if cache is not None and cache.weights is not None:
-        cache.weights.append(weights)
     y = ops.dropout(weights, pdrop) @ v
     return y.transpose(1, 2).reshape(B, S, -1)
 
@@ -343,12 +341,7 @@ class GPT(nn.Module):
         if self.config.arch == "modern":
             x = ops.rms_norm(x)
             width = self.config.n_embd // self.config.n_head
-            if cache is None:
-                rotation = rotary(T, width, x.device)
-            else:
-                cache.rotation = cache.rotation or rotary(block_size, width, x.device)
-                cos, sin = cache.rotation
-                rotation = cos[past : past + T], sin[past : past + T]
+            rotation = rotary(past, past + T, width, x.device)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             if recompute and cache is None:
@@ -364,18 +357,6 @@ class GPT(nn.Module):
         """Compiles the blocks alone, which share their code: half the time, and within 5 % as fast."""
         for block in self.blocks:
             block.compile(*args, **kwargs)
-
-    @torch.no_grad()
-    def inspect(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (T, V) and attention weights (L, H, T, T) for one context `idx` (T,) int64; row t
-        of a head is the attention of query t over keys 0 to t.
-        """
-        cache = KVCache(self.config, 1, idx.device, self.tok_emb.weight.dtype)
-        weights: list[Tensor] = []
-        for layer in cache.layers:
-            layer.weights = weights
-        logits, _ = self(idx[None], cache=cache)
-        return logits[0], torch.cat(weights)
 
     def flops_per_token(self) -> float:
         """Floating-point operations of training per character (Chowdhery et al., "PaLM", 2022,

@@ -23,10 +23,10 @@ from engine.config import auto
 from engine.config.overrides import key_of, without
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
-from engine.interop.pretrained import Pretrained, check_resumed, find_pretrained
+from engine.interop.pretrained import Pretrained, read_pretrained
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_on_each_host
+from engine.parallel.distributed import World, run_on_each_host, run_on_first
 from engine.reports.history import Run
 from engine.reports.reference import rising, worse_than_frequencies
 from engine.run.directory import CONFIG, METRICS, REPORT, relative_path
@@ -48,19 +48,26 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
     """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
     without them, and for a run that resumes from its own `snapshot`.
     """
-    if config.init_from is None:
+    source = config.init_from
+    if source is None:
         if snapshot is not None:
             config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
         return None
-    if snapshot is not None:
-        check_resumed(config.init_from, snapshot)
+    if snapshot is not None:  # the source may be gone
+        if snapshot.config.get("init_from", source) is None:
+            raise UserError(
+                f"init_from={source}: this run started without it; set run_name=NEW_NAME"
+            )
+        log.info("init_from   was used at the start; resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
-    pretrained = find_pretrained(config.init_from, world)
+    pretrained = run_on_first(lambda: read_pretrained(source), world)
+    log.info("init_from   %s", pretrained.description)
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
-        source = f"init_from={config.init_from}"
-        raise UserError(f"{source}: its characters are {encoding}; set data.encoding={encoding}")
+        raise UserError(
+            f"init_from={source}: its characters are {encoding}; set data.encoding={encoding}"
+        )
     config.resolve_architecture(pretrained.architecture)
     return pretrained
 

@@ -66,6 +66,8 @@ def main(arguments: list[str]) -> int:
     config = parse(ReportArguments, arguments[1:] if is_check else arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
+    if config.run_dir is not None and config.run_dirs is not None:
+        raise UserError("run_dir= and run_dirs=: give only one of them")
     run_dirs = find_runs([*filter(None, [config.run_dir]), *(config.run_dirs or [])])
     if not is_check:
         folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])

@@ -9,6 +9,7 @@ python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
 python sample.py score=book.txt stride=128                  in windows that overlap: more context for each character
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of the mean of their probabilities
+python sample.py alternatives=5 max_new_tokens=40           what else the model considered for each character
 python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and how much of it is copied
 """
 
@@ -42,7 +43,7 @@ from engine.run.progress import escape_unencodable
 from engine.snapshots.probe import CHANGED, has_changed, probe_logits
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
-from engine.text.encoding import from_text, to_text
+from engine.text.encoding import from_text, quoted, to_text
 from engine.text.sources import find_files, read_text
 from model import GPT, GPTConfig
 
@@ -69,6 +70,7 @@ class SampleConfig:
     seed: int | None = 1337  # null: different samples every time
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
+    alternatives: int | None = None  # print the n likeliest for each character
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
     stride: int | None = None  # of score: characters between windows; null: the context, end to end
@@ -81,6 +83,11 @@ class SampleConfig:
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}=: is for score=; give that, too")
+        check_range("alternatives", self.alternatives, 1)
+        others = [n for n in ("score", "stop") if getattr(self, n) is not None]
+        others += ["copied"] * self.copied + ["num_samples"] * (self.num_samples > 1)
+        if self.alternatives is not None and others:
+            raise UserError(f"alternatives= and {others[0]}=: give only one of them")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -116,7 +123,7 @@ def load_model(snapshot: Snapshot, device: str = "auto", may_differ: bool = True
     probe = probe_logits(model, model.config.vocab_size, model.config.block_size, device)
     if has_changed(probe, snapshot.probe_logits):
         if not may_differ:
-            raise UserError(f"{CHANGED} sample.py runs it")
+            raise UserError(f"{CHANGED} Restore that model.py; sample.py runs this one")
         print(f"[{CHANGED}]", file=sys.stderr)
     return model
 
@@ -132,12 +139,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     that cannot be read, is empty, or has an unknown character.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
-    prompt = read_prompt(config, vocabulary, encoding)
-    try:
-        ids = encode(prompt, vocabulary)
-    except UserError as error:
-        name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
-        raise UserError(f"{name}: {error}") from error
+    prompt, ids = read_prompt(config, snapshot)
     model = load_model(snapshot, config.device)
     ids = ids.to(model.tok_emb.weight.device)
     batch_size = min(config.num_samples, max(1, BATCH_CHARACTERS // model.config.block_size))
@@ -153,6 +155,25 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
             rows = until_all(new, stop, vocabulary)
         for row in rows:
             yield decode_pieces(itertools.chain([prompt], before(row, stop)), encoding)
+
+
+def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
+    """Yields a line for each character as it is drawn: the character, then the likeliest `config.alternatives`
+    with the probabilities that the model gives them, before temperature, top_k and top_p. Raises as `sample`.
+    """
+    assert config.alternatives is not None
+    names = [quoted(character, snapshot.encoding) for character in snapshot.vocabulary]
+    ids = read_prompt(config, snapshot)[1]
+    model = load_model(snapshot, config.device)
+    logits: list[torch.Tensor] = []  # of the last position of each call
+    model.register_forward_hook(lambda module, inputs, outputs: logits.append(outputs[0][0, -1]))
+    count = min(config.alternatives, len(names))
+    ids = ids.to(model.tok_emb.weight.device)[None]
+    for drawn in model.stream(ids, config.max_new_tokens, **config.options()):
+        likeliest = logits.pop().float().softmax(dim=0).topk(count)
+        pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        row = "  ".join(f"{names[i]:>4} {probability:6.2%}" for i, probability in pairs)
+        yield f"{names[int(drawn)]:<6} {row}"
 
 
 def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
@@ -206,22 +227,28 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     return copied / max(total, 1)
 
 
-def read_prompt(config: SampleConfig, vocabulary: str, encoding: str) -> str:
-    """The characters to continue, at least one."""
-    if config.prompt_file is None:
-        return opening(vocabulary) if config.prompt is None else from_text(config.prompt, encoding)
-    name = f"prompt_file={config.prompt_file}"
+def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
+    """The characters to continue, at least one, and their ids."""
+    vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
+    name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
             content = open(0, "rb", closefd=False).read()  # standard input, which may be closed
             prompt = content.decode("latin-1" if encoding == "bytes" else "utf-8-sig")
-        else:
+        elif config.prompt_file is not None:
             prompt = "".join(read_text(find_files(config.prompt_file), encoding=encoding))
+        elif config.prompt is not None:
+            prompt = from_text(config.prompt, encoding)
+        else:
+            prompt = opening(vocabulary)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
     if not prompt:
         raise UserError(f"{name}: is empty; a prompt has at least one character")
-    return prompt
+    try:
+        return prompt, encode(prompt, vocabulary, encoding=encoding)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def opening(vocabulary: str) -> str:
@@ -311,7 +338,7 @@ def read_batches(
     ids, seen, position = torch.empty(0, dtype=torch.int64), 1, 0
     for piece in read_text(find_files(path), encoding=encoding):
         try:
-            ids = torch.cat((ids, encode(piece, vocabulary, position)))
+            ids = torch.cat((ids, encode(piece, vocabulary, position, encoding)))
         except UserError as error:
             raise UserError(f"score={path}: {error}") from error
         position += len(piece)
@@ -334,7 +361,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
             what = "context" if traits[:2] == same[0][:2] else "vocabulary"
             raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
     losses, count = score(config, *snapshots)
-    unit = "byte" if snapshots[0].encoding == "bytes" else "character"
+    unit = snapshots[0].unit
     print(f"{unit}s scored".ljust(19), count)
     if config.stride is not None:
         print("stride".ljust(19), config.stride)
@@ -356,11 +383,14 @@ def main(arguments: list[str]) -> int:
         snapshots = [load_full(path) for path in paths]
         for path, snapshot in zip(paths, snapshots, strict=True):
             print(f"[{path}, {snapshot}]", file=sys.stderr)
-        if config.score is None:
+        if config.alternatives is not None:
+            for line in alternatives(config, snapshots[0]):
+                print(line, flush=True)
+        elif config.score is None:
             texts = print_texts(sample(config, snapshots[0]))
             if config.copied:
                 share = copied_share(texts, snapshots[0])
-                where = f"in the training text, in pieces of {COPIED} characters or more"
+                where = f"in the training text, in pieces of {COPIED} characters or whole lines"
                 print(f"[{share:.1%} of this stands {where}]", file=sys.stderr)
         else:
             print_score(config, paths, snapshots)

@@ -35,9 +35,9 @@ from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
 from engine.run.evaluation import Evaluations, evaluate
 from engine.run.plan import Plan
-from engine.run.requests import AgreedRequests, StopRequested
+from engine.run.requests import AgreedRequests
 from engine.run.training_log import TrainingLog
-from engine.signals import Request, Stopped
+from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
 from engine.snapshots.probe import CHANGED, has_changed
 from engine.snapshots.snapshot import Snapshot, check_can_resume
@@ -64,7 +64,7 @@ class TrainerConfig:
     keep_snapshots: int | None = None  # numbered snapshots to keep; null: only latest, .prev and .best
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
     max_save_failures: int = 3  # snapshots in a row that may fail to be written before the run ends
-    eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; the last step always evaluates
+    eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; also at the last step
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
@@ -200,20 +200,12 @@ class Trainer:
             )
             self.choices["micro_batch_size"] = windows
             self.plan = self.plan.with_micro_batch(windows)
-        self.evaluations = Evaluations(
-            self.plan,
-            config.eval_every_steps,
-            config.patience,
-            test_dataset is not None,
-            is_pretrained,
-        )
+        every, has_text = config.eval_every_steps, test_dataset is not None
+        self.evaluations = Evaluations(self.plan, every, config.patience, has_text, is_pretrained)
+        peak = peak_flops(device) if amp_dtype != "float32" else None
+        unit = getattr(train_dataset, "unit", "character")
         self.training_log = TrainingLog(
-            self.world,
-            self.plan,
-            config.log_every_steps,
-            flops_per_token(bare),
-            peak_flops(device) if amp_dtype != "float32" else None,
-            getattr(train_dataset, "unit", "character"),
+            self.world, self.plan, config.log_every_steps, flops_per_token(bare), peak, unit
         )
         self.divergence = DivergenceCheck(
             self.world, self.scaler, self._learning_rate, self.training_log
@@ -257,8 +249,8 @@ class Trainer:
                         "no lower held-out loss in the last %d evaluations", self.config.patience
                     )
                 self.requests.finish()
-            except StopRequested as stop:
-                self._stop(stop.request)
+            except Stopped as stopped:
+                self._stop(stopped)
             self.snapshots.finish(self.step)
         return self.evaluations.last_loss
 
@@ -461,15 +453,10 @@ class Trainer:
             return evaluate(self.bare, self.test_dataset, self.world, self.requests.check)
 
     def _save_is_due(self) -> bool:
-        if (
-            self.step == 0 or self.snapshots.saved_step == self.step
-        ):  # nothing has been trained since
+        if self.step in (0, self.snapshots.saved_step):  # nothing has been trained since
             return False
-        return (
-            self.requests.save
-            or self._is_over()
-            or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
-        )
+        every = self.config.save_every_steps, self.config.save_every
+        return self.requests.save or self._is_over() or self.plan.is_due(self.step, *every)
 
     def _save(self, is_best: bool, is_due: bool = False) -> None:
         """Saves the latest snapshot if that is due, and the best one."""
@@ -519,14 +506,13 @@ class Trainer:
             self.evaluations.last = (snapshot.loss, snapshot.loss_step)
             self.evaluations.since_best = snapshot.since_best
 
-    def _stop(self, request: Request) -> None:
-        """Saves, logs how to resume, and raises `Stopped`."""
+    def _stop(self, stopped: Stopped) -> None:
+        """Saves, logs how to resume, and raises `stopped`."""
         self.requests.finish()
         self.snapshots.wait()
         if self.snapshots.saved_step != self.step:
             self.snapshots.save(self._snapshot(), latest=True, best=False)
         self.snapshots.finish(self.step)
-        stopped = Stopped(request)
         log.info(
             "%s: stopped after step %d of %d; the same command%s resumes from %s",
             stopped.name, self.step, self.total_steps,

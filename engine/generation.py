@@ -21,8 +21,7 @@ from engine.errors import UserError
 class LayerCache:
     """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
 
-    `last`, (B, 1, C), at first zeros, is what a layer remembers of the last character alone. Where
-    `weights` is a list, the layer appends its attention weights to it, (B, H, S, length + S).
+    `last`, (B, 1, C), at first zeros, is what a layer remembers of the last character alone.
     """
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
@@ -32,7 +31,6 @@ class LayerCache:
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.last = torch.zeros(batch_size, 1, config.n_embd, device=device, dtype=dtype)
         self.length = 0
-        self.weights: list[Tensor] | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values (B, H, S, D); returns all so far, (B, H, length, D)."""
@@ -43,11 +41,10 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of all `layers` for a batch of texts, and a model's table of rotary positions."""
+    """The caches of all `layers` for a batch of texts."""
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
         self.layers = [LayerCache(config, batch_size, device, dtype) for _ in range(config.n_layer)]
-        self.rotation: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:

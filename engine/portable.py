@@ -1,5 +1,6 @@
-"""What only some systems have: file locks of POSIX, some signals, a process's peak memory."""
+"""What differs between systems and Pythons: file locks, signals, a process's peak memory, a check of argparse."""
 
+import argparse
 import contextlib
 import signal
 import sys
@@ -45,3 +46,9 @@ def end_with_the_pipe() -> None:
     """Ends the process in silence when nobody reads its output any more, as in `--help | head`."""
     for number in signals("SIGPIPE"):
         signal.signal(number, signal.SIG_DFL)
+
+
+def accept_hydra() -> None:
+    """Python 3.14 checks help texts when a parser is built, and refuses one of Hydra 1.3, which is no string."""
+    if hasattr(argparse.ArgumentParser, "_check_help"):
+        argparse.ArgumentParser._check_help = lambda parser, action: None

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from engine import portable
 
-started = time.monotonic()  # when the program started: `prepare` is its first call
+started = time.monotonic()  # when the program started: this is the first module that it imports
 
 
 class Request(IntEnum):
@@ -91,8 +91,6 @@ def prepare() -> None:
     On Linux a worker of torchrun also gets SIGTERM when torchrun dies; it would otherwise train on
     and hold the run directory. (If torchrun died before this, the rendezvous fails.)
     """
-    global started
-    started = time.monotonic()
     for number in portable.signals("SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:

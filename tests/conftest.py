@@ -105,6 +105,22 @@ def command(
     return [sys.executable, *module, str(ROOT / script), *map(str, arguments)]
 
 
+def patched_main(folder: Path, patch: str) -> str:
+    """A script in `folder` that is main.py, after the code `patch` has changed its modules."""
+    script = folder / "patched.py"
+    main = str(ROOT / "main.py")
+    script.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+{patch}
+sys.argv[0] = __file__ = {main!r}
+exec(compile(open(__file__).read(), __file__, "exec"))
+"""
+    )
+    return str(script)
+
+
 def wait_until(true, process: subprocess.Popen, patience: float = 60) -> None:
     """Waits for `true()`; fails with what the process printed if that ends or time is up."""
     deadline = time.monotonic() + patience

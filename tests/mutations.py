@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation(
         "with a cache, positions begin at 0 again",
         "model.py",
-        "cos[past : past + T], sin[past : past + T]",
-        "cos[:T], sin[:T]",
+        "rotary(past, past + T,",
+        "rotary(0, T,",
         "test_model.py::test_cached_logits_are_uncached_logits",
     ),
     Mutation(
@@ -310,8 +310,8 @@ MUTATIONS = [
     Mutation(
         "the end is not saved",
         "trainer.py",
-        "            or self._is_over()\n            or self.plan.is_due(self.step, self.config.save",
-        "            or self.plan.is_due(self.step, self.config.save",
+        "self.requests.save or self._is_over() or self.plan",
+        "self.requests.save or self.plan",
         "test_trainer.py::test_epochs_save_and_the_end_always_does",
     ),
     Mutation(
@@ -606,9 +606,9 @@ MUTATIONS = [
 ]
 
 
-def fails(copy: Path, test: str) -> bool:
-    """Whether a test fails in `copy`; SystemExit if it cannot be run."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+def fails(copy: Path, test: str) -> bool | None:
+    """Whether a test fails in `copy`; None if this machine skips it; SystemExit if it cannot be run."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [*command, f"tests/{test}"],
         cwd=copy,
@@ -619,6 +619,8 @@ def fails(copy: Path, test: str) -> bool:
     )
     if ended.returncode not in (0, 1):  # 1: of the tests that were run, one failed
         raise SystemExit(f"{test}: cannot be run:\n{ended.stdout}{ended.stderr}")
+    if " passed" not in ended.stdout and ended.returncode == 0:
+        return None
     return ended.returncode == 1
 
 
@@ -630,8 +632,12 @@ def main() -> None:
         hidden = shutil.ignore_patterns(".*", "runs", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=hidden)
         for test in dict.fromkeys(mutation.test for mutation in chosen):
-            if fails(copy, test):
+            outcome = fails(copy, test)
+            if outcome:
                 raise SystemExit(f"{test} fails with nothing changed")
+            if outcome is None:
+                print(f"not tried: {test} is skipped on this machine", flush=True)
+                chosen = [mutation for mutation in chosen if mutation.test != test]
         for mutation in chosen:
             path = copy / mutation.file
             whole = path.read_text()

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import chaos
 import pytest
-from conftest import ROOT, TINY, command, equal, metrics, small_disk, start, wait_until
+from conftest import (
+    ROOT,
+    TINY,
+    command,
+    equal,
+    metrics,
+    patched_main,
+    small_disk,
+    start,
+    wait_until,
+)
 
 from engine.snapshots.storage import load
 
@@ -47,7 +57,7 @@ def lines(run_dir: Path) -> int:
 def test_whatever_is_killed_the_same_command_finishes_the_same_run(tmp_path, processes, kills):
     seed = random.SystemRandom().randrange(10**6)
     print(f"python tests/chaos.py kills={kills} seed={seed} processes={processes}")
-    tried, survived = chaos.chaos(tmp_path, kills, seed, processes, steps=250)
+    tried, survived = chaos.chaos(tmp_path, kills, seed, processes, steps=150)
     assert tried == survived and survived.total() >= kills
 
 
@@ -177,7 +187,7 @@ def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, mo
 
 
 def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
-    settings = [*LONG, "trainer.max_steps=600", "trainer.save_every_steps=50"]
+    settings = [*LONG, "trainer.max_steps=300", "trainer.save_every_steps=25"]
     whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
     with small_disk(tmp_path, "8m") as disk:
@@ -334,8 +344,7 @@ def test_a_stop_in_the_middle_of_an_evaluation_is_logged_in_the_file_too(tmp_pat
 
 
 AUDITED = """
-import json, os, runpy, sys
-sys.path.insert(0, {root!r})
+import json, os
 import char_dataset
 get = char_dataset.MicroBatches.__getitem__
 def audited(self, k):
@@ -346,11 +355,9 @@ def audited(self, k):
         return get(self, k)
     finally:
         self.dataset.batch = batch
-        with open(f"{{os.environ['AUDIT']}}-{{self.rank}}", "a") as file:
+        with open(f"{os.environ['AUDIT']}-{self.rank}", "a") as file:
             file.write(json.dumps([k // self.plan.accumulation, self.rank, order]) + "\\n")
 char_dataset.MicroBatches.__getitem__ = audited
-sys.argv[0] = {main!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -362,8 +369,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_other_numbers_of_processes_see_every_window_once_and_the_same_losses(tmp_path, stages):
-    script = tmp_path / "audited.py"
-    script.write_text(AUDITED.format(root=str(ROOT), main=str(ROOT / "main.py")))
+    script = patched_main(tmp_path, AUDITED)
     exact = ["trainer.use_amp=false", *(f"model.{x}_pdrop=0" for x in ("embd", "resid", "attn"))]
     settings = [*TINY, *exact, "trainer.max_epochs=1", "trainer.max_steps=null"]
     settings += ["data.truncate=0.004", "trainer.eval_every_steps=40"]
@@ -373,9 +379,7 @@ def test_other_numbers_of_processes_see_every_window_once_and_the_same_losses(tm
     for number, (nproc, until) in enumerate(stages):
         limit = [f"trainer.max_steps={until}"] if until else []
         audit = {"AUDIT": str(tmp_path / f"audit-{number}")}
-        result = start(
-            *settings, *limit, f"run_dir={run}", nproc=nproc, script=str(script), env=audit
-        )
+        result = start(*settings, *limit, f"run_dir={run}", nproc=nproc, script=script, env=audit)
         assert result.returncode == 0, result.stderr
         assert ("changed since the snapshot: processes was" in result.stdout) == (number > 0)
     visits: dict[int, list] = {}

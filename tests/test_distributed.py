@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, RUN_FILES, TINY, metrics, start, wait_until
+from conftest import RUN_FILES, TINY, metrics, patched_main, start, wait_until
 from test_crashes import begin
 from test_sharding import EXACT
 
@@ -108,10 +108,9 @@ def test_a_run_directory_has_one_run_at_a_time(tmp_path):
 
 
 def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
-    script = tmp_path / "failing.py"
-    script.write_text(f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = patched_main(
+        tmp_path,
+        """
 import trainer
 step = trainer.Trainer._train_step
 def fail(self, micro_batches):
@@ -119,20 +118,19 @@ def fail(self, micro_batches):
         raise RuntimeError('the disk of rank 1 is on fire')
     return step(self, micro_batches)
 trainer.Trainer._train_step = fail
-sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
-exec(compile(open(__file__).read(), __file__, 'exec'))
-""")
-    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=str(script))
+""",
+    )
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
     assert result.returncode != 0
     summary = result.stderr[result.stderr.rindex("Root Cause") :]
     assert "rank      : 1" in summary and "RuntimeError: the disk of rank 1 is on fire" in summary
 
 
 def test_ranks_agree_on_the_micro_batch_and_name_it_when_memory_runs_out(tmp_path):
-    script = tmp_path / "refusing.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = patched_main(
+        tmp_path,
+        """
+import os
 import torch
 import model, trainer
 forward = model.GPT.forward
@@ -148,10 +146,9 @@ def failing(self, micro_batches):
     return step(self, micro_batches)
 model.GPT.forward, trainer.Trainer._train_step = refusing, failing
 trainer.memory.is_refused = lambda device: True
-sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
-exec(compile(open(__file__).read(), __file__, 'exec'))
-""")
-    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=str(script))
+""",
+    )
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
     assert result.returncode != 0
     assert "2 processes x 3 micro-batch x 2 accumulated" in result.stdout, result.stdout
     assert "step 4: out of memory with 3 windows at once; the same command with" in result.stderr
@@ -159,10 +156,9 @@ exec(compile(open(__file__).read(), __file__, 'exec'))
 
 
 def test_ranks_whose_weights_differ_are_named_when_a_snapshot_is_saved(tmp_path):
-    script = tmp_path / "drifting.py"
-    script.write_text(f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+    script = patched_main(
+        tmp_path,
+        """
 import torch, trainer
 step = trainer.Trainer._train_step
 def drifting(self, micro_batches):
@@ -172,12 +168,11 @@ def drifting(self, micro_batches):
         bits[0, 0] ^= 1
     return result
 trainer.Trainer._train_step = drifting
-sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
-exec(compile(open(__file__).read(), __file__, 'exec'))
-""")
+""",
+    )
     run = tmp_path / "run"
     settings = ["trainer.save_every_steps=3", f"run_dir={run}"]
-    result = start(*TINY, *settings, nproc=2, script=str(script))
+    result = start(*TINY, *settings, nproc=2, script=script)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if "the weights of rank" in line]
     assert len(lines) == 1 and "step 6: the weights of rank 1 are not those of rank 0" in lines[0]

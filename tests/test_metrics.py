@@ -241,14 +241,6 @@ def test_an_unknown_tracker_and_a_missing_package_are_refused(tmp_path, monkeypa
     TrainerConfig(trackers=[])
 
 
-def test_a_wrong_list_of_trackers_is_one_line_and_leaves_nothing(tmp_path):
-    for value in ("[mlflow]", "wandb"):
-        result = start(*TINY, f"run_dir={tmp_path / 'run'}", f"trainer.trackers={value}")
-        assert result.returncode == 1
-        assert "trainer.trackers" in result.stderr and result.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     "device, ranks, windows, said",
     [

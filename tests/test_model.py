@@ -246,28 +246,6 @@ def test_cached_logits_are_uncached_logits(arch, path, dtype, error, monkeypatch
     assert (torch.cat(pieces, dim=1) - uncached).norm() <= error * uncached.norm()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_inspected_attention_is_what_the_logits_come_from(arch, path, monkeypatch):
-    model = tiny(arch, **take(path, monkeypatch))
-    attention, seen = model.blocks[0].attn, []
-    attention.c_attn.register_forward_hook(lambda *a: seen.append(a[-1]))
-    attention.c_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    idx = torch.randint(11, (12,))
-    with torch.no_grad():
-        expected = model(idx[None])[0][0]
-    logits, weights = model.inspect(idx)
-    assert torch.allclose(logits, expected, atol=1e-5)
-    assert weights.shape == (3, 2, 12, 12)  # layers, heads, T, T
-    assert torch.allclose(weights.sum(dim=-1), torch.ones(3, 2, 12), atol=1e-6)
-    assert torch.equal(weights > 0, torch.ones(3, 2, 12, 12).tril() > 0)
-    assert (weights[0, 0] - weights[0, 1]).abs().max() > 0.01  # heads differ, and so do layers
-    assert (weights[0] - weights[1]).abs().max() > 0.01
-    values = seen[0].view(12, 3, 2, -1)[:, 2].transpose(0, 1)  # (H, T, D)
-    taken = (weights[0] @ values).transpose(0, 1).reshape(12, -1)
-    assert torch.allclose(taken, seen[1][0], atol=1e-5)
-
-
 def test_characters_are_drawn_with_their_probabilities():
     probabilities = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
     logits = probabilities.log().expand(20_000, -1)

@@ -15,7 +15,7 @@ from conftest import ROOT, TINY, equal, metrics, some_snapshot, start
 
 from engine.parallel.distributed import World
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import SnapshotStorage, Unreachable, load, set_aside
 from trainer import TrainerConfig
 
@@ -217,7 +217,7 @@ def test_a_network_that_fails_while_reading_is_no_damage_and_no_new_start(files,
     network.fail(fault)
     with pytest.raises(Unreachable, match=r"s3://bucket/run/s\.pt: cannot be reached"):
         files.find()
-    with pytest.raises(SnapshotError):
+    with pytest.raises(Unreachable):
         load(files.path)
     network.fail("", 0)
     assert names() == before
@@ -253,7 +253,7 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
             try:
                 write(files, 3, best=True)
                 done = True
-            except (OSError, SnapshotError):
+            except (OSError, Unreachable):
                 done = False
         files.prepare()
         content, where = files.find()

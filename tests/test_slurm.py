@@ -116,13 +116,6 @@ def test_rank_0_is_on_the_first_host_of_the_list(nodes, first):
     assert adopted(SRUN | {"SLURM_STEP_NODELIST": nodes})[4] == first
 
 
-def test_a_variable_that_is_missing_is_named_in_one_line(tmp_path):
-    result = start(*TINY, f"run_dir={tmp_path}", env={**JOB, "SLURM_STEP_NUM_TASKS": "4"})
-    assert result.returncode == 1
-    says = "error: SLURM_STEP_NODELIST: is not set; srun sets it for every task\n"
-    assert result.stderr == says
-
-
 @pytest.mark.parametrize("variable", ["SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"])
 def test_a_task_that_is_shown_one_gpu_takes_that_one(monkeypatch, variable):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -491,7 +491,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(
     every = {"save_every_steps": 4, "log_every_steps": 20, "eval_every_steps": 20}
     if found_by != "save_every_steps":
         every[found_by] = at
-    trainer = make(parts, tmp_path, max_steps=20, **every)
+    trainer = make(parts, tmp_path, max_steps=18, **every)
     forward = trainer.bare.forward
 
     def poisoned(x, y):
@@ -551,6 +551,25 @@ def test_evaluation_scores_the_held_out_part_whatever_the_batch(parts, tmp_path,
     for loss, scored, rank_losses in results:
         assert loss == pytest.approx(expected, abs=1e-5) and rank_losses == [loss]
         assert scored == len(test.data) - 1
+
+
+@pytest.mark.parametrize(
+    "steps, every, evaluated",
+    [
+        (24, 100, [12, 24]),
+        (24, 24, [12, 24]),
+        (24, None, [12, 24]),
+        (24, 20, [20, 24]),
+        (8, 100, [8]),
+    ],
+)
+def test_a_run_too_short_for_its_interval_is_evaluated_halfway(
+    parts, tmp_path, steps, every, evaluated
+):
+    trainer = make(parts, tmp_path, max_steps=steps, eval_every_steps=every, batch_size=1)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "val"] == evaluated
 
 
 def test_evaluation_leaves_training_as_it_was(parts, tmp_path):

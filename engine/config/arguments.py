@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -17,9 +16,9 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], arguments: list[str]) -> T:
-    """An instance of the dataclass `cls`. Strings are verbatim, lists are `[a,b]` or a single value; of
-    other types, `null` is None. Raises `UserError` naming an argument that is unknown, empty, missing
-    or of the wrong type.
+    """An instance of the dataclass `cls`, whose fields have defaults. Strings are verbatim, lists are `[a,b]`
+    or a single value; of other types, `null` is None. Raises `UserError` naming an argument that is
+    unknown, empty or of the wrong type.
     """
     # A type variable cannot say that its type is a dataclass.
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -35,27 +34,16 @@ def parse(cls: type[T], arguments: list[str]) -> T:
         if fields[name].type in (str, str | None):  # a prompt may have any character
             verbatim[name] = value
         elif fields[name].type == list[str] | None:
-            verbatim[name] = parse_list(argument, value)
+            is_list = value.startswith("[") and value.endswith("]")
+            items = value[1:-1].split(",") if is_list else [value]
+            verbatim[name] = [item.strip() for item in items if item.strip()]
         else:
             others[name] = None if value == "null" else value
-    for name, field in fields.items():
-        if field.default is dataclasses.MISSING and name not in verbatim | others:
-            raise UserError(f"{name}: is missing; give {name}=VALUE")
     try:
         typed: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
         return cls(**verbatim, **{name: typed[name] for name in others})
     except OmegaConfBaseException as error:
         raise UserError(explain_value(error)) from error
-
-
-def parse_list(argument: str, value: str) -> list[str]:
-    """The strings of `[a,b]`, or `value` alone."""
-    if not value.startswith("["):
-        return [value]
-    try:
-        return yaml.load(value, yaml.BaseLoader)  # in which every scalar is a string
-    except yaml.YAMLError as error:
-        raise UserError(f"{argument}: not a list such as [a,b]") from error
 
 
 def explain_value(error: Exception) -> str:

@@ -4,7 +4,9 @@ import dataclasses
 import inspect
 import json
 import re
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 # A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
@@ -12,7 +14,7 @@ FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 def field_table(cls: Any, prefix: str = "") -> str:
     """The fields of a dataclass but nested ones, inherited ones first, as lines for a terminal:
-    `name=default`, type and meaning in columns.
+    `name=default`, type and meaning in columns. A field without a default shows `???`.
     """
     found: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__[:-1]):  # without `object`
@@ -20,16 +22,8 @@ def field_table(cls: Any, prefix: str = "") -> str:
             if own := FIELD.fullmatch(line):
                 found[own[1]] = own[2], own[3] or ""
     fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)]
-    rows = [(f"{prefix}{f.name}={default_of(f)}", *found[f.name]) for f in fields]
+    defaults = cast(dict, OmegaConf.to_container(OmegaConf.structured(cls)))
+    given = {k: v if isinstance(v, str) else json.dumps(v) for k, v in defaults.items()}
+    rows = [(f"{prefix}{f.name}={given[f.name]}", *found[f.name]) for f in fields]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"  {a:{first}}  {b:{second}}  {c}".rstrip() for a, b, c in rows)
-
-
-def default_of(field: Any) -> str:
-    """The default as on a command line; empty for a field that has none."""
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    if value is dataclasses.MISSING:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -160,8 +160,8 @@ class Schema:
             key, equals, value = argument.lstrip("+~-").partition("=")
             last = key.rpartition(".")[2]
             if argument.startswith("-"):
-                if last.replace("-", "_") in by_last_name:
-                    raise UserError(f"{argument}: settings are KEY=VALUE, without dashes")
+                if meant := (by_last_name | USUAL_NAMES).get(last.replace("-", "_")):
+                    raise UserError(f"{argument}: settings have no dashes; did you mean {meant}=?")
             elif not key:
                 raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
             elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
@@ -187,6 +187,10 @@ def explain(error: Exception) -> str:
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
     if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        # Its grammar has ASCII alone outside of quotes.
+        if not value.isascii() and not re.search(r"""["'\\\[{]""", value):
+            return f"{error.override}: Hydra needs it in quotes: '{key}=\"{value}\"'"
         how = "without spaces, or quoted for Hydra and for the shell as in \"data.path='a b.txt'\""
         return f"{error.override}: settings are KEY=VALUE, {how}"
     if ambiguous := re.search("Ambiguous value for argument '(.*?)'", str(error)):

@@ -17,7 +17,6 @@ INCOMPARABLE = {
     "data.block_size",  # a longer context predicts better
     "data.train_split", "data.final_split", "data.truncate",  # other characters
     "data.shuffle", "data.encoding",
-    "model.model_type",  # a name for sizes
     "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule
     "trainer.batch_size",  # a step sees more characters, or fewer
 }  # fmt: skip
@@ -37,22 +36,17 @@ IRRELEVANT = {
     "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
     "trainer.max_save_failures", "trainer.timeout_s",  # when to give up
 }  # fmt: skip
-MODEL_MAY_CHANGE = {"model.model_type", "model.activation_checkpointing"}
+MODEL_MAY_CHANGE = {"model.model_type", "model.activation_checkpointing"}  # a name; memory for time
 
 
 def is_fixed(key: str) -> bool:
     """Whether a resumed run may not change the setting `key`."""
-    return key in FIXED or is_of_model(key)
+    return key in FIXED or (key.startswith("model.") and key not in MODEL_MAY_CHANGE)
 
 
 def is_incomparable(key: str) -> bool:
     """Whether losses of runs that differ in the setting `key` cannot be compared."""
-    return key in INCOMPARABLE or (is_of_model(key) and key not in IRRELEVANT)
-
-
-def is_of_model(key: str) -> bool:
-    """Whether the setting `key` changes the model that is trained."""
-    return key.startswith("model.") and key not in MODEL_MAY_CHANGE
+    return key in INCOMPARABLE or (key.startswith("model.") and key not in IRRELEVANT)
 
 
 def settings_of(configs: dict[str, Any]) -> dict[str, Any]:

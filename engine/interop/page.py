@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.interop.transformers import ROPE_BASE, SOFTCAP
-from engine.kernels.native import LAYER_NORM_EPS, NORM_EPS
+from engine.kernels import ops
+from engine.kernels.native import LAYER_NORM_EPS
 
 BROWSER = Path(__file__).resolve().parent / "browser"
 MARK = (
@@ -53,13 +54,11 @@ def describe(
     ids = checked_ids(config)
     if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
         raise UserError(
-            "a page would compute other logits: model.py was edited; sample.py streams from any model"
+            "a page cannot run a model whose code was edited; sample.py can, and shows alternatives"
         )
-    tensors = {
-        name: weight
-        for name, weight in weights.items()
-        if not (name == "head.weight" and config["tie_weights"])
-    }
+    tensors = dict(weights)
+    if config["tie_weights"]:
+        del tensors["head.weight"]
     halves = torch.cat([weight.flatten() for weight in tensors.values()]).half()
     kept = ("arch", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tie_weights")
     return {
@@ -99,41 +98,32 @@ def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> 
     """The logits (T, V) for `ids` (T,) of the model that model.js has."""
     is_modern, T, C = config["arch"] == "modern", len(ids), config["n_embd"]
     D = C // config["n_head"]
-
-    def rms_norm(x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+    angle = torch.arange(T)[:, None] * ROPE_BASE ** -(torch.arange(0, D, 2) / D)
 
     def norm(x: Tensor, name: str) -> Tensor:
         if is_modern:
-            return rms_norm(x)
-        return F.layer_norm(
-            x, (C,), weights[f"{name}.weight"], weights.get(f"{name}.bias"), LAYER_NORM_EPS
-        )
+            return ops.rms_norm(x)
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return ops.layer_norm(x, weight, bias, LAYER_NORM_EPS)
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    def rotate(x: Tensor) -> Tensor:
-        angle = torch.arange(T)[:, None] * ROPE_BASE ** -(torch.arange(0, D, 2) / D)
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
     x = weights["tok_emb.weight"][ids]
-    x = rms_norm(x) if is_modern else x + weights["pos_emb.weight"][:T]
+    x = ops.rms_norm(x) if is_modern else x + weights["pos_emb.weight"][:T]
     for number in range(config["n_layer"]):
         block = f"blocks.{number}"
         qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
         q, k, v = qkv.view(T, 3, -1, D).permute(1, 2, 0, 3)
         if is_modern:
-            q, k = rms_norm(rotate(q)), rms_norm(rotate(k))
+            q, k = (ops.rms_norm(ops.rotate(z, angle.cos(), angle.sin())) for z in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(y.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
         y = norm(x, f"{block}.ln_2")
         if config["token_shift"]:
             y = y + F.pad(y, (0, 0, 1, -1)) * weights[f"{block}.shift.weight"]
         y = linear(y, f"{block}.mlp.c_fc")
-        y = F.relu(y).square() if is_modern else F.gelu(y)
+        y = ops.squared_relu(y) if is_modern else ops.gelu(y)
         x = x + linear(y, f"{block}.mlp.c_proj")
     logits = linear(norm(x, "ln_f"), "tok_emb" if config["tie_weights"] else "head")
-    return SOFTCAP * torch.tanh(logits / SOFTCAP) if is_modern else logits
+    return ops.cap(logits, SOFTCAP if is_modern else 0)

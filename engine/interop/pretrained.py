@@ -1,6 +1,6 @@
 """Fine-tuning: starts a run from pretrained weights, on another text.
 
-    pretrained = find_pretrained(source, world)          # read by rank 0, shared with all
+    pretrained = read_pretrained(source)
     load_pretrained(pretrained, model, vocabulary)       # into a fresh model of its architecture
 
 Characters in both vocabularies keep their rows of the embedding and the head. The rows of new
@@ -20,10 +20,8 @@ import torch.nn as nn
 from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_on_first
 from engine.run.directory import choose_snapshot
 from engine.snapshots.sharded import load_full
-from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
@@ -43,13 +41,6 @@ class Pretrained:
     encoding: str = "utf-8"
 
 
-def find_pretrained(source: str, world: World) -> Pretrained:
-    """`read_pretrained` on rank 0, broadcast to all ranks; a collective operation. Logs what was read."""
-    pretrained = run_on_first(lambda: read_pretrained(source), world)
-    log.info("init_from   %s", pretrained.description)
-    return pretrained
-
-
 def read_pretrained(source: str) -> Pretrained:
     """The weights at `source`: a snapshot (path or URL), a run directory (its best snapshot), or a
     directory that `export.py` or Transformers has written. Raises `UserError`.
@@ -66,13 +57,6 @@ def read_pretrained(source: str) -> Pretrained:
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error
-
-
-def check_resumed(source: str, snapshot: Snapshot) -> None:
-    """Raises `UserError` if the run of `snapshot` started without `init_from`. The source may be gone."""
-    if snapshot.config.get("init_from", source) is None:  # another program may have kept nothing
-        raise UserError(f"init_from={source}: this run started without it; set run_name=NEW_NAME")
-    log.info("init_from   was used at the start; resuming from the run's own snapshot")
 
 
 @torch.no_grad()

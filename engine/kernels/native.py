@@ -236,14 +236,5 @@ rms_norm = functools.partial(_apply, _RMSNorm)
 layer_norm = functools.partial(_apply, _LayerNorm)
 squared_relu = functools.partial(_apply, _Elementwise, "squared_relu")
 gelu = functools.partial(_apply, _Elementwise, "gelu")
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, softcap: int) -> tuple[Tensor, Tensor]:
-    """As in ops. Raises IndexError for a target outside the vocabulary, ValueError for unfit targets."""
-    rows = logits.numel() // max(1, logits.size(-1))
-    if targets.dtype is not torch.int64 or not targets.is_cpu or targets.numel() != rows:
-        raise ValueError(
-            f"targets {tuple(targets.shape)} of {targets.dtype} on {targets.device} for logits "
-            f"{tuple(logits.shape)} on cpu"
-        )
-    return _apply(_CrossEntropy, logits, targets, softcap)
+# Raises IndexError for a target outside the vocabulary.
+cross_entropy = functools.partial(_apply, _CrossEntropy)

@@ -1,9 +1,5 @@
-"""Operations of a model: plain PyTorch, or faster where the device and the sizes allow it.
-
-    y = ops.rms_norm(x)
-
-Each function computes the same, to rounding, whichever implementation it chooses. `fused` does
-this for attention that is written out elsewhere.
+"""Operations of a model: plain PyTorch, or faster where the device and the sizes allow it. Each function computes
+the same, to rounding, whichever implementation it chooses.
 """
 
 import functools
@@ -82,7 +78,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: int = 0) -> tuple[Te
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
     (...), int64, that are not -1; take no gradients of it with respect to these logits.
     """
-    if native.supports(logits, multiple=1):
+    fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
+    if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
         return native.cross_entropy(logits, targets, softcap)
     logits = cap(logits, softcap)
     loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
@@ -198,10 +195,10 @@ def _choose_kernel(
     qkv: Tensor, width: int, length: int, rotation: native.Rotation, cache: Any, pdrop: float
 ) -> Callable[..., Tensor] | None:
     """The fused attention for heads of this width and a context of this length. None where plain
-    matrix products are faster, or where the attention weights are recorded.
+    matrix products are faster.
     """
     S = qkv.size(1)
-    if cache is not None and (cache.weights is not None or 1 < S < length):
+    if cache is not None and 1 < S < length:
         return None
     if not qkv.is_cpu:
         return _torch_attention
@@ -267,7 +264,7 @@ def _agrees(
         angles = random(S, width // 2)
         rotation = (angles.cos(), angles.sin()) if rotated else None
         keys, values = random(2, 1, n_head, past, width)
-        cache = SimpleNamespace(length=past, weights=None)
+        cache = SimpleNamespace(length=past)
         cache.append = lambda k, v: (torch.cat((keys, k), 2), torch.cat((values, v), 2))
         slope = random(1, S, n_head * width)
         results = []

@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalized, with decoupled weight decay.
 
     Updates have the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so that
-    both can share a learning rate. Raises ValueError for a parameter that is not a matrix.
+    both can share a learning rate. All parameters must be matrices.
     """
 
     def __init__(
@@ -60,9 +60,6 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(parameters, {**defaults, "normalize": normalize})
-        for p in self.param_groups[0]["params"]:
-            if p.dim() != 2:
-                raise ValueError(f"Muon is for matrices, not for a shape of {tuple(p.shape)}")
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without closures

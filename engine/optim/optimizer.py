@@ -63,7 +63,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
             continue
         if parameter.dim() < 2:
             no_decay.append(parameter)
-        elif in_block and config.name == "muon":
+        elif in_block and config.name == "muon" and parameter.dim() == 2:
             hidden.append(parameter)
         elif in_block or id(parameter) in linear or config.decay_embeddings:
             decay.append(parameter)

@@ -75,8 +75,6 @@ def address_towards(host: str) -> str:
 def address_of(interface: str) -> str | None:
     """The first IPv4 address of a network interface (Linux; elsewhere None)."""
     SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-    if fcntl is None:
-        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -118,13 +118,11 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if is_dtensor(tensor) or not is_dtensor(like) or tensor.shape != like.shape:
         return tensor
-    # No communication, and only the shard on the device: distribute_tensor moves all of it there.
-    result = torch.empty_like(like, dtype=tensor.dtype)
-    assert is_dtensor(result)  # as `like` is
-    local, mesh = result.to_local(), like.device_mesh
-    first = -(-len(tensor) // mesh.size()) * mesh.get_local_rank()
-    local.copy_(tensor[first : first + len(local)])
-    return result
+    from torch.distributed.tensor import distribute_tensor
+
+    # Without communication. Copied, as a slice on the CPU would keep all of `tensor` in memory.
+    placed = (like.device_mesh, like.placements)
+    return distribute_tensor(tensor, *placed, src_data_rank=None).clone()
 
 
 def map_matrices(

@@ -10,49 +10,41 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import NoReturn
 
 from engine import signals
-from engine.errors import UserError
 
 
-def export_torchrun_env(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT where srun
-    or submitit started this process as one of several.
+def export_torchrun_env(env: MutableMapping[str, str] = os.environ) -> None:
+    """Sets torchrun's variables where srun or submitit started this process as one of several.
 
-    A launcher between srun and Python (torchrun, Accelerate) has set RANK, and wins; so does a
-    MASTER_ADDR or MASTER_PORT of the batch script. A batch script itself, a shell of salloc and
-    `srun --pty` are one process: they have SLURM_PROCID, and SLURM_NTASKS of the whole job, but
-    no step of several tasks. Raises `UserError` for a variable that is missing.
+    A launcher between srun and Python (torchrun, Accelerate) has set RANK, and wins. A batch script,
+    a shell of salloc and `srun --pty` are one process: they have SLURM_PROCID, and SLURM_NTASKS of
+    the whole job, but no step of several tasks.
     """
-    if "RANK" in environment:
+    if "RANK" in env:
         return
-    if is_submitit_worker() and environment.get("SUBMITIT_EXECUTOR") == "local":
+    if is_submitit_worker() and env.get("SUBMITIT_EXECUTOR") == "local":
         from submitit.helpers import TorchDistributedEnvironment
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         return
-    if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+    if env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
 
-    def read(name: str) -> str:
-        if name not in environment:
-            raise UserError(f"{name}: is not set; srun sets it for every task")
-        return environment[name]
-
     # node[01-03,07],gpu5
-    first_host = re.sub(r"\[(\w+)[^]]*\]", r"\1", read("SLURM_STEP_NODELIST")).split(",")[0]
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", read("SLURM_STEP_TASKS_PER_NODE"))  # 4(x2),2
+    first_host = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])  # 4(x2),2
     tasks_per_node = [n for n, nodes in counts for _ in range(int(nodes or 1))]
     # The port: the same for all tasks of a step, another for the next step or job on a host; below
     # those that Linux gives to outgoing connections.
-    port = 10_000 + (int(read("SLURM_JOB_ID")) + 7919 * int(read("SLURM_STEP_ID"))) % 20_000
+    port = 10_000 + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % 20_000
     ranks = {
-        "RANK": read("SLURM_PROCID"),
-        "WORLD_SIZE": read("SLURM_STEP_NUM_TASKS"),
-        "LOCAL_RANK": read("SLURM_LOCALID"),
-        "LOCAL_WORLD_SIZE": tasks_per_node[int(read("SLURM_NODEID"))],
-        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": tasks_per_node[int(env["SLURM_NODEID"])],
+        "MASTER_ADDR": env.get("MASTER_ADDR", first_host),
+        "MASTER_PORT": env.get("MASTER_PORT", str(port)),
     }
-    environment.update(ranks)
+    env.update(ranks)
 
 
 def shows_own_gpus() -> bool:

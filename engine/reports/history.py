@@ -9,8 +9,8 @@ import yaml
 
 from engine.config.overrides import key_of, without
 from engine.config.settings import IRRELEVANT, flatten
-from engine.errors import UserError, one_line
-from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS
+from engine.errors import UserError
+from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config
 from engine.run.metrics import read_lines
 from engine.run.progress import format_loss
 
@@ -54,13 +54,8 @@ class Run:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """`config.yaml`, nested dictionaries. Raises `UserError` if it cannot be read."""
-        path = os.path.join(self.path, CONFIG)
-        try:
-            with open(path, encoding="utf-8") as file:
-                return yaml.safe_load(file)
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
+        """See `read_config`."""
+        return read_config(self.path)
 
     @functools.cached_property
     def starts(self) -> list[dict[str, Any]]:
@@ -68,7 +63,7 @@ class Run:
         path = os.path.join(self.path, ENVIRONMENT)
         if starts := read_lines(path):
             return starts
-        raise UserError(f"{path}: cannot be read; main.py writes it when a run starts")
+        raise UserError(f"{path}: is missing or empty; reports are of runs that main.py started")
 
     @functools.cached_property
     def job(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ where, and for either split rows of [step, mean, half-width of the band], nats p
 """
 
 import json
-import math
 import os
 import statistics
 from typing import Any
@@ -14,7 +13,7 @@ from engine.config.overrides import key_of
 from engine.config.settings import is_incomparable
 from engine.reports.history import Run
 
-ON_TRACK, OFF_TRACK, TOO_EARLY = "on track", "NOT on track", "too early to tell"
+ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
 FIRST_JUDGED = 50  # steps; losses before say little
 References = dict[str, dict[str, Any]]
 
@@ -34,7 +33,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
     above the band; without a comparable reference, also if its held-out loss rises.
     """
     reference, why_none = find_reference(run, references)
-    problems, remarks = [nothing_learned(run), worse_than_frequencies(run)], [why_none]
+    problems, remarks = [], [why_none]
     if run.diverged:
         reason = run.diverged.get("diverged", "the loss is not finite")
         problems.append(f"It diverges: step {run.diverged['step']}: {reason}.")
@@ -43,9 +42,9 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
     if reference is None or any(problems):
-        problems.append(rising(run))
+        problems += [worse_than_frequencies(run), rising(run)]
     changed = f"It overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
-    verdict = OFF_TRACK if any(problems) else ON_TRACK if run.step >= FIRST_JUDGED else TOO_EARLY
+    verdict = OFF_TRACK if any(problems) else ON_TRACK if run.step >= FIRST_JUDGED else TOO_FEW
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
 
 
@@ -85,18 +84,6 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
     )
 
 
-def nothing_learned(run: Run) -> str:
-    """A sentence if the training loss is still that of guessing."""
-    vocabulary = run.config["model"]["vocab_size"]
-    losses = [line["loss"] for line in run.train][-5:]
-    if run.step < FIRST_JUDGED or not losses or min(losses) < 0.95 * math.log(vocabulary):
-        return ""
-    return (
-        f"It has learned nothing: the training loss at step {run.step} is {losses[-1]:.4f}; "
-        f"guessing among {vocabulary} characters gives {math.log(vocabulary):.4f}."
-    )
-
-
 def rising(run: Run) -> str:
     """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile,
     and diverges if it rose too, by more than batches differ.
@@ -104,9 +91,9 @@ def rising(run: Run) -> str:
     if run.best is None:
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
-    then = [line["loss"] for line in run.train if line["step"] <= step][-3:]
-    now = [line["loss"] for line in run.train][-3:]
-    rise = statistics.mean(now) - statistics.mean(then) if then else 0.0
+    now = [line["loss"] for line in run.train if line["step"] > step][-3:]
+    then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
+    rise = statistics.mean(now) - statistics.mean(then) if now and then else 0.0
     overfits, diverges = rise <= 0 and last - lowest >= 0.02, rise >= 0.25
     if not overfits and not diverges:
         return ""
@@ -119,11 +106,14 @@ def rising(run: Run) -> str:
 
 
 def worse_than_frequencies(run: Run) -> str:
-    """A sentence if the newest held-out loss is above that of guessing by the characters' frequencies."""
+    """A sentence if the newest held-out loss, or the newest training losses if nothing was evaluated, are above that
+    of guessing by the characters' frequencies.
+    """
     frequencies = run.starts[-1].get("frequency_loss")
-    if run.step < FIRST_JUDGED or not frequencies or (run.last_loss or 0.0) <= frequencies:
+    loss = min((line["loss"] for line in run.val[-1:] or run.train[-5:]), default=0.0)
+    if run.step < FIRST_JUDGED or not frequencies or loss <= frequencies:
         return ""
     return (
-        f"The held-out loss, {run.last_loss:.4f}, is worse than guessing by the frequencies of the characters, "
-        f"{frequencies:.4f}."
+        f"The {'held-out' if run.val else 'training'} loss, {loss:.4f}, is worse than guessing by the frequencies of "
+        f"the characters, {frequencies:.4f}."
     )

@@ -7,9 +7,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
-from omegaconf import OmegaConf
+import yaml
 
 from engine import portable
 from engine.errors import UserError, one_line
@@ -146,18 +146,16 @@ def relative_path(path: str) -> str:
     return shlex.quote(path if relative.startswith("..") else relative)
 
 
-def recorded_snapshot_path(run_dir: str) -> str:
-    """The path of the latest snapshot as the run's `config.yaml` has it, or by default. Raises `UserError`
-    if that file cannot be read.
-    """
-    path, name = os.path.join(run_dir, CONFIG), None
+def read_config(run_dir: str) -> dict[str, Any]:
+    """`config.yaml` of a run, nested dictionaries. Raises `UserError` if it cannot be read."""
+    path = os.path.join(run_dir, CONFIG)
+    if not os.path.exists(path):
+        raise UserError(f"{path}: is missing; reports are of runs that main.py started")
     try:
-        if os.path.exists(path):
-            name = OmegaConf.select(OmegaConf.load(path), "trainer.snapshot_path")
-    except Exception as error:  # OmegaConf and YAML raise many types
-        why = f"cannot be read: {one_line(error)}; correct it, or move it away"
-        raise UserError(f"{path}: {why}") from error
-    return storage.snapshot_path(name or SNAPSHOT, run_dir)
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
@@ -171,8 +169,10 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
         raise UserError("run_dir= and snapshot=: give only one of them")
     if snapshot is not None:
         return snapshot
-    run_dir = run_dir or newest_run()
-    latest = recorded_snapshot_path(run_dir)
+    run_dir, name = run_dir or newest_run(), SNAPSHOT
+    if os.path.exists(os.path.join(run_dir, CONFIG)):  # a Trainer without main.py writes none
+        name = read_config(run_dir).get("trainer", {}).get("snapshot_path", SNAPSHOT)
+    latest = storage.snapshot_path(name, run_dir)
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
             return path

@@ -12,13 +12,15 @@ from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass; elsewhere as on a CPU
+MIN_HALVED = 20  # steps of a run that is also evaluated halfway
 IGNORE = -1  # a target that is not scored; minGPT's convention
 
 
 @dataclass
 class Evaluations:
-    """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, and with `at_start`
-    before the first; never unless `has_text`. Also tells when `patience` evaluations in a row were no better.
+    """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, halfway if it would
+    be at the last one alone, and with `at_start` before the first; never unless `has_text`. Also tells when
+    `patience` evaluations in a row were no better.
     """
 
     plan: Plan
@@ -43,9 +45,15 @@ class Evaluations:
             return False
         if step == 0:
             return self.at_start
-        every_epochs = None if self.every_steps else 1
-        is_last = step == self.plan.total_steps
-        return is_last or self.plan.is_due(step, self.every_steps, every_epochs)
+        total, every_epochs = self.plan.total_steps, None if self.every_steps else 1
+        if self.every_steps:
+            is_short = self.every_steps >= total
+        else:
+            is_short = self.plan.finished_epochs(total - 1) == 0
+        # One point does not show whether a run learns.
+        is_halfway = is_short and total >= MIN_HALVED and step == total // 2
+        is_last = step == total
+        return is_last or is_halfway or self.plan.is_due(step, self.every_steps, every_epochs)
 
     def note(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
         """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""

@@ -67,8 +67,8 @@ def too_large(plan: Plan) -> str:
 
 
 def halved(plan: Plan, step: int, may_repeat: bool, error: torch.OutOfMemoryError) -> Plan:
-    """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` if the step cannot be
-    repeated (`may_repeat`): there are several ranks, or its update had begun.
+    """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` unless the step
+    `may_repeat`: it cannot with several ranks, nor once the optimizer has changed a weight.
     """
     windows = plan.micro_batch_size
     smaller = plan.with_micro_batch(max(1, windows // 2))

@@ -4,15 +4,7 @@ import torch
 import torch.distributed as dist
 
 from engine.parallel.distributed import World
-from engine.signals import Request, Requests
-
-
-class StopRequested(Exception):
-    """All ranks agreed to stop, on `request`."""
-
-    def __init__(self, request: Request):
-        super().__init__(request)
-        self.request = request
+from engine.signals import Request, Requests, Stopped
 
 
 class AgreedRequests(Requests):
@@ -30,7 +22,7 @@ class AgreedRequests(Requests):
         self._work: dist.Work | None = None
 
     def check(self) -> None:
-        """Notes a request to save; raises `StopRequested` on every rank at the same point of the run if one
+        """Notes a request to save; raises `Stopped` on every rank at the same point of the run if one
         of them was asked to stop. Every rank must call it equally often.
         """
         own = agreed = self.take()
@@ -39,7 +31,7 @@ class AgreedRequests(Requests):
             self._highest.fill_(own)
             self._work = dist.all_reduce(self._highest, dist.ReduceOp.MAX, async_op=True)
         if agreed > Request.SAVE:
-            raise StopRequested(agreed)
+            raise Stopped(agreed)
         self.save = self.save or agreed == Request.SAVE
 
     def finish(self) -> Request:

@@ -6,6 +6,7 @@ only then does the snapshot count as saved. All ranks call every method at the s
 """
 
 import dataclasses
+import functools
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,15 +73,10 @@ class SnapshotManager:
 
     def _find(self) -> Snapshot | None:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
-        read: list[tuple[bytes, str] | None] = []
-
-        def find() -> None:
-            if self.world.is_first:
-                read.append(self.storage.find())
-
         # In two steps, as a slow store may take longer than ranks wait in a broadcast.
-        distributed.run_on_each_host(find, self.world)
-        found = distributed.run_on_first(lambda: read.pop(), self.world)
+        find = functools.cache(self.storage.find)
+        distributed.run_on_each_host(lambda: self.world.is_first and bool(find()), self.world)
+        found = distributed.run_on_first(find, self.world)
         if found is None:
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")

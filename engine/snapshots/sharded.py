@@ -24,7 +24,7 @@ import torch
 from engine.errors import one_line
 from engine.parallel.distributed import World, gather, run_on_first
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import SnapshotStorage, check_shards, is_local, load, shards_folder
+from engine.snapshots.storage import SnapshotStorage, is_local, load, shards_folder
 
 log = logging.getLogger("gpt")
 
@@ -156,7 +156,6 @@ def load_full(path: str) -> Snapshot:
     """The snapshot at `path` with all tensors in it, merged if it is sharded. Raises `UserError`."""
     snapshot = load(path)
     if snapshot.shards:
-        check_shards(path, snapshot)
         alone = World(0, 1, 0, 1, torch.device("cpu"))
         snapshot.model_state, snapshot.optimizer_state = read_shards(
             path, snapshot.shards, {}, alone

@@ -139,6 +139,11 @@ class Snapshot:
         """What the characters of the model are: "utf-8", or "bytes"."""
         return self.config.get("data", {}).get("encoding", "utf-8")
 
+    @property
+    def unit(self) -> str:
+        """What one id of the model stands for."""
+        return "byte" if self.encoding == "bytes" else "character"
+
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
         """A snapshot with `change(tensor)` for each tensor; tied tensors stay tied."""
         seen: dict[tuple, torch.Tensor] = {}

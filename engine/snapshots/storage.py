@@ -24,7 +24,7 @@ NUMBERED = r"\.step\d+"
 PIECE = 2**22  # bytes read back at once
 
 
-class Unreachable(SnapshotError):
+class Unreachable(UserError):
     """A store that does not answer; nothing is known about the snapshots in it."""
 
 
@@ -57,7 +57,7 @@ def reaching(path: str, what: str = "reached"):
     """
     try:
         yield
-    except SnapshotError:
+    except UserError:
         raise
     except Exception as error:  # every file system has its own
         kind = SnapshotError if is_local(path) else Unreachable
@@ -91,7 +91,7 @@ def read(path: str) -> bytes:
 
 
 def load(path: str) -> Snapshot:
-    """The verified snapshot at a path or URL. Raises `SnapshotError`, naming it."""
+    """The verified snapshot at a path or URL. Raises what `read` raises, or `SnapshotError`, naming it."""
     return Snapshot.from_bytes(read(path), path)
 
 
@@ -131,7 +131,7 @@ class SnapshotStorage:
 
     def prepare(self) -> None:
         """Creates the folder of the snapshots, and removes the temporary files of a killed writer. Raises
-        `SnapshotError` if a file cannot be written or copied there; not every kind of store can copy.
+        `UserError` if a file cannot be written or copied there; not every kind of store can copy.
         """
         with reaching(self.path, "written"):
             if is_local(self.path):
@@ -255,8 +255,6 @@ class SnapshotStorage:
                 content = read(path)
                 snapshot = Snapshot.from_bytes(content, path)
                 check_shards(path, snapshot)
-            except Unreachable:
-                raise
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
@@ -278,10 +276,6 @@ class SnapshotStorage:
             with reaching(self.path, "written"):
                 self._copy(path, self.path)
         return content, path
-
-
-# --------------------------------------------------------------------------------------------------
-# Where the files of a sharded snapshot lie
 
 
 def shards_folder(path: str, folder: str) -> str:

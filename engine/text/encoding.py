@@ -62,7 +62,7 @@ def open_text(config: Any) -> EncodedText:
         ids = io.BytesIO()
         text = [from_text(sources.pydoc_text(), encoding)] if path == PYDOC else None
         pieces = text or read_pieces(find_files(path), config)
-        record = encode(pieces, config.truncate, config.shuffle, ids)
+        record = encode(pieces, config, ids)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
 
@@ -81,7 +81,7 @@ def open_text(config: Any) -> EncodedText:
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
                     pieces = read_pieces(files, config)
-                    record = encode(pieces, config.truncate, config.shuffle, ids)
+                    record = encode(pieces, config, ids)
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
         encoded = load(stem)
@@ -135,15 +135,19 @@ def to_text(characters: str, encoding: str) -> str:
     return characters
 
 
-def encode(
-    pieces: Iterable[str], truncate: float, shuffle: str | None, file: BinaryIO
-) -> dict[str, Any]:
-    """Streaming encoder: writes the ids of the first share `truncate` of a text into the empty
-    `file`, in the smallest unsigned type that holds them, its items shuffled as `data.shuffle` says.
+def quoted(character: str, encoding: str) -> str:
+    """A character of the model as messages show it: quoted, or the number of a byte that is not ASCII."""
+    return f"0x{ord(character):02x}" if encoding == "bytes" and character > "~" else repr(character)
+
+
+def encode(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
+    """Streaming encoder: writes the ids of the first share `config.truncate` of a text into the empty
+    `file`, in the smallest unsigned type that holds them, its items shuffled as `config.shuffle` says.
 
     Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
     the text. Raises `UserError` if no character is left.
     """
+    truncate, shuffle = config.truncate, config.shuffle
     dtype, length = np.dtype(np.uint8), 0  # of the ids in the file
     points = np.empty(0, np.uint32)  # code points by id, in the order of first appearance
     id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
@@ -169,7 +173,8 @@ def encode(
 
     length = int(length * truncate)
     if not length:
-        raise UserError(f"data.path: the text is empty (data.truncate={truncate})")
+        share = f", with data.truncate={truncate}" if truncate < 1 else ""
+        raise UserError(f"data.path={config.path}: the text is empty{share}")
     digest, num_used = hashlib.sha256(), 0
     for _, ids in chunks(file, length, dtype):
         digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())

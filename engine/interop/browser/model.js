@@ -222,7 +222,7 @@ const answers = {
 
   async generate({ids, count, seed, stop, call, ...options}) {
     const uniform = random(seed), text = ids.slice();
-    let logits = gpt.read(text), made = [], shown = performance.now();
+    let logits = gpt.read(text), made = [], shown = performance.now(), cut = 0;
     for (let i = 0; i < count; i++) {
       // A full context begins again with its last half, as in engine/generation.py.
       if (i && gpt.length === gpt.block_size) logits = gpt.read(text.slice(-Math.max(1, gpt.block_size >> 1)));
@@ -237,10 +237,13 @@ const answers = {
         if (newest !== call) break;
       }
       if (stop.length && text.length - ids.length >= stop.length
-          && stop.every((id, k) => text[text.length - stop.length + k] === id)) break;
+          && stop.every((id, k) => text[text.length - stop.length + k] === id)) {
+        cut = stop.length;
+        break;
+      }
     }
     if (made.length) postMessage({kind: "made", call, ids: made});
-    return {kind: "done"};
+    return {kind: "done", cut};
   },
 
   async look({ids, layer, head, call}) {

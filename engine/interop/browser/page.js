@@ -32,6 +32,7 @@ class Model {
       this.look(Math.min(Math.max((this.at ?? this.start - 1) + by, 1), this.ids.length - 1));
     };
     [this.ids, this.call, this.answers] = [[], 0, {}];
+    this.unit = model.encoding === "bytes" ? "byte" : "character";
     this.worker = new Worker(worker);
     this.worker.onmessage = ({data}) => data.call === this.call && this.answers[data.kind](data);
     this.ask({kind: "load", model}, {ready: ({difference}) => {
@@ -62,8 +63,14 @@ class Model {
     const characters = this.model.encoding === "bytes"
       ? Array.from(new TextEncoder().encode(text), byte => String.fromCharCode(byte)) : Array.from(text);
     const unknown = characters.find(character => !this.idOf.has(character));
-    if (unknown !== undefined) this.say(`${what}: the model does not know ${JSON.stringify(unknown)}.`, true);
+    if (unknown !== undefined) this.say(`${what}: the model does not know "${this.nameOf(unknown)}".`, true);
     return unknown === undefined ? characters.map(character => this.idOf.get(character)) : null;
+  }
+
+  /** How a character is shown alone; of bytes beyond ASCII, their number. */
+  nameOf(character) {
+    return MARKS[character] ?? (this.model.encoding === "bytes" && !/[!-~]/.test(character)
+      ? `0x${character.charCodeAt(0).toString(16)}` : character);
   }
 
   /** Appends ids to the text. Of bytes, the last of a character shows it. */
@@ -84,9 +91,8 @@ class Model {
   }
 
   generate(prompt, options) {
-    const ids = this.encode(prompt, "Prompt"), stop = this.encode(options.stop, "Stop");
+    const ids = this.encode(prompt || this.model.prompt, "Prompt"), stop = this.encode(options.stop, "Stop");
     if (!ids || !stop) return;
-    if (!ids.length) return this.say("The prompt is empty: give at least one character.", true);
     [this.ids, this.start, this.at, this.panel.hidden] = [[], ids.length, undefined, true];
     this.decoder = this.model.encoding === "bytes" ? new TextDecoder() : null;
     this.text.replaceChildren();
@@ -94,14 +100,16 @@ class Model {
     const started = performance.now();
     this.status.ariaLive = "off";  // until the end: it changes thirty times a second
     this.ask({kind: "generate", ids, ...options, stop}, {
-      done: () => {
+      done: ({cut = 0}) => {  // the stop text is not part of the text
+        this.ids.length -= cut;
+        for (; cut > 0; cut--) this.text.lastChild.remove();
         this.status.ariaLive = "polite";
-        this.say(this.status.textContent + ".");
+        this.say(`${this.status.textContent.replace(/^\d+/, this.ids.length - this.start)}.`);
       },
       made: ({ids}) => {
         this.append(ids);
         const count = this.ids.length - this.start, seconds = (performance.now() - started) / 1000;
-        this.say(`${count} characters, ${Math.round(count / seconds)} a second`);
+        this.say(`${count} ${this.unit}s, ${Math.round(count / seconds)} a second`);
       },
     });
   }
@@ -131,18 +139,16 @@ class Model {
       const order = Array.from(powers.keys()).sort((a, b) => powers[b] - powers[a]);
       const shown = order.slice(0, ALTERNATIVES);
       if (!shown.includes(made)) shown.push(made);
-      const name = character => MARKS[character] ?? (this.decoder && !/[!-~]/.test(character)
-        ? `0x${character.charCodeAt(0).toString(16)}` : character);
       this.panel.querySelector("tbody").replaceChildren(...shown.map(id => {
         const row = document.createElement("tr"), share = powers[id] / sum;
         row.innerHTML = `<th scope="row"></th><td><i class="bar" style="width: ${100 * share}%"></i></td><td></td>`;
         row.className = id === made ? "made" : "";
-        row.children[0].textContent = name(this.model.vocabulary[id]);
+        row.children[0].textContent = this.nameOf(this.model.vocabulary[id]);
         row.children[2].textContent = `${(100 * share).toPrecision(3)} %`;
         return row;
       }));
       this.panel.querySelector("caption").textContent =
-        `Instead of ${name(this.model.vocabulary[made])}, at a temperature of ${temperature}`;
+        `Instead of ${this.nameOf(this.model.vocabulary[made])}, at a temperature of ${temperature}`;
       this.panel.hidden = false;
       const first = at - weights.length;
       weights.forEach((weight, i) => this.text.children[first + i].style.setProperty("--seen", Math.sqrt(weight)));
@@ -152,17 +158,16 @@ class Model {
   score(text) {
     const ids = this.encode(text, "Prompt");
     if (!ids) return;
-    if (ids.length < 2) return this.say("To be scored, the prompt needs at least two characters.", true);
+    if (ids.length < 2) return this.say(`To be scored, the prompt needs at least two ${this.unit}s.`, true);
     this.say("Scoring …");
     this.ask({kind: "score", ids}, {scored: ({loss, characters}) => this.say(
-      `Loss ${loss.toFixed(4)} nats per character (${(loss / Math.LN2).toFixed(4)} bits) of ${characters} characters`)});
+      `Loss ${loss.toFixed(4)} nats per ${this.unit} (${(loss / Math.LN2).toFixed(4)} bits) of ${characters} ${this.unit}s`)});
   }
 }
 
 const models = JSON.parse(element("data").textContent).map(model => new Model(model));
 document.title = models.map(({model}) => model.name).join(", ");
 document.querySelector("h1").textContent = models.length === 1 ? models[0].model.name : document.title;
-element("prompt").value = models[0].model.prompt;
 const number = id => Number(element(id).value);
 document.querySelector("form").onsubmit = event => {
   event.preventDefault();
