@@ -23,19 +23,31 @@ function decode(text) {
   return weights;
 }
 
-/** out = weight x + bias, of a weight (outputs, inputs). */
-function linear(weight, bias, x, out) {
-  const inputs = x.length, fours = inputs - (inputs % 4);
-  for (let row = 0, at = 0; row < out.length; row++) {
-    let a = bias ? bias[row] : 0, b = 0, c = 0, d = 0, i = 0;
-    for (; i < fours; i += 4, at += 4) {
-      a += weight[at] * x[i];
-      b += weight[at + 1] * x[i + 1];
-      c += weight[at + 2] * x[i + 2];
-      d += weight[at + 3] * x[i + 3];
+/** out = matrix x, of a matrix whose rows begin `stride` numbers apart. Four rows and two columns at a time, as each
+ *  number is then fetched once for several products; past the last row, that row again. */
+function multiply(matrix, stride, x, out) {
+  const inputs = x.length, last = out.length - 1;
+  for (let row0 = 0; row0 <= last; row0 += 4) {
+    const row1 = Math.min(row0 + 1, last), row2 = Math.min(row0 + 2, last), row3 = Math.min(row0 + 3, last);
+    const at0 = row0 * stride, at1 = row1 * stride, at2 = row2 * stride, at3 = row3 * stride;
+    let sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0, i = 0;
+    for (; i + 1 < inputs; i += 2) {
+      const a = x[i], b = x[i + 1];
+      sum0 += matrix[at0 + i] * a + matrix[at0 + i + 1] * b;
+      sum1 += matrix[at1 + i] * a + matrix[at1 + i + 1] * b;
+      sum2 += matrix[at2 + i] * a + matrix[at2 + i + 1] * b;
+      sum3 += matrix[at3 + i] * a + matrix[at3 + i + 1] * b;
     }
-    for (; i < inputs; i++, at++) a += weight[at] * x[i];
-    out[row] = a + b + c + d;
+    if (i < inputs) {  // an odd number of columns
+      sum0 += matrix[at0 + i] * x[i];
+      sum1 += matrix[at1 + i] * x[i];
+      sum2 += matrix[at2 + i] * x[i];
+      sum3 += matrix[at3 + i] * x[i];
+    }
+    out[row0] = sum0;
+    out[row1] = sum1;
+    out[row2] = sum2;
+    out[row3] = sum3;
   }
 }
 
@@ -73,10 +85,13 @@ class GPT {
     for (const [name, size] of tensors) this.tensors[name] = all.subarray(at, (at += size));
     Object.assign(this, config);
     this.layers = Array.from({length: config.n_layer}, () => ({
-      keys: new Float32Array(config.block_size * config.n_embd),
-      values: new Float32Array(config.block_size * config.n_embd),
+      keys: new Float32Array(config.block_size * config.n_embd),  // (positions, width)
+      values: new Float32Array(config.block_size * config.n_embd),  // (width, positions)
       last: new Float32Array(config.n_embd),
     }));
+    const D = config.n_embd / config.n_head;
+    this.angles = Float64Array.from({length: D / 2}, (_, i) => 10000 ** (-2 * i / D));
+    [this.cos, this.sin] = [this.angles.slice(), this.angles.slice()];  // of the position in `step`
     this.reset();
   }
 
@@ -94,14 +109,19 @@ class GPT {
   }
 
   linear(x, name, outputs) {
-    const out = new Float32Array(outputs);
-    linear(this.tensors[`${name}.weight`], this.tensors[`${name}.bias`], x, out);
+    const out = new Float32Array(outputs), bias = this.tensors[`${name}.bias`];
+    multiply(this.tensors[`${name}.weight`], x.length, x, out);
+    if (bias) for (let i = 0; i < outputs; i++) out[i] += bias[i];
     return out;
   }
 
   /** The logits of the character that follows `id`. `look`, {layer, head}, gets the attention weights. */
   step(id, look) {
     const C = this.n_embd, position = this.length++;
+    this.angles.forEach((angle, i) => {
+      this.cos[i] = Math.cos(position * angle);
+      this.sin[i] = Math.sin(position * angle);
+    });
     const x = this.tensors["tok_emb.weight"].slice(id * C, (id + 1) * C);
     if (this.arch === "modern") rmsNorm(x, 0, C);
     else for (let i = 0; i < C; i++) x[i] += this.tensors["pos_emb.weight"][position * C + i];
@@ -130,12 +150,12 @@ class GPT {
 
   /** Causal attention of one position over itself and those in the cache. */
   attend(x, {keys, values}, block, position, look) {
-    const C = this.n_embd, D = C / this.n_head;
+    const C = this.n_embd, D = C / this.n_head, T = this.block_size, scale = Math.sqrt(D);
     const qkv = this.linear(x, `${block}.attn.c_attn`, 3 * C);
     if (this.arch === "modern") {
       for (let from = 0; from < 2 * C; from += D) {  // each head of the queries and of the keys
         for (let i = 0; i < D / 2; i++) {
-          const angle = position * 10000 ** (-2 * i / D), cos = Math.cos(angle), sin = Math.sin(angle);
+          const cos = this.cos[i], sin = this.sin[i];
           const first = qkv[from + i], second = qkv[from + i + D / 2];
           qkv[from + i] = first * cos + second * sin;
           qkv[from + i + D / 2] = second * cos - first * sin;
@@ -144,22 +164,16 @@ class GPT {
       }
     }
     keys.set(qkv.subarray(C, 2 * C), position * C);
-    values.set(qkv.subarray(2 * C), position * C);
+    for (let i = 0; i < C; i++) values[i * T + position] = qkv[2 * C + i];
     const y = new Float32Array(C), weights = new Float32Array(position + 1);
     for (let head = 0; head < this.n_head; head++) {
       const from = head * D;
-      let highest = -Infinity, sum = 0;
-      for (let t = 0; t <= position; t++) {
-        let score = 0;
-        for (let i = 0; i < D; i++) score += qkv[from + i] * keys[t * C + from + i];
-        weights[t] = score / Math.sqrt(D);
-        highest = Math.max(highest, weights[t]);
-      }
-      for (let t = 0; t <= position; t++) sum += weights[t] = Math.exp(weights[t] - highest);
-      for (let t = 0; t <= position; t++) {
-        const weight = (weights[t] /= sum);
-        for (let i = 0; i < D; i++) y[from + i] += weight * values[t * C + from + i];
-      }
+      multiply(keys.subarray(from), C, qkv.subarray(from, from + D), weights);
+      const highest = weights.reduce((a, b) => Math.max(a, b));
+      let sum = 0;
+      for (let t = 0; t <= position; t++) sum += weights[t] = Math.exp((weights[t] - highest) / scale);
+      for (let t = 0; t <= position; t++) weights[t] /= sum;
+      multiply(values.subarray(from * T), T, weights, y.subarray(from, from + D));
       if (look && look.head === head) look.weights = Array.from(weights);
     }
     return this.linear(y, `${block}.attn.c_proj`, C);
