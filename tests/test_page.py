@@ -109,7 +109,7 @@ class Page:
     def __init__(self, browser, path):
         self.browser = browser
         browser.get(path.as_uri())
-        self.wait(lambda: "Loading …" not in self.texts(".status"))
+        self.wait(lambda: set(self.texts(".status")) == {"Ready."})
 
     def all(self, selector):
         return self.browser.find_elements("css selector", selector)
