@@ -25,8 +25,10 @@ from engine.config import auto
 from engine.config.checks import check_option, check_range
 from engine.config.settings import as_plain, settings_of
 from engine.errors import UserError
+from engine.kernels import build
 from engine.kernels.graph import CapturedStep
 from engine.machine.hardware import flops_per_token, peak_flops
+from engine.machine.threads import AdaptiveThreads
 from engine.optim.schedule import set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, report_unresponsive_ranks
@@ -72,7 +74,7 @@ class TrainerConfig:
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
-    threads: int | None = None  # CPU threads per process; null: the host's cores shared among its processes
+    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer while others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # true, false or auto: equal bit for bit from run to run, on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
@@ -262,6 +264,7 @@ class Trainer:
         batches = self._batches()
         self.optimizer.zero_grad()
         self.model.train()
+        threads = AdaptiveThreads(is_fixed=self._threads_are_fixed())
         try:
             while self.step < self.total_steps:
                 distributed.seed_step(self.config.seed, self.step, self.world)
@@ -279,9 +282,11 @@ class Trainer:
                     self.optimizer.zero_grad()
                     continue
                 self.step += 1
+                threads.adapt()
                 self.divergence.note(self.step, loss, norm)
                 yield loss, norm
         finally:
+            threads.close()
             batches.close()
 
     def _train_step(
@@ -385,6 +390,13 @@ class Trainer:
         x, y = self.train_dataset.batch(np.zeros(windows, np.int64))
         with auto.eagerly(self.choices), auto.autocast(self.choices):
             return self.bare(x.to(self.world.device), y.to(self.world.device))[1]
+
+    def _threads_are_fixed(self) -> bool:
+        is_cpu, dtype = self.world.device.type == "cpu", getattr(torch, self.choices["amp_dtype"])
+        if self.config.threads is not None or not is_cpu or self.world.size > 1:
+            return True
+        # Sums of plain PyTorch depend on the number of threads.
+        return build.library(dtype) is None
 
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]

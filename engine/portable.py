@@ -1,4 +1,4 @@
-"""What differs between systems and Pythons: file locks, signals, a process's peak memory, a check of argparse."""
+"""What differs between systems and Pythons: file locks, signals, what a process used, a check of argparse."""
 
 import argparse
 import contextlib
@@ -35,6 +35,11 @@ def peak_memory() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
+
+
+def preemptions() -> int:
+    """How often the system has taken a core from a thread of this process; 0 where it does not say it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0
 
 
 def signals(*names: str) -> list[signal.Signals]:

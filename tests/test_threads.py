@@ -1,0 +1,92 @@
+"""Fewer threads while other processes are busy; the result of a run does not depend on their number."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from char_dataset import CharDataset, DataConfig
+from engine import portable
+from engine.kernels import build
+from engine.machine import threads
+from engine.machine.threads import AdaptiveThreads
+from engine.parallel.distributed import join_processes
+from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
+from trainer import Trainer, TrainerConfig
+
+
+class Machine:
+    """Cores that other processes leave to this one, and a clock."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.cpu = self.preempted = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.cpu)
+        monkeypatch.setattr(threads, "time", clock)
+        monkeypatch.setattr(portable, "preemptions", lambda: int(self.preempted))
+
+    def run(self, adaptive: AdaptiveThreads, seconds: int, cores: float) -> list[int]:
+        """The numbers of threads in so many seconds of steps, of a quarter of a second each."""
+        numbers = []
+        for _ in range(4 * seconds):
+            wanted = torch.get_num_threads()
+            numbers.append(wanted)
+            self.now += 0.25
+            self.cpu += 0.25 * min(wanted, cores)
+            self.preempted += 0.25 * (150 if wanted > cores else 30)
+            adaptive.adapt()
+        return numbers
+
+
+def test_threads_leave_cores_to_busy_processes_and_come_back(monkeypatch):
+    torch.set_num_threads(4)
+    machine = Machine(monkeypatch)
+    adaptive = AdaptiveThreads(is_fixed=False)
+    assert set(machine.run(adaptive, 30, cores=4)) == {4}
+    numbers = machine.run(adaptive, 60, cores=2.3)
+    assert numbers[0] == 4 and max(numbers[12:]) == 3  # tried, and taken away again
+    assert numbers[12:].count(2) > 0.9 * len(numbers[12:])
+    assert machine.run(adaptive, 60, cores=4)[-1] == 4
+    machine.run(adaptive, 10, cores=1)
+    adaptive.close()
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("preempted", [0, 1000])
+def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
+    torch.set_num_threads(2)
+    machine = Machine(monkeypatch)
+    adaptive = AdaptiveThreads(is_fixed=bool(preempted))
+    for _ in range(10):
+        machine.now, machine.preempted = machine.now + 1, machine.preempted + preempted
+        adaptive.adapt()
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("arch, optimizer", [("modern", "muon"), ("gpt2", "adamw")])
+def test_a_change_of_threads_does_not_change_the_run(tmp_path, monkeypatch, arch, optimizer):
+    config = TrainerConfig(batch_size=8, max_epochs=None, max_steps=8, trackers=[], save_every=None)
+    if build.library(torch.float32) is None:
+        pytest.skip("without the C kernels, sums depend on the number of threads")
+    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(9000)))
+    results = []
+    for change in (0, 1):
+        data = DataConfig(path=str(tmp_path / "text.txt"), block_size=64)
+        train, _ = CharDataset(data).split()
+        torch.manual_seed(0)
+        shape = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, token_shift=arch == "modern")
+        model = GPT(GPTConfig(arch=arch, vocab_size=train.vocab_size, **shape))
+        optimizer_config = OptimizerConfig(name=optimizer, learning_rate=1e-2)
+        seen = []
+
+        def adapt(_, change=change, seen=seen):
+            seen.append(torch.get_num_threads())
+            torch.set_num_threads(1 + (seen[-1] - 1 + change) % 3)
+
+        monkeypatch.setattr(AdaptiveThreads, "adapt", adapt)
+        Trainer(
+            config, model, create_optimizer(model, optimizer_config), train,
+            run_dir=str(tmp_path / f"{change}"), world=join_processes("cpu", 1),
+        ).train()  # fmt: skip
+        assert set(seen) == ({1, 2, 3} if change else {1})
+        results.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
