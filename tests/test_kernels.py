@@ -103,7 +103,7 @@ def test_what_only_stands_for_a_tensor_is_left_to_torch(dtype):
 @both
 def test_heads_of_a_width_that_attention_is_not_written_for_are_left_to_torch(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "attention", lambda *_: pytest.fail("reads other heads"))
-    for n_head, n_embd in ((16, 528), (3, 144), (4, 64)):  # 33, 48 and 16 wide
+    for n_head, n_embd in ((16, 528), (2, 80), (4, 64)):  # 33, 40 and 16 wide
         model = build("gpt2", n_head=n_head, n_embd=n_embd)
         loss_and_gradient(model, torch.zeros(1, 40, dtype=torch.int64), dtype)
 
@@ -146,7 +146,7 @@ def result_and_gradient(function, x: torch.Tensor, g: torch.Tensor):
 @both
 @pytest.mark.parametrize("turned, size", [(True, 1), (True, 8), (False, 1), (False, 4)])
 @pytest.mark.parametrize(
-    "B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 96)]
+    "B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 48)]
 )
 def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_the_weights_of_the_gradient_add_up_to_one_however_large_the_scores(dtyp
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
     "B, past, H, D",
-    [(2, 49, 2, 32), (1, 0, 2, 64), (3, 15, 1, 96), (2, 16, 2, 32), (64, 70, 4, 32)],
+    [(2, 49, 2, 32), (1, 0, 2, 64), (3, 15, 1, 48), (2, 16, 2, 32), (64, 70, 4, 32)],
 )
 def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, turned):
     """It changes its own place in the cache, and no other."""

@@ -225,7 +225,8 @@ static void read_head(long T, long padded, long D, long stride, const real *x, c
         vector squares = broadcast(0);
         for (long d = 0; d < D; d += LANES) squares += load(from + d) * load(from + d);
         r[t] = 1 / sqrtf(sum_of(squares) / D + NORM_EPS);
-        for (long d = 0; d < half; d += LANES) {
+        for (long i = 0; i < half; i += LANES) {
+            long d = i < half - LANES ? i : half - LANES;  // the last ones may overlap
             vector a = load(from + d), b = load(from + d + half);
             vector c = get(cosine + t * half + d) * r[t];
             vector s = get(sine + t * half + d) * r[t];
@@ -253,7 +254,8 @@ static void write_gradient(long T, long D, long stride, const float *g, float fa
         for (long d = 0; d < D; d += LANES) dots += get(from + d) * load(made + d);
         float mean = -sum_of(dots) / D;
         float whole = r[t] * factor;
-        for (long d = 0; d < half; d += LANES) {
+        for (long i = 0; i < half; i += LANES) {
+            long d = i < half - LANES ? i : half - LANES;
             vector a = get(from + d), b = get(from + d + half);
             a = load(made + d) * mean + a;
             b = load(made + d + half) * mean + b;

@@ -204,7 +204,12 @@ def _choose_kernel(
         return _torch_attention
     if pdrop:  # on a CPU, torch's fused attention has no dropout
         return None
-    if width % (2 * native.WIDTH) == 0 and native.supports(qkv) and _fits(rotation, S, width):
+    if (
+        width >= 2 * native.WIDTH
+        and width % native.WIDTH == 0
+        and native.supports(qkv)
+        and _fits(rotation, S, width)
+    ):
         if cache is None:
             return _native_attention
         if S == 1 and qkv.dtype is cache.keys.dtype and not torch.is_grad_enabled():
