@@ -11,18 +11,21 @@ log = logging.getLogger("gpt")
 PERIOD = 1.0  # seconds between decisions
 LOST = 0.4  # cores that the threads could not use, and
 PREEMPTIONS = 50  # a second, from which on other processes are busy
-RETRY = 20.0  # seconds
+RETRY = (2.0, 32.0)  # seconds until one more thread is tried: at first, and after trials in vain
+IN_VAIN = 10.0  # seconds within which a thread that was tried is taken away again
 
 
 class AdaptiveThreads:
-    """Takes away one of torch's threads while other processes are busy, and tries one more every 20 s. An
-    operation ends when its slowest thread does, so a thread that waits for a core holds up all others.
+    """Takes away one of torch's threads while other processes are busy, and tries one more from time to time,
+    less often after each trial in vain (exponential backoff). An operation ends when its slowest thread does,
+    so a thread that waits for a core holds up all others.
     """
 
     def __init__(self, is_fixed: bool):
         self.is_fixed, self.most = is_fixed, torch.get_num_threads()
         self.was_logged = False
-        self.changed = time.perf_counter()
+        self.changed, self.tried = time.perf_counter(), -IN_VAIN
+        self.retry = RETRY[0]
         self._start()
 
     def _start(self) -> None:
@@ -41,13 +44,17 @@ class AdaptiveThreads:
         preemptions = (portable.preemptions() - self.preemptions) / seconds
         if threads > 1 and lost > LOST and preemptions > PREEMPTIONS:
             torch.set_num_threads(threads - 1)
-            self.changed = now
+            was_tried = now - self.tried < IN_VAIN
+            self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
+            self.changed, self.tried = now, -IN_VAIN
             if not self.was_logged:
                 log.info("threads     %d of %d: other processes are busy", threads - 1, self.most)
                 self.was_logged = True
-        elif threads < self.most and now - self.changed > RETRY:
+        elif threads < self.most and now - self.changed > (
+            IN_VAIN if self.changed == self.tried else self.retry
+        ):
             torch.set_num_threads(threads + 1)
-            self.changed = now
+            self.changed = self.tried = now
         self._start()
 
     def close(self) -> None:
