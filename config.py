@@ -24,7 +24,6 @@ from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
 from engine.parallel.distributed import World, gather, launched_size
-from engine.parallel.launch import LaunchConfig
 from engine.run.plan import check_shares
 from engine.snapshots.storage import is_local
 from model import ARCHITECTURE, GPTConfig
@@ -43,7 +42,6 @@ class Config:
     model: GPTConfig = field(default_factory=GPTConfig)  # architecture and size
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # optimizer and learning rate
     trainer: TrainerConfig = field(default_factory=TrainerConfig)  # the training loop
-    launch: LaunchConfig = field(default_factory=LaunchConfig)  # how many processes; may differ between starts
     init_from: str | None = None  # pretrained weights: a snapshot, a run directory, or one that export.py wrote
     samples: bool = True  # sample text at the log lines 1, 4, 16, 64, ... and the last, into metrics.jsonl
     report: bool = True  # write report.html into run_dir at the end
@@ -116,10 +114,8 @@ def validate(composed: DictConfig) -> Config:
             f"trainer.snapshot_path={path}: all jobs of the sweep would share it; make it relative, or "
             "include ${run_dir}"
         )
-    if launched_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        config.launch.check_starts_none()
     if config.trainer.batch_size is not None:
-        check_shares(config.trainer.batch_size, launched_size() * config.launch.processes())
+        check_shares(config.trainer.batch_size, launched_size())
     return config
 
 
@@ -141,12 +137,8 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
 
 
 def plain(config: Config) -> dict:
-    """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file; without
-    `launch`, which may differ from start to start.
-    """
-    result = cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
-    del result["launch"]
-    return result
+    """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file."""
+    return cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
 
 
 def help_text() -> str:

@@ -1,7 +1,7 @@
 """Trains a character-level GPT.
 
     python main.py                                         one process; the recipe for this machine
-    python main.py launch.nproc_per_node=gpu               a process for every GPU of this machine
+    torchrun --standalone --nproc_per_node=gpu main.py     a process for every GPU of this machine
     torchrun --standalone --nproc_per_node=2 main.py       two processes, on GPUs or CPU cores
     srun python main.py                                    a process for every task of a SLURM job
     python main.py experiment=mingpt_ddp                   a named recipe; see conf/experiment/
@@ -31,13 +31,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from config import SCHEMA, Config, compose, help_text, plain, validate
 from engine import portable
-from engine.config.overrides import with_recipe, worker_arguments
+from engine.config.overrides import with_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
 from engine.optim.schedule import learning_rate_factor
-from engine.parallel import distributed, launch, slurm
+from engine.parallel import distributed
 from engine.parallel.distributed import join_processes
-from engine.reports.history import Run
+from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
 from engine.signals import Stopped
@@ -73,9 +73,7 @@ def train(composed: DictConfig) -> float | None:
     held-out loss, nats per character. Raises `UserError`.
     """
     log_to_console()
-    config = validate(composed)
-    config.launch.check_starts_none()
-    return run_training(config, time.monotonic())
+    return run_training(validate(composed), time.monotonic())
 
 
 def run_training(config: Config, started: float) -> float | None:
@@ -126,23 +124,17 @@ def run_training(config: Config, started: float) -> float | None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 @record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
-    """Trains as composed, in this process or in those that `launch` asks for."""
-    log_to_console()  # of a worker of submitit
+    """Trains as composed, in this process."""
     hydra_config = HydraConfig.get()
     if hydra_config.runtime.output_dir != os.getcwd():
         composed.run_dir = hydra_config.runtime.output_dir  # which Hydra chose for a sweep's job
-    try:
-        with slurm.submitit_job(distributed.leave):
-            config = validate(composed)
-            if not config.launch.starts_others():
-                is_job = hydra_config.mode == RunMode.MULTIRUN  # each of which has the time
-                return run_training(config, time.monotonic() if is_job else signals.started)
-            launch.start(config.launch, __file__, worker_arguments(hydra_config, config.run_dir))
-            return Run(config.run_dir).last_loss
+    is_job = hydra_config.mode == RunMode.MULTIRUN
+    try:  # each job of a sweep has the whole time
+        return run_training(validate(composed), time.monotonic() if is_job else signals.started)
     except Stopped as stopped:  # also ends the other jobs of a sweep
         distributed.leave(stopped.status)
     except UserError as error:
-        if hydra_config.mode != RunMode.MULTIRUN:
+        if not is_job:
             fail(error)
         log.error("%s", error)
         raise  # Hydra runs the other jobs first
@@ -157,8 +149,7 @@ def run() -> None:
             print(__doc__, help_text(), sep="\n")
             return
         if {"-m", "--multirun"} & set(arguments):
-            launch.check_sweep(arguments)
-            slurm.share_imports(os.path.dirname(__file__))
+            check_sweep(arguments)
         sys.argv[1:] = with_recipe(arguments)
         SCHEMA.check(sys.argv[1:])
         portable.accept_hydra()

@@ -111,7 +111,7 @@ def choose_sizes(
     elif sizing.is_needed(config):
         chosen = sizing.choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
         if HydraConfig.initialized():
-            own = ("launch.", *(f"{key_of(override)}=" for override in chosen))
+            own = (f"{key_of(override)}=" for override in chosen)
             typed = without(HydraConfig.get().overrides.task, *own)
             chosen = ["python", "main.py", *typed, *chosen]
         log.info("sizing      the same again: %s", shlex.join(chosen))
@@ -196,7 +196,7 @@ def record_run(config: Config, trainer: Trainer) -> None:
         config.run_dir,
         trainer.world,
         trainer.step,
-        total_steps=trainer.total_steps,
+        total_steps=trainer.plan.total_steps,
         precision=trainer.choices["amp_dtype"],
         compiled=trainer.choices["compile"],
         parameters=sum(parameter.numel() for parameter in trainer.parameters),

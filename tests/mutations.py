@@ -457,13 +457,6 @@ MUTATIONS = [
         "test_text.py::test_a_text_is_encoded_alike_in_memory_and_in_the_cache",
     ),
     Mutation(
-        "a .zst file that was cut off is taken for a complete one",
-        "engine/text/sources.py",
-        "if frame is not None:",
-        "if False:",
-        "test_text.py::test_a_compressed_text_that_was_cut_off_is_refused",
-    ),
-    Mutation(
         "half a line stays in the metrics on a full disk",
         "engine/run/metrics.py",
         "os.ftruncate(self.file, size)",

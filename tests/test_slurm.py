@@ -1,9 +1,8 @@
-"""Under SLURM, without a cluster: the variables that its manual pages give the processes of a step,
-an `srun` that starts processes of this machine, and submitit with that and with its local executor.
+"""Under SLURM, without a cluster: the variables that its manual pages give the processes of a step, and
+an `srun` that starts processes of this machine.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, metrics, start, wait_until
-from test_crashes import LONG, begin, lines
+from test_crashes import LONG, lines
 
 from engine.errors import UserError
 from engine.parallel import distributed, slurm
@@ -241,97 +240,3 @@ def test_a_sweep_under_srun_is_refused(tmp_path):
     arguments = ["-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path}"]
     result = start(*arguments, env={**SRUN, "SLURM_PROCID": "0"})
     assert result.returncode == 1 and "without a launcher" in result.stderr
-
-
-# --- submitit ---
-
-
-@pytest.fixture
-def submitit():
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    return ["-m", "hydra/launcher=submitit_local"]
-
-
-def logs(sweep: Path, stream: str = "out") -> str:
-    """What the tasks of all jobs of a sweep printed."""
-    return "".join(p.read_text() for p in sorted(sweep.glob(f".submitit/*/*_log.{stream}")))
-
-
-def job_of(sweep: Path) -> Path:
-    """The directory of the one job of a sweep; where it will be, before there is one."""
-    return next((path.parent for path in sweep.glob("*/metrics.jsonl")), sweep / "job")
-
-
-def tasks_of(sweep: Path) -> list[int]:
-    """The processes of the one job of a sweep, in the order of their ranks."""
-    controller = next(path.name for path in sweep.glob(".submitit/[0-9]*"))
-    listed = subprocess.run(["pgrep", "-P", controller], capture_output=True, text=True, timeout=30)
-    return [int(pid) for pid in listed.stdout.split()]
-
-
-def test_each_task_of_a_job_of_submitit_is_a_rank_and_a_bad_job_is_said(submitit, tmp_path):
-    sweep, two = tmp_path / "run.sweep", "hydra.launcher.tasks_per_node=2"
-    arguments = [*submitit, two, *TINY, "model.n_head=2,3", f"run_dir={tmp_path / 'run'}"]
-    result = start(*arguments, cwd=tmp_path)  # not where our files are
-    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
-    assert "error: model.n_embd=16: must be divisible by model.n_head=3" in result.stderr
-    assert len(list(sweep.glob("*/gpt_snapshot.pt"))) == 1  # of the other
-    assert "2 processes x 6 micro-batch" in logs(sweep)
-    assert logs(sweep).count("step 6/6 | held-out loss") == 1  # of rank 0 alone
-    assert len(metrics(job_of(sweep), "val")[-1]["rank_losses"]) == 2
-    assert "held-out loss" in (job_of(sweep) / "main.log").read_text()
-    assert not re.search("Traceback|terminate|Exception", logs(sweep, "err")), logs(sweep, "err")
-
-
-@pytest.mark.slow
-def test_submitit_hands_a_sweep_to_slurm_whose_tasks_are_ranks(submitit, cluster, tmp_path):
-    sweep = tmp_path / "run.sweep"
-    options = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"]
-    result = start("-m", *options, *TINY, f"run_dir={tmp_path / 'run'}", env=cluster)
-    assert result.returncode == 0, result.stderr + logs(sweep, "err")
-    script = next(sweep.glob(".submitit/*/*_submission.sh")).read_text()
-    assert "#SBATCH --ntasks-per-node=2" in script and "#SBATCH --signal=USR2@120" in script
-    assert "2 processes x 6 micro-batch" in logs(sweep)
-    assert logs(sweep).count("step 6/6 | held-out loss") == 1  # of rank 0 alone
-    assert not re.search("Traceback|terminate|Exception", logs(sweep, "err")), logs(sweep, "err")
-
-
-@pytest.fixture
-def started(submitit, tmp_path):
-    """A sweep of one long job with two tasks, which trains."""
-    sweep, two = tmp_path / "run.sweep", "hydra.launcher.tasks_per_node=2"
-    process = begin(*submitit, two, *LONG, f"run_dir={tmp_path / 'run'}")
-    try:
-        wait_until(lambda: lines(job_of(sweep)) > 5, process)
-        yield process, sweep
-    finally:
-        for pid in tasks_of(sweep):
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
-        process.wait(timeout=30)
-
-
-@pytest.mark.slow
-def test_a_job_of_submitit_whose_time_is_up_resumes_in_its_next_turn(started):
-    process, sweep = started
-    for pid in tasks_of(sweep):  # as SLURM sends it, to all tasks
-        os.kill(pid, signal.SIGUSR2)
-    wait_until(lambda: "resuming from" in logs(sweep), process)
-    step = int(re.search(r"SIGUSR2: stopped after step (\d+) of 100000", logs(sweep))[1])
-    assert f"gpt_snapshot.pt, step {step}" in logs(sweep)
-    before = lines(job_of(sweep))
-    wait_until(lambda: lines(job_of(sweep)) > before + 5, process)
-
-
-@pytest.mark.slow  # submitit waits 15 s for a result
-def test_a_job_of_submitit_that_is_ended_saves_and_the_sweep_says_so(started):
-    process, sweep = started
-    for pid in tasks_of(sweep):
-        os.kill(pid, signal.SIGTERM)
-    out = process.communicate(timeout=60)[0].splitlines()
-    assert process.returncode == 1
-    step = load(str(job_of(sweep) / "gpt_snapshot.pt")).step
-    assert f"SIGTERM: stopped after step {step} of 100000" in logs(sweep)
-    (error,) = [line for line in out if line.startswith("error: ")]
-    assert error.startswith("error: Job ") and "has not produced any output" in error
-    assert out[-1].endswith("stopped")  # the table of the sweep

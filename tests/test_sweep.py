@@ -11,7 +11,6 @@ from test_crashes import LONG, begin, lines
 from engine.config.overrides import job_name
 from engine.reports.history import Run
 from engine.reports.sweep import read_jobs, table
-from engine.snapshots.storage import load
 
 
 def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "finished") -> Run:
@@ -23,21 +22,16 @@ def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "fi
     return run
 
 
-def test_a_sweep_of_several_processes_a_job_ends_with_its_table(tmp_path):
+def test_a_sweep_ends_with_its_table(tmp_path):
     run = tmp_path / "run"
-    result = start(
-        *["-m", "launch.nproc_per_node=2", *TINY],
-        *["optimizer.learning_rate=1e-3,1e-2", f"run_dir={run}"],
-    )
+    result = start("-m", *TINY, "optimizer.learning_rate=1e-3,1e-2", f"run_dir={run}")
     assert result.returncode == 0, result.stderr
     jobs = read_jobs(f"{run}.sweep")
-    assert not any(o.startswith("launch.") for job in jobs for o in job.job["overrides"])
     assert [job.job["overrides"][-2] for job in jobs] == [
         "optimizer.learning_rate=0.01",
         "optimizer.learning_rate=0.001",
     ]
     for found in jobs:
-        assert load(f"{found.path}/gpt_snapshot.pt").processes == 2
         losses = {line["loss"]: line["step"] for line in metrics(Path(found.path), "val")}
         assert (found.step, found.job["status"]) == (6, "finished")
         best = found.best
@@ -76,17 +70,9 @@ def test_different_jobs_have_different_directories_and_the_same_job_has_its_own(
     names = [job_name(job) for job in jobs]
     assert len(set(names)) == len(names) and all(8 < len(name) <= 120 for name in names)
     assert all(re.fullmatch(r"[\w.,=+-]+", name) for name in names)
-    assert job_name(["b=2", "launch.nproc_per_node=2", "a=1"]) == job_name(["a=1", "b=2"])
+    assert job_name(["b=2", "a=1"]) == job_name(["a=1", "b=2"])
     swept = [job_name([f"a={a}", f"b={b}"], "b") for a in (1, 2) for b in (1, 2)]
     assert len(set(swept)) == 4 and [name[:4] for name in swept] == ["b=1-", "b=2-"] * 2
-
-
-def test_a_sweep_over_how_a_run_is_started_is_refused(tmp_path):
-    result = start("-m", *TINY, "launch.nproc_per_node=1,2", f"run_dir={tmp_path / 'run'}")
-    assert result.returncode == 1 and list(tmp_path.iterdir()) == []
-    assert result.stderr.startswith(
-        "error: launch.nproc_per_node=1,2: cannot differ between the jobs"
-    )
 
 
 def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_path):
@@ -100,22 +86,8 @@ def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_p
     ]
 
 
-@pytest.mark.slow
-def test_a_job_of_several_processes_that_fails_stops_no_other(tmp_path):
-    texts = f"data.path={tmp_path / 'none.txt'},pydoc:topics"
-    result = start("-m", *TINY, "launch.nproc_per_node=2", texts, f"run_dir={tmp_path / 'run'}")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "none.txt: no such file" in result.stderr
-    assert [job.job["status"] for job in read_jobs(f"{tmp_path / 'run'}.sweep")] == [
-        "finished",
-        "failed",
-    ]
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(processes, tmp_path):
-    settings = [*LONG, f"launch.nproc_per_node={processes}", f"run_dir={tmp_path / 'run'}"]
-    process = begin("-m", *settings, "trainer.seed=1,2")
+def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(tmp_path):
+    process = begin("-m", *LONG, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}")
     wait_until(lambda: any(lines(p) > 5 for p in tmp_path.glob("run.sweep/*/")), process)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
@@ -123,13 +95,13 @@ def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(proces
     assert "Traceback" not in out and "SIGTERM: stopped after step" in out
     assert out.splitlines()[-1].endswith("stopped")
     (stopped,) = read_jobs(f"{tmp_path / 'run'}.sweep")
-    assert stopped.job["overrides"][-1] == "trainer.seed=1" and stopped.step > 5
+    assert "trainer.seed=1" in stopped.job["overrides"] and stopped.step > 5
 
 
-def test_a_sweep_under_a_launcher_is_refused_with_the_command_that_works(tmp_path):
+def test_a_sweep_under_a_launcher_is_refused(tmp_path):
     result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}", nproc=2)
     assert result.returncode != 0
-    assert "start it with python main.py -m launch.nproc_per_node=2 ..." in result.stderr
+    assert "start it with python main.py -m, without a launcher" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

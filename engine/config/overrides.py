@@ -39,7 +39,6 @@ USUAL_NAMES = {
     **dict.fromkeys(("batch", "bs"), "trainer.batch_size"),
     **dict.fromkeys(("num_workers", "workers"), "trainer.data_loader_workers"),
     **dict.fromkeys(("eval_interval", "eval_iters"), "trainer.eval_every_steps"),
-    **dict.fromkeys(("gpus", "nproc"), "launch.nproc_per_node"),
 }
 
 
@@ -49,30 +48,13 @@ def key_of(override: str) -> str:
 
 
 def without(overrides: Iterable[str], *prefixes: str) -> list[str]:
-    """The overrides that do not start with one of `prefixes`, such as `launch.` or `run_dir=`."""
+    """The overrides that do not start with one of `prefixes`, such as `run_dir=`."""
     return [o for o in overrides if not o.lstrip("+~").startswith(prefixes)]
 
 
 def quoted(value: str) -> str:
     """`value` as Hydra reads it back, whatever is in it."""
     return QuotedString(value, Quote.single).with_quotes()
-
-
-def worker_arguments(hydra: Any, run_dir: str) -> list[str]:
-    """The command line of a child process, which composes the same configuration in `run_dir`; `hydra`
-    is Hydra's own configuration.
-    """
-    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
-    return [
-        *("--config-path", sources["main"], "--config-name", hydra.job.config_name),
-        *(("--config-dir", sources["command-line"]) if "command-line" in sources else ()),
-        *(o for o in hydra.overrides.hydra if o.lstrip("+").startswith("hydra.searchpath=")),
-        "experiment=null",  # a worker must not choose a recipe
-        *without(hydra.overrides.task, "launch."),
-        f"run_dir={quoted(run_dir)}",
-        "launch.nproc_per_node=1",  # which a recipe may set, too
-        "launch.max_restarts=0",
-    ]
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
@@ -119,9 +101,9 @@ def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
 
 def job_name(overrides: list[str], swept: str = "") -> str:
     """Directory name of a sweep's job: its swept overrides, whose keys are in `swept` (separated by spaces;
-    all without it), and a digest of all, ignoring those of `launch`.
+    all without it), and a digest of all.
     """
-    own = sorted(without(overrides, "launch."))
+    own = sorted(overrides)
     shown = ",".join(o for o in own if not swept or key_of(o) in swept.split()) or "defaults"
     digest = hashlib.sha256(",".join(own).encode()).hexdigest()
     return re.sub(r"[^\w.,=+-]", "_", shown)[:100] + f"-{digest[:8]}"
@@ -137,7 +119,6 @@ def text_name(path: Any) -> str:
     return next((name for name in reversed(names) if name.strip("_")), "text")
 
 
-# At import: a submitit worker names its directory before it calls anything of this application.
 OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 OmegaConf.register_new_resolver("text_name", text_name, replace=True)
 

@@ -1,6 +1,6 @@
-"""Parallel training: process group, sharded models, and the launchers that start the ranks.
+"""Parallel training: process group, sharded models, the variables of launchers.
 
-Offers `distributed` (rank, device, collectives), `sharding` (DDP or FSDP2 around a model), `launch`
-(several processes from one command) and `slurm` (srun and submitit); `rendezvous` is for `distributed`
-alone. Knows neither the model, the run directory nor the configuration.
+Offers `distributed` (rank, device, collectives), `sharding` (DDP or FSDP2 around a model) and `slurm`
+(srun's variables as torchrun's); `rendezvous` is for `distributed` alone. Knows neither the model, the
+run directory nor the configuration.
 """

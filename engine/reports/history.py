@@ -89,7 +89,7 @@ class Run:
     def changes(self) -> list[str]:
         """The overrides of all starts that affect the loss by more than another seed does."""
         typed = dict.fromkeys(o for start in self.starts for o in start["overrides"] or ())
-        return [o for o in without(typed, "experiment=", "launch.") if key_of(o) not in IRRELEVANT]
+        return [o for o in without(typed, "experiment=") if key_of(o) not in IRRELEVANT]
 
 
 def name_runs(runs: list[Run]) -> list[str]:

@@ -2,8 +2,7 @@
 
     python main.py -m optimizer.learning_rate=1e-3,3e-3 trainer.seed=1,2,3
 
-Everything is read from the directories of the jobs, so it does not matter which of Hydra's
-launchers ran them, when, or where.
+Everything is read from the directories of the jobs, whichever of Hydra's launchers ran them.
 """
 
 import atexit
@@ -19,15 +18,26 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
-from engine.config.overrides import quoted, without
+from engine.config.overrides import quoted
+from engine.errors import UserError
 from engine.files import atomic_write
-from engine.parallel.distributed import launched_rank
-from engine.parallel.slurm import export_torchrun_env
+from engine.parallel.distributed import launched_size
 from engine.reports.history import Run, name_runs, seed_means
 from engine.run.directory import JOB, relative_path
 from engine.run.progress import format_loss
 
 log = logging.getLogger("gpt")
+
+
+def check_sweep(arguments: list[str]) -> None:
+    """Raises `UserError` for a sweep under a launcher, or one that is only to be printed."""
+    if launched_size() > 1:
+        raise UserError(
+            "-m: the jobs of a sweep run one after another, in one process: start it with python main.py -m, "
+            "without a launcher"
+        )
+    if {"--cfg", "-c"} & set(arguments):
+        raise UserError("--cfg: prints one configuration; leave out -m")
 
 
 class Sweep(Callback):
@@ -52,7 +62,6 @@ class Sweep(Callback):
         atexit.register(log_results, os.path.abspath(sweep_dir))
 
     def on_job_start(self, config: DictConfig, **_) -> None:
-        export_torchrun_env()  # a task of submitit has no rank yet
         write_status(config, "stopped")  # unless it ends otherwise
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_) -> None:
@@ -61,10 +70,10 @@ class Sweep(Callback):
 
 
 def write_status(config: DictConfig, status: str) -> None:
-    """Writes `job.yaml`, the overrides and the status of a sweep's job, on rank 0."""
-    if config.hydra.mode != RunMode.MULTIRUN or launched_rank() != 0:
+    """Writes `job.yaml`, the overrides and the status of a sweep's job."""
+    if config.hydra.mode != RunMode.MULTIRUN:
         return
-    overrides = without(list(config.hydra.overrides.task), "launch.")
+    overrides = list(config.hydra.overrides.task)
     with atomic_write(os.path.join(config.hydra.runtime.output_dir, JOB)) as file:
         yaml.safe_dump({"overrides": overrides, "status": status}, file)
 

@@ -67,10 +67,6 @@ def command_line() -> Iterator[None]:
         fail(explain(error))
     except UserError as error:
         fail(error)
-    except RuntimeError as error:
-        if not type(error).__module__.startswith("submitit."):
-            raise
-        fail(" ".join(str(error).splitlines()[:2]))  # the rest is what the job has printed
     except OSError as error:
         given = any(a.startswith(("hydra.", "-m", "--multirun")) for a in sys.argv)
         if error.filename is None or not given:

@@ -80,9 +80,6 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
             matches = fsspec.open_files(name, "rb", compression="infer", **options)
         if not matches:
             raise Unreadable(f"{name}: no file matches this pattern")
-        for file in matches:
-            if file.path.endswith(".zst"):  # fsspec infers it only where zstandard is installed
-                file.compression = "zstd"
         files += matches
     return files
 
@@ -113,11 +110,12 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
             raise UserError(
                 f"{name}: use zip://NAME::{name}, or zip://*::{name} for all files in it"
             )
+        if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
+            raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
         size = None if file.compression else file.fs.info(file.path).get("size")
-        is_zst = file.compression == "zstd"
-        with OpenFile(file.fs, file.path, "rb", None if is_zst else file.compression) as stream:
+        with OpenFile(file.fs, file.path, "rb", file.compression) as stream:
             count, logged = 0, time.monotonic()
-            for piece in read_zst(stream) if is_zst else iter(lambda: stream.read(PIECE), b""):
+            for piece in iter(lambda: stream.read(PIECE), b""):
                 count += len(piece)
                 if time.monotonic() - logged > PROGRESS_S:
                     logged = time.monotonic()
@@ -126,25 +124,6 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
                 yield piece
             if size not in (None, count) and not is_local(file):
                 raise EOFError(f"{count} of {size} bytes received")
-
-
-def read_zst(stream: Any) -> Iterator[bytes]:
-    """Yields the content of a .zst file; fsspec's reader stops after its first frame, and does not
-    notice where a file was cut off.
-    """
-    from zstandard import ZstdDecompressor
-
-    frame = None
-    while compressed := stream.read(2**14):  # small, as it may expand a thousandfold
-        while compressed:
-            frame = frame or ZstdDecompressor().decompressobj()
-            if piece := frame.decompress(compressed):
-                yield piece
-            compressed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("the file ends within a zstd frame")
 
 
 def read_text(
