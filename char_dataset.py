@@ -381,19 +381,25 @@ class MicroBatches:
 
 
 def prefetch(
-    batches: MicroBatches, first: int, last: int, workers: int, pinned: bool
+    batches: MicroBatches, first: int, last: int, workers: int, device: torch.device
 ) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro-batches `first` to `last` (excluded) as `(x, y)`, up to two per thread cut in advance; without
-    `workers`, each is cut when it is asked for. `pinned` puts them into page-locked memory, from which a
-    GPU copies without waiting. Closing the generator ends its threads.
+    """Prefetch: micro-batches `first` to `last` (excluded) as `(x, y)` on `device`, up to two per thread cut
+    in advance; without `workers`, each when it is asked for. Closing the generator ends its threads.
     """
+    is_cuda = device.type == "cuda"
 
     def cut(k: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = batches[k]
-        return (x.pin_memory(), y.pin_memory()) if pinned else (x, y)
+        # From page-locked memory a GPU copies without waiting.
+        return (x.pin_memory(), y.pin_memory()) if is_cuda and workers else (x, y)
+
+    def move(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = batch
+        return x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
 
     if not workers:
-        yield from map(cut, range(first, last))
+        for k in range(first, last):
+            yield move(cut(k))
         return
     pool = ThreadPoolExecutor(workers, "batches")
     try:
@@ -401,8 +407,8 @@ def prefetch(
         for k in range(first, last):
             pending.append(pool.submit(cut, k))
             if len(pending) == 2 * workers:
-                yield pending.popleft().result()
+                yield move(pending.popleft().result())
         while pending:
-            yield pending.popleft().result()
+            yield move(pending.popleft().result())
     finally:
         pool.shutdown(cancel_futures=True)

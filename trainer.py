@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -193,15 +192,12 @@ class Trainer:
         auto.apply(self.choices, bare)
         amp_dtype = self.choices["amp_dtype"]
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == "float16")
-        # A sharded model is not tried: a rank that ran out of memory would leave the others waiting.
-        is_tried = memory.is_refused(device) and not sharding.is_sharded(bare)
-        if config.micro_batch_size is None and is_tried:
+        if config.micro_batch_size is None and memory.can_be_tried(bare, device):
             known = earlier.get("micro_batch_size", self.plan.micro_batch_size)
-            windows = memory.largest_micro_batch(
-                self.plan.with_micro_batch(known), bare, self._trial_loss, self.world
+            self.plan = memory.fit_micro_batch(
+                self.plan.with_micro_batch(known), bare, train_dataset, self.choices, self.world
             )
-            self.choices["micro_batch_size"] = windows
-            self.plan = self.plan.with_micro_batch(windows)
+            self.choices["micro_batch_size"] = self.plan.micro_batch_size
         every, has_text = config.eval_every_steps, test_dataset is not None
         self.evaluations = Evaluations(self.plan, every, config.patience, has_text, is_pretrained)
         peak = peak_flops(device) if amp_dtype != "float32" else None
@@ -222,10 +218,6 @@ class Trainer:
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
 
-    @property
-    def total_steps(self) -> int:
-        return self.plan.total_steps
-
     # ----------------------------------------------------------------------------------------------
     # The loop
 
@@ -235,7 +227,8 @@ class Trainer:
         Raises `Stopped` if a signal asked for it, and `UserError` if the numbers stop being finite or
         snapshots cannot be written; the snapshots saved before stay.
         """
-        if self._is_finished():
+        if self._is_over() and not self.evaluations.is_due(self.step):
+            self.training_log.log_finished(self.step, self.evaluations.last)
             return self.evaluations.last_loss
         with self._running() as steps:
             try:
@@ -246,10 +239,9 @@ class Trainer:
                     loss, grad_norm = next(steps)
                     self._log_step(loss, grad_norm)
                     self._save(self._evaluate())
-                if self.step < self.total_steps:
-                    log.info(
-                        "no lower held-out loss in the last %d evaluations", self.config.patience
-                    )
+                if self.step < self.plan.total_steps:
+                    patience = self.config.patience
+                    log.info("no lower held-out loss in the last %d evaluations", patience)
                 self.requests.finish()
             except Stopped as stopped:
                 self._stop(stopped)
@@ -264,11 +256,14 @@ class Trainer:
         batches = self._batches()
         self.optimizer.zero_grad()
         self.model.train()
-        threads = AdaptiveThreads(is_fixed=self._threads_are_fixed())
+        # Sums of plain PyTorch depend on the number of threads; those of the kernels do not.
+        has_kernels = build.library(getattr(torch, self.choices["amp_dtype"])) is not None
+        may_adapt = self.world.device.type == "cpu" and self.world.size == 1 and has_kernels
+        threads = AdaptiveThreads(is_fixed=self.config.threads is not None or not may_adapt)
         try:
-            while self.step < self.total_steps:
+            while self.step < self.plan.total_steps:
                 distributed.seed_step(self.config.seed, self.step, self.world)
-                set_learning_rate(self.optimizer, self.schedule(self.step, self.total_steps))
+                set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
                 try:
                     with auto.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
@@ -322,28 +317,13 @@ class Trainer:
     def _micro_batches(
         self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The next step's micro-batches of `batches`, on the device."""
+        """The next step's micro-batches of `batches`, with a chance to stop before each."""
         for _ in range(self.plan.accumulation):
             self.requests.check()
-            x, y = next(batches)
-            device = self.world.device
-            is_async = device.type == "cuda"
-            yield x.to(device, non_blocking=is_async), y.to(device, non_blocking=is_async)
-
-    def _is_finished(self) -> bool:
-        if not self._is_over() or self.evaluations.is_due(self.step):
-            return False
-        if self.evaluations.last:
-            log.info("held-out loss %.4f at step %d", *self.evaluations.last)
-        is_early = self.step < self.total_steps
-        log.info(
-            "this run is finished: %d of %d steps; to train longer, raise %s", self.step, self.total_steps,
-            "trainer.patience" if is_early else "trainer.max_steps, max_epochs or max_minutes",
-        )  # fmt: skip
-        return True
+            yield next(batches)
 
     def _is_over(self) -> bool:
-        return self.step >= self.total_steps or self.evaluations.patience_is_over(self.step)
+        return self.step >= self.plan.total_steps or self.evaluations.patience_is_over(self.step)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Generator[tuple[torch.Tensor, torch.Tensor]]]:
@@ -365,18 +345,16 @@ class Trainer:
 
     def _batches(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches from the next step to the end of the run."""
-        config, accumulation, world = self.config, self.plan.accumulation, self.world
-        workers, is_cuda = config.data_loader_workers, world.device.type == "cuda"
-        batches = MicroBatches(self.train_dataset, config.seed, self.plan, world.rank)
-        first, last = self.step * accumulation, self.total_steps * accumulation
-        return prefetch(batches, first, last, workers, pinned=is_cuda and workers > 0)
+        config, plan, world = self.config, self.plan, self.world
+        batches = MicroBatches(self.train_dataset, config.seed, plan, world.rank)
+        first, last = self.step * plan.accumulation, plan.total_steps * plan.accumulation
+        return prefetch(batches, first, last, config.data_loader_workers, world.device)
 
     def _open_files(self) -> None:
         self.snapshots.open((*HISTORY, *trackers.HISTORY))
-        names, run_dir = self.config.trackers, self.snapshots.run_dir
-        self.training_log.open(
-            run_dir, self.step, self.evaluations.is_done(self.step), names, self.run_config
-        )
+        evaluated, names = self.evaluations.is_done(self.step), self.config.trackers
+        run_dir, settings = self.snapshots.run_dir, self.run_config
+        self.training_log.open(run_dir, self.step, evaluated, names, settings)
         self.on_start()
 
     @torch.no_grad()
@@ -385,22 +363,9 @@ class Trainer:
         with auto.eagerly(self.choices), auto.autocast(self.choices):
             return torch.stack([self.model(x, y)[1] for x, y in micro_batches]).mean()
 
-    def _trial_loss(self, windows: int) -> torch.Tensor:
-        """The loss of so many windows, to see whether there is memory for them."""
-        x, y = self.train_dataset.batch(np.zeros(windows, np.int64))
-        with auto.eagerly(self.choices), auto.autocast(self.choices):
-            return self.bare(x.to(self.world.device), y.to(self.world.device))[1]
-
-    def _threads_are_fixed(self) -> bool:
-        is_cpu, dtype = self.world.device.type == "cpu", getattr(torch, self.choices["amp_dtype"])
-        if self.config.threads is not None or not is_cpu or self.world.size > 1:
-            return True
-        # Sums of plain PyTorch depend on the number of threads.
-        return build.library(dtype) is None
-
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]
-        return group.get("initial_lr", group["lr"]) * self.schedule(step, self.total_steps)
+        return group.get("initial_lr", group["lr"]) * self.schedule(step, self.plan.total_steps)
 
     def _captured(self) -> Callable:
         """`_train_step`, on one GPU as a CUDA graph."""
@@ -415,16 +380,12 @@ class Trainer:
         if not self.training_log.is_due(self.step):
             return
         self.divergence.check(self.step)
-        # On the host: not every device has float64.
-        total = distributed.sum_over_ranks(loss.cpu().double(), self.world)
-        mean = total.item() / self.world.size
         samples: list[str] = []
         if self.sample is not None and self.training_log.samples_are_due(self.step):
             with self.training_log.paused():
                 samples = self._call_eagerly(self.sample)
-        self.training_log.log_step(
-            self.step, mean, self._learning_rate(self.step - 1), grad_norm, samples
-        )
+        rate = self._learning_rate(self.step - 1)
+        self.training_log.log_step(self.step, loss, rate, grad_norm, samples)
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """`function()`, which runs the model; a sharded one computes in the type it is gathered in."""
@@ -474,7 +435,7 @@ class Trainer:
         """Saves the latest snapshot if that is due, and the best one."""
         is_due = is_due or self._save_is_due()
         if self.requests.save and is_due:
-            log.info("SIGUSR1: saving after step %d of %d", self.step, self.total_steps)
+            log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
         self.requests.save = False
         if is_due or is_best:
             with self.training_log.paused():
@@ -527,7 +488,7 @@ class Trainer:
         self.snapshots.finish(self.step)
         log.info(
             "%s: stopped after step %d of %d; the same command%s resumes from %s",
-            stopped.name, self.step, self.total_steps,
+            stopped.name, self.step, self.plan.total_steps,
             ", without trainer.resume=never," if self.config.resume == "never" else "",
             self.snapshots.path,
         )  # fmt: skip

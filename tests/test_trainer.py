@@ -390,12 +390,12 @@ def test_threads_hand_on_errors_and_end_when_closed():
             return torch.tensor(k), torch.tensor(-k)
 
     before = threading.active_count()
-    batches = prefetch(Source(), 0, 10, workers=3, pinned=False)
+    batches = prefetch(Source(), 0, 10, workers=3, device=torch.device("cpu"))
     assert [int(next(batches)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(OSError, match="gone"):
         next(batches)
     assert threading.active_count() == before
-    batches = prefetch(Source(), 6, 100, workers=3, pinned=False)
+    batches = prefetch(Source(), 6, 100, workers=3, device=torch.device("cpu"))
     next(batches)
     assert threading.active_count() > before
     batches.close()

@@ -1,13 +1,15 @@
 """Out of memory: the largest micro-batch that a GPU has the memory for, by trial; a step done again in halves."""
 
 import logging
-from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 
+from engine.config import auto
 from engine.errors import UserError
-from engine.parallel import distributed
+from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
@@ -23,16 +25,23 @@ def is_refused(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def largest_micro_batch(
-    plan: Plan, model: nn.Module, forward: Callable[[int], torch.Tensor], world: World
-) -> int:
-    """Trial: the micro-batch size of `plan`, halved until `forward(windows)`, the loss of so many windows, and its
-    backward pass through `model` fit into the memory of every rank. Raises `UserError` if one window is too many.
+def can_be_tried(model: nn.Module, device: torch.device) -> bool:
+    """Whether `fit_micro_batch` works: not where memory is not refused, nor with a sharded model, of which a rank
+    that ran out of memory would leave the others waiting.
+    """
+    return is_refused(device) and not sharding.is_sharded(model)
+
+
+def fit_micro_batch(
+    plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], world: World
+) -> Plan:
+    """Trial: `plan` with its micro-batches halved until the forward and backward passes of `model` with one fit
+    into the memory of every rank. Raises `UserError` if one window is too many.
     """
     while True:
         windows = plan.micro_batch_size
-        if all(distributed.gather(_fits(windows, model, forward, world.device), world)):
-            return windows
+        if all(distributed.gather(_fits(windows, model, dataset, choices, world.device), world)):
+            return plan
         log.info("memory      %d windows at once need more than the GPU has", windows)
         if windows == 1:
             raise UserError(too_large(plan))
@@ -40,7 +49,7 @@ def largest_micro_batch(
 
 
 def _fits(
-    windows: int, model: nn.Module, forward: Callable[[int], torch.Tensor], device: torch.device
+    windows: int, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
 ) -> bool:
     """Whether there is memory for `windows`, beside the optimizer's two averages of every parameter and some
     headroom.
@@ -50,7 +59,10 @@ def _fits(
         needed += int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
     try:
         reserved = torch.empty(needed, dtype=torch.uint8, device=device)
-        forward(windows).backward()
+        x, y = dataset.batch(np.zeros(windows, np.int64))
+        with auto.eagerly(choices), auto.autocast(choices):
+            loss = model(x.to(device), y.to(device))[1]
+        loss.backward()
         del reserved
     except torch.OutOfMemoryError:
         return False

@@ -14,6 +14,7 @@ from engine.config import auto
 from engine.config.settings import flatten
 from engine.kernels import build
 from engine.machine.hardware import device_name, peak_memory
+from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.metrics import Metrics
 from engine.run.plan import Plan
@@ -110,10 +111,29 @@ class TrainingLog:
         is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
         return is_power_of_4 or step == self.plan.total_steps
 
+    def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
+        """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
+        if evaluated:
+            log.info("held-out loss %.4f at step %d", *evaluated)
+        total = self.plan.total_steps
+        limits = "trainer.max_steps, max_epochs or max_minutes"
+        log.info(
+            "this run is finished: %d of %d steps; to train longer, raise %s",
+            step, total, limits if step >= total else "trainer.patience",
+        )  # fmt: skip
+
     def log_step(
-        self, step: int, loss: float, lr: float, grad_norm: torch.Tensor, samples: list[str]
+        self,
+        step: int,
+        rank_loss: torch.Tensor,
+        lr: float,
+        grad_norm: torch.Tensor,
+        samples: list[str],
     ) -> None:
-        """One line of training: `loss` in nats per character over all ranks."""
+        """One line of training: the mean of each rank's loss, nats per character."""
+        # On the host: not every device has float64.
+        total = distributed.sum_over_ranks(rank_loss.cpu().double(), self.world)
+        loss = total.item() / self.world.size
         if not self.metrics:
             return
         now = time.perf_counter()
