@@ -25,7 +25,7 @@ from engine.config.checks import check_option, check_range
 from engine.config.settings import as_plain, settings_of
 from engine.errors import UserError
 from engine.kernels import build
-from engine.kernels.graph import CapturedStep
+from engine.kernels.graph import CapturedStep, MicroBatch
 from engine.machine.hardware import flops_per_token, peak_flops
 from engine.machine.threads import AdaptiveThreads
 from engine.optim.schedule import set_learning_rate
@@ -45,6 +45,7 @@ from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
+StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
 
 
 @dataclass
@@ -248,7 +249,7 @@ class Trainer:
             self.snapshots.finish(self.step)
         return self.evaluations.last_loss
 
-    def steps(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    def steps(self) -> Generator[StepResult]:
         """The optimizer steps that are left, one an iteration: this rank's loss, whose mean over the ranks is
         that of the batch, and the gradient norm over all ranks, on the device. Evaluates, logs and saves
         nothing.
@@ -284,9 +285,7 @@ class Trainer:
             threads.close()
             batches.close()
 
-    def _train_step(
-        self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _train_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
         """Forward and backward passes, clipping and the optimizer's update; returns as `steps`."""
         accumulation, rank = self.plan.accumulation, self.world.rank
         total = torch.zeros((), device=self.world.device)
@@ -314,9 +313,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total / accumulation, norm
 
-    def _micro_batches(
-        self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The next step's micro-batches of `batches`, with a chance to stop before each."""
         for _ in range(self.plan.accumulation):
             self.requests.check()
@@ -326,7 +323,7 @@ class Trainer:
         return self.step >= self.plan.total_steps or self.evaluations.patience_is_over(self.step)
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[Generator[tuple[torch.Tensor, torch.Tensor]]]:
+    def _running(self) -> Iterator[Generator[StepResult]]:
         """Opens what the loop needs: files, signal handlers, threads, the log, and its `steps`."""
         steps = self.steps()
         with (
@@ -343,7 +340,7 @@ class Trainer:
                 self.snapshots.close()  # after an error, too, a save in progress is worth its time
                 self.training_log.close()
 
-    def _batches(self) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self) -> Generator[MicroBatch]:
         """This rank's micro-batches from the next step to the end of the run."""
         config, plan, world = self.config, self.plan, self.world
         batches = MicroBatches(self.train_dataset, config.seed, plan, world.rank)
@@ -358,7 +355,7 @@ class Trainer:
         self.on_start()
 
     @torch.no_grad()
-    def _loss(self, micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """The mean loss of a step's micro-batches, without training on them."""
         with auto.eagerly(self.choices), auto.autocast(self.choices):
             return torch.stack([self.model(x, y)[1] for x, y in micro_batches]).mean()

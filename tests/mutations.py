@@ -261,8 +261,8 @@ MUTATIONS = [
     Mutation(
         "a resumed run begins with the first batch again",
         "char_dataset.py",
-        "map(cut, range(first, last))",
-        "map(cut, range(0, last))",
+        "for k in range(first, last):\n            yield",
+        "for k in range(0, last):\n            yield",
         "test_trainer.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
     ),
     Mutation(

@@ -124,6 +124,9 @@ def join_processes(
                 f"the {size} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
                 f"{one_line(error)[-300:]}"
             ) from error
+        # A thread of gloo that still releases tensors when Python ends, for which it needs Python, aborts the
+        # process (torch 2.13.0): programs that do not end with `leave` give it the time.
+        atexit.register(time.sleep, 0.2)
     if size == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         log.info(
             "launcher    accelerate launch --cpu starts one process, whatever its --num_processes; for N: torchrun "
