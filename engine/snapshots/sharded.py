@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import one_line
+from engine.errors import UserError, one_line
 from engine.parallel.distributed import World, gather, run_on_first
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 from engine.snapshots.storage import SnapshotStorage, is_local, load, shards_folder
@@ -144,7 +144,7 @@ def remove_unused(storage: SnapshotStorage) -> None:
             continue
         try:
             used.add(load(path).shards.get("folder"))
-        except SnapshotError as error:
+        except UserError as error:
             log.warning("%s; shards in %s are kept until that file is moved away", error, parent)
             return
     for shards in os.listdir(parent):

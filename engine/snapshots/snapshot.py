@@ -33,6 +33,10 @@ class SnapshotError(UserError):
     """A file that is not a snapshot, or is damaged."""
 
 
+class OtherVersion(SnapshotError):
+    """An undamaged file that this version of the application cannot read."""
+
+
 @dataclass
 class Snapshot:
     """The state of a run after `step` optimizer steps: tensors and plain types only.
@@ -89,8 +93,8 @@ class Snapshot:
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
         """The inverse of `to_bytes`, tensors on the CPU.
 
-        No code in the file is run. Raises `SnapshotError`, calling the content `name`, if it is damaged,
-        declares more bytes than it has, is of another format, or no snapshot.
+        No code in the file is run. Raises `SnapshotError`, calling the content `name`, if it is damaged, and
+        `OtherVersion` if it is not, but is of another format, or no snapshot.
         """
         verify(content, name)
         try:
@@ -104,7 +108,7 @@ class Snapshot:
             what = f"snapshot format {fields.get('format')}; this application reads {readable}"
         except Exception as error:  # a file made by hand can be wrong in any way
             what = f"not a snapshot of this application: {one_line(error)}"
-        raise SnapshotError(f"{name}: {what}")
+        raise OtherVersion(f"{name}: {what}")
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
         """What the settings that were `auto` or null resolved to; empty on another kind of device."""

@@ -17,7 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import UserError, one_line
-from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.snapshot import OtherVersion, Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 NUMBERED = r"\.step\d+"
@@ -25,7 +25,7 @@ PIECE = 2**22  # bytes read back at once
 
 
 class Unreachable(UserError):
-    """A store that does not answer; nothing is known about the snapshots in it."""
+    """A disk or store that does not answer; nothing is known about the snapshots in it."""
 
 
 def is_local(path: str) -> bool:
@@ -52,16 +52,13 @@ def locate(path: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reaching(path: str, what: str = "reached"):
-    """Turns the errors of any file system into a `SnapshotError` that names `path`; those of a store into
-    `Unreachable`.
-    """
+    """Turns the errors of any file system into `Unreachable`, naming `path`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # every file system has its own
-        kind = SnapshotError if is_local(path) else Unreachable
-        raise kind(f"{path}: cannot be {what}: {one_line(error)}") from error
+        raise Unreachable(f"{path}: cannot be {what}: {one_line(error)}") from error
 
 
 def exists(path: str) -> bool:
@@ -73,8 +70,8 @@ def exists(path: str) -> bool:
 
 
 def read(path: str) -> bytes:
-    """The bytes at a path or URL. Raises `SnapshotError` if there is no such file or it cannot be read,
-    `Unreachable` if a store does not deliver all of it.
+    """The bytes at a path or URL. Raises `SnapshotError` if there is no such file, `Unreachable` if it cannot be
+    read, or not all of it.
     """
     with reaching(path):
         file_system, inner = locate(path)
@@ -246,7 +243,8 @@ class SnapshotStorage:
         the latest; None if there is no snapshot.
 
         Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
-        training from scratch would hide the loss, and `Unreachable` if the store does not answer.
+        training from scratch would hide the loss; `Unreachable` or `OtherVersion` if one that may be good
+        cannot be read.
         """
         damaged: dict[str, str] = {}
         newest: tuple[int, bytes, str] | None = None
@@ -255,6 +253,8 @@ class SnapshotStorage:
                 content = read(path)
                 snapshot = Snapshot.from_bytes(content, path)
                 check_shards(path, snapshot)
+            except OtherVersion:
+                raise
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
