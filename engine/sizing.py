@@ -61,6 +61,7 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
     for a run that was started without a time, and now has nothing else to end it.
     """
     trainer, before = config.trainer, recorded.get("trainer", {})
+    has_null = any(get(config, key) is None for key in CHOSEN)
     minutes = before.get("max_minutes")
     if minutes is not None and (trainer.max_minutes is not None or trainer.max_steps is None):
         steps = round(before["max_steps"] * (trainer.max_minutes or minutes) / minutes)
@@ -70,8 +71,9 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
             f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
             "train longer, raise trainer.max_steps"
         )
-    if trainer.max_minutes is not None:
-        fill(config, {"trainer.eval_every_steps": before.get("eval_every_steps")})
+    if trainer.max_minutes is not None or has_null:
+        intervals = ("eval_every_steps", "save_every_steps")
+        fill(config, {f"trainer.{name}": before.get(name) for name in intervals})
     trainer.max_minutes = trainer.max_minutes if minutes is not None else None
     for key in CHOSEN:
         group, name = key.split(".")
@@ -95,9 +97,20 @@ def choose(
     chosen = [*null]
     if null:
         choose_model(config, null, characters, processes, seconds_left, seconds_per_step)
-    if config.trainer.max_minutes is not None:
+    trainer = config.trainer
+    if trainer.max_minutes is not None:
         chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
         choose_steps(config, characters, bool(null), seconds_per_step(), seconds_left())
+    elif trainer.eval_every_steps is None:
+        chosen += ["trainer.eval_every_steps"]
+        training = int(characters * config.data.train_split)
+        steps = planned_steps(config, training)
+        cost = EVALUATION_COST * held_out_characters(config, characters)
+        fitting = evaluations(steps * step_characters(config) / cost)
+        trainer.eval_every_steps = math.ceil(steps / fitting)
+    if trainer.save_every is None and trainer.save_every_steps is None:
+        chosen += ["trainer.save_every_steps"]
+        trainer.save_every_steps = trainer.eval_every_steps
     return [f"{key}={get(config, key)}" for key in chosen] + ["trainer.max_minutes=null"]
 
 
@@ -138,7 +151,10 @@ def choose_model(
     split = round((1 - data.final_split) * (1 - held_out / characters), 6)
     fill(config, {"data.train_split": split})
     training = int(characters * data.train_split)
-    passes = min(operations / character_flops(config) / training, USEFUL_PASSES)
+    trained = planned_steps(config, training) * step_characters(config)
+    if trainer.max_minutes is not None:
+        trained = min(trained, operations / character_flops(config))
+    passes = min(trained / training, USEFUL_PASSES)
     dropout, weight_decay = regularization(training, passes)
     rate = learning_rate(characters, model.n_embd)
     if config.init_from is not None:
@@ -149,6 +165,17 @@ def choose_model(
         "sizing      dropout %g, weight decay %g, learning rate %g: for about %.2g passes over the text",
         model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, passes,
     )  # fmt: skip
+
+
+def evaluations(cost: float) -> int:
+    """How many evaluations to make, where training costs so many times what one of them does."""
+    return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
+
+
+def held_out_characters(config: Any, characters: int) -> float:
+    """The held-out characters of a text of so many."""
+    split = config.data
+    return characters * (1 - split.final_split) - int(characters * split.train_split)
 
 
 def evaluation_s(config: Any, step_s: float) -> float:
@@ -164,14 +191,13 @@ def choose_steps(
     """
     trainer = config.trainer
     training = int(characters * config.data.train_split)
-    held_out = characters * (1 - config.data.final_split) - training
-    each = evaluation_s(config, step_s) * held_out
+    each = evaluation_s(config, step_s) * held_out_characters(config, characters)
     left = seconds - FINISH_S
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:
-        evaluations = min(max(int(EVALUATION_SHARE * left / each), 2), EVALUATIONS)
-        fitting = int((left - evaluations * each) / step_s)
+        number = evaluations(left / each)
+        fitting = int((left - number * each) / step_s)
     if fitting < 1:
         raise UserError(
             f"trainer.max_minutes={trainer.max_minutes:g}: too short: {max(0.0, seconds):.1f} s are left after "
@@ -191,7 +217,7 @@ def choose_steps(
         why += "; as set"
     log.info("sizing      %s steps: %s", f"{trainer.max_steps:,}", why)
     if trainer.eval_every_steps is None:
-        trainer.eval_every_steps = math.ceil(trainer.max_steps / evaluations)
+        trainer.eval_every_steps = math.ceil(trainer.max_steps / number)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -119,6 +119,23 @@ def resumed(chosen: dict, *overrides: str) -> dict:
     return flatten(plain(config))
 
 
+def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluations():
+    few, many = (
+        choose("trainer.max_minutes=null", f"trainer.max_steps={steps}", characters=1_000_000)[0]
+        for steps in (100, 6000)
+    )
+    for chosen, steps in ((few, 100), (many, 6000)):
+        context, batch = chosen["data.block_size"], chosen["trainer.batch_size"]
+        passes = steps * batch * context / (1_000_000 * chosen["data.train_split"])
+        decay = sizing.regularization(1_000_000 * chosen["data.train_split"], passes)[1]
+        assert chosen["optimizer.weight_decay"] == pytest.approx(decay, rel=0.06)
+        assert chosen["trainer.save_every_steps"] == chosen["trainer.eval_every_steps"]
+    assert 10 <= 6000 / many["trainer.eval_every_steps"] <= sizing.EVALUATIONS
+    again = resumed(many, "trainer.max_minutes=null", "trainer.max_steps=6000")
+    for key in ("trainer.eval_every_steps", "trainer.save_every_steps"):
+        assert again[key] == many[key]
+
+
 @pytest.mark.parametrize("limit", [[], ["trainer.max_steps=1000000"], ["trainer.max_epochs=1000"]])
 def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
     chosen, _ = choose(*limit)
