@@ -45,7 +45,7 @@ class DataConfig:
     sha256: str | None = None  # SHA-256 of the files, decompressed, hexadecimal; null: any text
     block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see engine/sizing.py
     train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
-    final_split: float = 0.0  # share of the text, at its end, that nothing is chosen by: scored once, after training
+    final_split: float = 0.0  # share of the text, at its end, that is held back for one score after training
     truncate: float = 1.0  # share of the text to use at all, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
@@ -355,8 +355,8 @@ class MicroBatches:
     """Item k is the k-th micro-batch of `rank` in the whole run, also after resuming.
 
     Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, in order
-    of rank and micro-batch, as `plan` cuts them. A micro-batch without a window of its own has the next
-    one's, with weight 0.
+    of rank and micro-batch, as `plan` cuts them. An empty micro-batch has the window that comes next, with
+    weight 0.
     """
 
     def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):

@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -73,7 +74,11 @@ def train(composed: DictConfig) -> float | None:
     held-out loss, nats per character. Raises `UserError`.
     """
     log_to_console()
-    return run_training(validate(composed), time.monotonic())
+    mode = torch.get_deterministic_debug_mode()
+    try:
+        return run_training(validate(composed), time.monotonic())
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def run_training(config: Config, started: float) -> float | None:

@@ -287,8 +287,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Sets the initial weights, from torch's global generator. A parameter called neither weight
-        nor bias keeps the values that its module gave it; under FSDP it has none, and is a `UserError`.
+        """Sets the initial weights, from torch's global generator. A parameter not named `weight` or `bias` keeps
+        the values that its module gave it; under FSDP it has none, which raises `UserError`.
         """
         for name, parameter in self.named_parameters():
             if name.endswith((".weight", ".bias")):

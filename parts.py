@@ -114,7 +114,7 @@ def choose_sizes(
             own = (f"{key_of(override)}=" for override in chosen)
             typed = without(HydraConfig.get().overrides.task, *own)
             chosen = ["python", "main.py", *typed, *chosen]
-        log.info("sizing      the same again: %s", shlex.join(chosen))
+        log.info("sizing      to choose the same: %s", shlex.join(chosen))
     config.model = with_sizes(config)
 
 
@@ -206,7 +206,7 @@ def record_run(config: Config, trainer: Trainer) -> None:
 
 
 def score_final(trainer: Trainer, final: CharDataset) -> None:
-    """Scores the part of the text that nothing was chosen by with the best snapshot, unless that was done at
+    """Scores the final part of the text, which nothing was chosen by, with the best snapshot, unless that was done at
     this step; logs the loss, and appends it to the metrics.
     """
     scored = Run(trainer.snapshots.run_dir).final
@@ -219,7 +219,7 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     with auto.autocast(trainer.choices):
         loss, characters, _ = evaluate(model, final, World(0, 1, 0, 1, device), lambda: None)
     log.info(
-        "final       loss %.4f (%.4f bits per %s) of %s %ss that nothing was chosen by; %s",
+        "final       loss %.4f (%.4f bits per %s) on %s %ss held back until now; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
     )  # fmt: skip
     step, epoch = trainer.step, trainer.plan.epoch(trainer.step)

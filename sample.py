@@ -210,9 +210,11 @@ def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterable[str]:
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     """The share of the characters of `texts` within pieces of at least `COPIED` characters that the training
-    text has, too, or in shorter texts that are a whole line of it.
+    text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that is no longer there.
     """
     data = CharDataset(DataConfig(**snapshot.config["data"]))
+    if data.digest != snapshot.text_digest:
+        raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
     ids = data.split()[0].data.numpy()
     points = np.array([ord(character) for character in data.vocabulary], np.uint32)
     source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)

@@ -56,7 +56,7 @@ class TrainerConfig:
     max_epochs: int | None = 10  # epochs; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # minutes of the whole process; main.py turns them into max_steps; null: no limit
-    batch_size: int | None = 64  # windows per optimizer step, over all processes, which share them; null: chosen
+    batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: as many as fit
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
     data_loader_workers: int = 0  # prefetch threads; 0: none, usually enough
@@ -65,18 +65,18 @@ class TrainerConfig:
     save_every_steps: int | None = None  # steps between snapshots; null: not by steps
     keep_snapshots: int | None = None  # numbered snapshots to keep; null: only latest, .prev and .best
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
-    max_save_failures: int = 3  # snapshots in a row that may fail to be written before the run ends
+    max_save_failures: int = 3  # failed saves in a row after which the run ends
     eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; also at the last step
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
-    use_amp: bool = True  # automatic mixed precision; false: float32, and TF32 in the steps of a GPU
+    use_amp: bool = True  # automatic mixed precision; false: float32, with TF32 products in the training steps of a GPU
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
     threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer while others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
-    deterministic: str = "auto"  # true, false or auto: equal bit for bit from run to run, on a CPU
+    deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
     strategy: str = "ddp"  # ddp: every process has the whole model; fsdp: its share of it (FSDP2)
     resume: str = "auto"  # auto: from snapshot_path if it exists; must; never: rename the old files, start from scratch
@@ -385,7 +385,7 @@ class Trainer:
         self.training_log.log_step(self.step, loss, rate, grad_norm, samples)
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
-        """`function()`, which runs the model; a sharded one computes in the type it is gathered in."""
+        """Calls `function`, which runs the model, without torch.compile; a sharded model under autocast."""
         sharded = sharding.is_sharded(self.bare)
         context = auto.autocast(self.choices) if sharded else contextlib.nullcontext()
         with auto.eagerly(self.choices), context:

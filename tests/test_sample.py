@@ -413,3 +413,10 @@ def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
     assert "prompt: byte 0x9c at 1 is not among the 8 bytes of the training text" in result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")
     assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout
+
+
+def test_a_share_of_another_text_than_the_trained_one_is_refused(run_dir):
+    snapshot = load(f"{run_dir}/gpt_snapshot.pt")
+    snapshot.text_digest = "0" * 64
+    with pytest.raises(UserError, match="is not the text that was trained on"):
+        sampling.copied_share(["a"], snapshot)

@@ -66,8 +66,8 @@ class CapturedStep:
         loss, norm = (result.clone() for result in self.results)
         if is_checked and abs(loss.item() - expected) > TOLERANCE * abs(expected):
             raise UserError(
-                f"the CUDA graph of a step has a loss of {loss.item():g}, the model of {expected:g}: "
-                f"what the model computes changes from step to step; {SWITCH_OFF}"
+                f"the CUDA graph of a step gives a loss of {loss.item():g}, the model itself {expected:g}: "
+                f"the model changes from step to step; {SWITCH_OFF}"
             )
         return loss, norm
 

@@ -9,8 +9,9 @@ from engine import portable
 
 log = logging.getLogger("gpt")
 PERIOD = 1.0  # seconds between decisions
-LOST = 0.4  # cores that the threads could not use, and
-PREEMPTIONS = 50  # a second, from which on other processes are busy
+# Other processes are busy if both are exceeded:
+LOST = 0.4  # cores, of those that the threads ask for
+PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
 RETRY = (2.0, 32.0)  # seconds until one more thread is tried: at first, and after trials in vain
 IN_VAIN = 10.0  # seconds within which a thread that was tried is taken away again
 

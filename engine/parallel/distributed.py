@@ -204,8 +204,8 @@ def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def check_replicas(model: nn.Module, step: int, world: World) -> None:
-    """Checksum: warns if a rank has other weights than rank 0 after `step`, of which snapshots have the weights. DDP
-    presumes equal ones, and exchanges gradients alone. Waits for the device.
+    """Checksum: warns if the weights of a rank differ from those of rank 0, which are saved. DDP synchronizes
+    gradients alone. Waits for the device.
     """
     if world.size == 1:
         return
@@ -214,8 +214,8 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
     checksums = gather(int(torch.stack(sums).sum()), world)
     if others := [str(rank) for rank, own in enumerate(checksums) if own != checksums[0]]:
         log.warning(
-            "step %d: the weights of rank %s are not those of rank 0: a fault, or devices or numbers of threads that "
-            "differ; resuming from a snapshot, which has those of rank 0, makes them equal",
+            "step %d: the weights of rank %s differ from those of rank 0 (a hardware fault, or other devices or "
+            "numbers of threads); resume from a snapshot to make them equal",
             step, ", ".join(others),
         )  # fmt: skip
 

@@ -37,7 +37,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
     in it, for as long as the block lasts. Names ranks that do not answer before training.
 
     Raises `UserError` on every rank if a file cannot be written, another run holds a lock, or `snapshot_path`
-    names no file, or one that a run has otherwise.
+    names no file, or another file of the run.
     """
     path = storage.snapshot_path(snapshot_path, run_dir)
     is_new = not os.path.exists(run_dir)

@@ -19,8 +19,8 @@ HEADROOM = 0.05
 
 
 def is_refused(device: torch.device) -> bool:
-    """Whether torch refuses memory that is not there, with `torch.OutOfMemoryError`: on GPUs. On a CPU the
-    kernel ends the process.
+    """Whether exhausted memory raises `torch.OutOfMemoryError`: on GPUs. On a CPU the kernel ends the
+    process.
     """
     return device.type == "cuda"
 

@@ -57,15 +57,15 @@ class Plan:
         return -(-self.batch_size // (self.world_size * self.accumulation))
 
     def micro_batch(self, rank: int, i: int) -> tuple[int, int]:
-        """The windows of a step, first to last (excluded), in micro-batch `i` of `rank`. Where others have one,
-        there may be none, since collectives need equally many micro-batches on all ranks.
+        """The windows of a step, first to last (excluded), in micro-batch `i` of `rank`. May be empty: every rank
+        runs equally many micro-batches, so that collectives match.
         """
         count, number = self.world_size * self.accumulation, rank * self.accumulation + i
         return self.batch_size * number // count, self.batch_size * (number + 1) // count
 
     def weight(self, rank: int, i: int) -> float:
-        """Factor on the mean loss of a micro-batch, with which the mean over all micro-batches is that over all
-        windows: its windows, as a multiple of the average; exactly 1 if all are equal.
+        """Weight of the mean loss of a micro-batch: its size over the average size, so that the mean over
+        micro-batches is that over windows; exactly 1 if all have one size.
         """
         first, last = self.micro_batch(rank, i)
         return (last - first) * self.world_size * self.accumulation / self.batch_size

@@ -150,8 +150,8 @@ class TrainingLog:
             memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
         )  # fmt: skip
         log.info(
-            "%s | epoch %.3f | loss %.4f | lr %.2e | norm %.2f | %s %ss/s%s | %s left",
-            self._of(step), self.plan.epoch(step), loss, lr, norm, f"{rate:,.0f}", self.unit,
+            "%s | loss %.4f | lr %.2e | norm %.2f | %s %ss/s%s | %s left",
+            self._of(step), loss, lr, norm, f"{rate:,.0f}", self.unit,
             f" | MFU {mfu:.0%}" if mfu is not None else "",
             duration(seconds * (self.plan.total_steps - step)),
         )  # fmt: skip

@@ -28,7 +28,9 @@ log = logging.getLogger("gpt")
 
 @dataclass
 class SaveInProgress:
-    """A save in progress. On success, `saved_step` and `best` replace the manager's; `written` is rank 0's."""
+    """A save in progress. On success, `saved_step` and `best` replace the manager's. `written` is the writer's
+    future, on rank 0.
+    """
 
     step: int
     saved_step: int | None
@@ -189,7 +191,7 @@ class SnapshotManager:
         if self.failures >= self.config.max_save_failures:
             raise UserError(
                 f"step {saving.step}: {self.failures} snapshots in a row could not be written "
-                f"(trainer.max_save_failures): {error}; once they can, the same command resumes from "
+                f"(trainer.max_save_failures): {error}; mend that, and the same command resumes from "
                 "the newest one"
             )
 
@@ -200,8 +202,8 @@ class SnapshotManager:
         self.wait()
         if self.saved_step != step:
             raise UserError(
-                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; once it can "
-                "be, the same command resumes from the newest one"
+                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; mend "
+                "that, and the same command resumes from the newest one"
             )
         distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
 
@@ -213,7 +215,7 @@ class SnapshotManager:
 
     def _log_failure(self, step: int, error: str) -> None:
         log.warning(
-            "step %d: the snapshot was not written to %s: %s; each existing file is still complete",
+            "step %d: the snapshot was not written to %s: %s; the snapshots saved before are intact",
             step, self.path, error,
         )  # fmt: skip
 
