@@ -103,9 +103,9 @@ def validate(composed: DictConfig) -> Config:
         value = getattr(config, name)
         if value is not None and not value.strip():
             raise UserError(f"{name}: must not be empty")
-    if "/" in config.run_name:
+    if "/" in config.run_name or config.run_name in (".", ".."):
         raise UserError(
-            f"run_name={config.run_name}: a name has no slash; run_dir= may be any directory"
+            f"run_name={config.run_name}: must be a name without a slash; run_dir= may be any directory"
         )
     path = config.trainer.snapshot_path
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN

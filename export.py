@@ -169,8 +169,8 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
         ("text", f"{text}SHA-256 {snapshot.text_digest}"),
         (
             "architecture",
-            f"{config.arch}: blocks: {config.n_layer}, heads: {config.n_head}, width: {config.n_embd}, "
-            f"context: {config.block_size} {snapshot.unit}s",
+            f"{config.arch}{', token shift' * config.token_shift}: blocks: {config.n_layer}, heads: {config.n_head}, "
+            f"width: {config.n_embd}, context: {config.block_size} {snapshot.unit}s",
         ),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
     ]
@@ -250,6 +250,7 @@ A character-level GPT, exported from `{os.path.basename(path)}` of the run `{nam
 ```python
 from transformers import pipeline
 
+# This directory, or USER/NAME once it is uploaded. pip install transformers
 print(pipeline("text-generation", {json.dumps(folder)}{trust})({prompt})[0]["generated_text"])
 ```
 
@@ -259,7 +260,7 @@ print(pipeline("text-generation", {json.dumps(folder)}{trust})({prompt})[0]["gen
 
 One token is one {snapshot.unit}. Those that are not in the training text become the token
 U+{ord(unknown_token(snapshot.vocabulary)):04X} (id {config.vocab_size}), which was not trained and is never generated.
-The logits for the ids below {config.vocab_size} are the trained model's; drop the last one to measure the loss above.
+To measure the loss above, drop its logit, the last one; the others are the trained model's.
 The model was trained on {config.block_size} {snapshot.unit}s of context, the default `max_length` of a generated text.
 """
 

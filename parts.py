@@ -113,7 +113,8 @@ def choose_sizes(
         if HydraConfig.initialized():
             own = (f"{key_of(override)}=" for override in chosen)
             typed = without(HydraConfig.get().overrides.task, *own)
-            chosen = ["python", "main.py", *typed, *chosen]
+            named = {"run_name", "run_dir"} & {*map(key_of, typed)}
+            chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
         log.info("sizing      to choose the same: %s", shlex.join(chosen))
     config.model = with_sizes(config)
 

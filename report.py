@@ -22,6 +22,7 @@ from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
 
+MARK = "<!-- character-level GPT: written by report.py -->"
 REFERENCES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 
 
@@ -45,6 +46,15 @@ def write(run_dirs: list[str], out: str) -> str:
     return out
 
 
+def is_report(path: str) -> bool:
+    """Whether a file is a page that this program wrote, which a new one may replace."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return MARK in file.read(1000)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def find_runs(names: list[str]) -> list[str]:
     """The run directories that `names` stand for: of runs, of sweeps, or patterns of either; without
     names, the newest run. Raises `UserError` for a name without a run.
@@ -66,6 +76,10 @@ def main(arguments: list[str]) -> int:
     config = parse(ReportArguments, arguments[1:] if is_check else arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
+    if config.out is not None:
+        if os.path.lexists(config.out) and not is_report(config.out):
+            raise UserError(f"out={config.out}: already exists; give another name, or remove it")
+        os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
     if config.run_dir is not None and config.run_dirs is not None:
         raise UserError("run_dir= and run_dirs=: give only one of them")
     run_dirs = find_runs([*filter(None, [config.run_dir]), *(config.run_dirs or [])])

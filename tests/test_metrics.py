@@ -269,7 +269,9 @@ def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "gpt")
     monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     log_run(tmp_path, ["tensorboard"], 0, range(1, 4))
-    assert caplog.messages == ["tensorboard is not installed: metrics go to metrics.jsonl alone"]
+    assert caplog.messages == [
+        "tensorboard is not installed (pip install tensorboard): its files are not written"
+    ]
 
 
 def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monkeypatch, caplog):

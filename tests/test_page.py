@@ -9,10 +9,12 @@ import torch
 from conftest import model_snapshot
 
 import export
+import model
 import sample
 from engine.errors import UserError
 from engine.interop import page
 from engine.kernels import ops
+from engine.snapshots.probe import probe_logits
 from model import MLP, rotary
 from sample import load_model
 
@@ -62,6 +64,27 @@ def test_a_model_whose_code_was_edited_is_refused(tmp_path, monkeypatch):
     ):
         write(tmp_path, snapshot_of("modern"))
     assert not (tmp_path / "page.html").exists()
+
+
+def test_an_edit_that_concerns_the_end_of_a_context_alone_is_refused(tmp_path, monkeypatch):
+    """The page compares itself with a shorter input, and the probe of a snapshot has both ends."""
+    snapshot = model_snapshot(LETTERS, "modern", block_size=96)
+    attend = model.causal_attention
+
+    def windowed(
+        qkv, n_head, rotation, cache, pdrop
+    ):  # without the first character, from the 81st on
+        y = attend(qkv, n_head, rotation, cache, pdrop)
+        return torch.cat((y[:, :80], attend(qkv[:, 1:], n_head, None, None, pdrop)[:, 79:]), dim=1)
+
+    with monkeypatch.context() as edited:
+        edited.setattr(model, "causal_attention", windowed)
+        gpt = load_model(snapshot, "cpu")
+        snapshot.probe_logits = probe_logits(gpt, len(LETTERS), 96, "cpu")
+        with pytest.raises(UserError, match="a page cannot run a model whose code was edited"):
+            write(tmp_path, snapshot)
+    with pytest.raises(UserError, match=r"model\.py gives different outputs"):
+        write(tmp_path, snapshot)
 
 
 def test_a_page_is_replaced_and_nothing_else_is(tmp_path):

@@ -84,7 +84,8 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
             (tmp_path / name).symlink_to(finished / "gpt_snapshot.pt")
         if "snapshots=" not in line:
             kept.append(f"run_dir={finished}")
-        kept = [a.replace("stride=128", "stride=8") for a in kept] + ["max_new_tokens=5"]
+        kept = [a.replace("stride=128", "stride=8").replace("$\\n", "\n") for a in kept]
+        kept.append("max_new_tokens=5")
         result = start(*kept, script="sample.py", cwd=tmp_path)
     elif "export.py" in words:
         run.mkdir()

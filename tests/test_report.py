@@ -570,3 +570,17 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypat
         with pytest.raises(OSError, match=f"{out}"):
             report.write(["run"], str(out))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_report_replaces_a_report_and_no_other_file(tmp_path):
+    run = tmp_path / "run"
+    some_run(run)
+    out = tmp_path / "pages" / "report.html"
+    for _ in range(2):
+        assert report.main([f"run_dir={run}", f"out={out}"]) == 0
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    for path in (notes, tmp_path):
+        with pytest.raises(UserError, match="already exists"):
+            report.main([f"run_dir={run}", f"out={path}"])
+    assert notes.read_text() == "mine"

@@ -420,3 +420,9 @@ def test_a_share_of_another_text_than_the_trained_one_is_refused(run_dir):
     snapshot.text_digest = "0" * 64
     with pytest.raises(UserError, match="is not the text that was trained on"):
         sampling.copied_share(["a"], snapshot)
+
+
+def test_a_stop_that_can_never_be_drawn_is_refused(run_dir):
+    snapshot = load(f"{run_dir}/gpt_snapshot.pt")
+    with pytest.raises(UserError, match="stop=€: the model never draws '€'"):
+        list(sampling.sample(SampleConfig(stop="€"), snapshot))

@@ -25,7 +25,7 @@ BROWSER = Path(__file__).resolve().parent / "browser"
 MARK = (
     "<!-- character-level GPT: written by export.py -->"  # of a page, which a new one may replace
 )
-CHECKED = 32  # characters of the input that is compared
+CHECKED = 32  # characters of the input that the page itself compares
 TOLERANCE = 0.01  # of a logit, for weights of 16 bits
 
 
@@ -51,7 +51,7 @@ def describe(
         logits: (T, V) of the model with these weights for `checked_ids`. Raises `UserError` if the page would compute
             others: the code of the model was edited.
     """
-    ids = checked_ids(config)
+    ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
         raise UserError(
             "a page cannot run a model whose code was edited; sample.py can, and shows alternatives"
@@ -70,7 +70,7 @@ def describe(
         "encoding": encoding,
         "tensors": [(name, weight.numel()) for name, weight in tensors.items()],
         "weights": base64.b64encode(halves.numpy().astype("<f2").tobytes()).decode(),
-        "check": {"ids": ids.tolist(), "logits": logits[-1].tolist()},
+        "check": {"ids": ids[:last].tolist(), "logits": logits[last - 1].tolist()},
     }
 
 
@@ -90,8 +90,8 @@ def render(models: list[dict[str, Any]]) -> str:
 
 
 def checked_ids(config: dict[str, Any]) -> Tensor:
-    """The ids (T,) of the input whose logits are compared."""
-    return 7 * torch.arange(min(CHECKED, config["block_size"])) % config["vocab_size"]
+    """The ids (T,) of the input whose logits are compared: a whole context, as an edit may concern its end."""
+    return 7 * torch.arange(config["block_size"]) % config["vocab_size"]
 
 
 def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:

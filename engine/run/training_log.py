@@ -155,6 +155,8 @@ class TrainingLog:
             f" | MFU {mfu:.0%}" if mfu is not None else "",
             duration(seconds * (self.plan.total_steps - step)),
         )  # fmt: skip
+        if samples:
+            log.info("sample      %s", samples[0].strip().replace("\n", " | "))
 
     def log_evaluation(
         self,

@@ -7,7 +7,7 @@ model's code has changed since.
 import torch
 import torch.nn as nn
 
-LENGTH = 16  # characters
+KEPT = 16  # characters at the beginning of a context, and at its end, whose logits are kept
 TOLERANCE = 0.03  # of the largest logit; bfloat16 and other devices round by less
 CHANGED = "model.py gives different outputs than when this snapshot was saved; was it edited?"
 
@@ -16,12 +16,15 @@ CHANGED = "model.py gives different outputs than when this snapshot was saved; w
 def probe_logits(
     model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str
 ) -> torch.Tensor:
-    """The logits (T, V) of `model`, in evaluation mode, for the ids 0, 1, 2, ...; float32 on the CPU."""
-    ids = torch.arange(min(LENGTH, block_size), device=device) % vocab_size
+    """The logits (T, V) of `model`, in evaluation mode, at the beginning and the end of a context of the ids 0, 1,
+    2, ...; float32 on the CPU.
+    """
+    ids = torch.arange(block_size, device=device) % vocab_size
     was_training = model.training
     model.eval()
     try:
-        return model(ids[None])[0][0].float().cpu()
+        logits = model(ids[None])[0][0].float().cpu()
+        return torch.cat((logits[:KEPT], logits[KEPT:][-KEPT:]))
     finally:
         model.train(was_training)
 
@@ -30,6 +33,7 @@ def has_changed(logits: torch.Tensor, recorded: torch.Tensor) -> bool:
     """Whether `logits` differ from those `recorded` in a snapshot; False if it has none."""
     if recorded.numel() == 0:
         return False
+    logits = logits[: len(recorded)]  # older snapshots have those of the beginning alone
     if logits.shape != recorded.shape:
         return True
     limit = TOLERANCE * recorded.abs().max().clamp(min=1.0)

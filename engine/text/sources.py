@@ -57,7 +57,8 @@ def reading(name: str) -> Iterator[None]:
     except Exception as error:  # each remote file system raises its own
         if isinstance(error, FileNotFoundError) and error.__cause__ is None:
             raise Unreadable(f"{name}: no such file") from error
-        reason = one_line(error.__cause__ or error)  # the cause is, say, a refused connection
+        # The cause is, say, a refused connection; of a missing package, fsspec says which.
+        reason = one_line(error if isinstance(error, ImportError) else error.__cause__ or error)
         raise Unreadable(f"{name}: cannot be read: {reason}") from error
 
 

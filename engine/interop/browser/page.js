@@ -15,6 +15,7 @@ class Model {
     const find = selector => this.card.querySelector(selector);
     [this.status, this.text, this.panel] = [".status", ".text", ".look"].map(find);
     find("h2").textContent = model.name;
+    find(".quality").textContent = model.facts[0]?.[1] ?? "";
     this.text.setAttribute("aria-label", `Text of ${model.name}`);
     for (const [label, value] of model.facts) {
       find("dl").append(Object.assign(document.createElement("dt"), {textContent: label}),
@@ -54,6 +55,7 @@ class Model {
 
   /** Sends a message; `answers` has a function for each kind of answer. It ends what was asked before. */
   ask(message, answers) {
+    [this.isGenerating, this.status.ariaLive] = [false, "polite"];
     this.answers = {failed: ({message}) => this.say(message, true), done() {}, ...answers};
     this.worker.postMessage({...message, call: ++this.call});
   }
@@ -90,20 +92,28 @@ class Model {
     if (atEnd) this.text.scrollTop = this.text.scrollHeight;
   }
 
+  /** Ends a generation, and says so. */
+  stop() {
+    const wasGenerating = this.isGenerating;
+    this.ask({kind: "cancel"}, {});
+    if (wasGenerating) this.say(`Stopped after ${this.ids.length - this.start} ${this.unit}s.`);
+  }
+
   generate(prompt, options) {
+    this.stop();
     const ids = this.encode(prompt || this.model.prompt, "Prompt"), stop = this.encode(options.stop, "Stop");
     if (!ids || !stop) return;
     [this.ids, this.start, this.at, this.panel.hidden] = [[], ids.length, undefined, true];
+    this.temperature = options.temperature || 1;
     this.decoder = this.model.encoding === "bytes" ? new TextDecoder() : null;
     this.text.replaceChildren();
     this.append(ids);
     const started = performance.now();
-    this.status.ariaLive = "off";  // until the end: it changes thirty times a second
     this.ask({kind: "generate", ids, ...options, stop}, {
       done: ({cut = 0}) => {  // the stop text is not part of the text
         this.ids.length -= cut;
         for (; cut > 0; cut--) this.text.lastChild.remove();
-        this.status.ariaLive = "polite";
+        [this.isGenerating, this.status.ariaLive] = [false, "polite"];
         this.say(`${this.status.textContent.replace(/^\d+/, this.ids.length - this.start)}.`);
       },
       made: ({ids}) => {
@@ -112,6 +122,8 @@ class Model {
         this.say(`${count} ${this.unit}s, ${Math.round(count / seconds)} a second`);
       },
     });
+    // Until the end nothing is announced: the status changes thirty times a second.
+    [this.isGenerating, this.status.ariaLive] = [true, "off"];
   }
 
   /** How many characters the model saw before it made the one at a position: a full context begins again with its
@@ -125,16 +137,18 @@ class Model {
 
   /** Shows what else the model considered for the character at a position, and where a head looked. */
   look(at) {
+    if (at === 0) this.say(`Nothing stands before the first ${this.unit}.`);
     if (!(at > 0)) return;
     this.at = at;
+    if (this.isGenerating) this.stop();
     for (const span of this.text.children) span.style.removeProperty("--seen");
     this.text.querySelector(".picked")?.classList.remove("picked");
     this.text.children[at].classList.add("picked");
     this.text.children[at].scrollIntoView({block: "nearest"});
     const [layer, head] = ["layer", "head"].map(name => Number(this.card.querySelector(`.${name}`).value));
     this.ask({kind: "look", ids: this.ids.slice(at - this.seen(at), at), layer, head}, {looked: ({logits, weights}) => {
-      const temperature = Number(element("temperature").value) || 1, highest = Math.max(...logits);
-      const powers = logits.map(logit => Math.exp((logit - highest) / temperature));
+      const highest = Math.max(...logits);
+      const powers = logits.map(logit => Math.exp((logit - highest) / this.temperature));
       const sum = powers.reduce((a, b) => a + b), made = this.ids[at];
       const order = Array.from(powers.keys()).sort((a, b) => powers[b] - powers[a]);
       const shown = order.slice(0, ALTERNATIVES);
@@ -147,8 +161,9 @@ class Model {
         row.children[2].textContent = `${(100 * share).toPrecision(3)} %`;
         return row;
       }));
-      this.panel.querySelector("caption").textContent =
-        `Instead of ${this.nameOf(this.model.vocabulary[made])}, at a temperature of ${temperature}`;
+      const [likeliest] = order, name = id => this.nameOf(this.model.vocabulary[id]);
+      this.panel.querySelector("caption").textContent = `Instead of ${name(made)}, at a temperature of ${
+        this.temperature}: ${name(likeliest)} was likeliest, ${(100 * powers[likeliest] / sum).toPrecision(3)} %`;
       this.panel.hidden = false;
       const first = at - weights.length;
       weights.forEach((weight, i) => this.text.children[first + i].style.setProperty("--seen", Math.sqrt(weight)));
@@ -167,7 +182,8 @@ class Model {
 
 const models = JSON.parse(element("data").textContent).map(model => new Model(model));
 document.title = models.map(({model}) => model.name).join(", ");
-document.querySelector("h1").textContent = models.length === 1 ? models[0].model.name : document.title;
+document.querySelector("h1").textContent = document.title;
+if (models.length === 1) document.querySelector("h2").hidden = true;  // the same
 const number = id => Number(element(id).value);
 document.querySelector("form").onsubmit = event => {
   event.preventDefault();
@@ -175,9 +191,7 @@ document.querySelector("form").onsubmit = event => {
   const options = {count: number("count"), temperature: number("temperature"), topK: number("topK"),
     topP: number("topP"), seed: number("seed"), stop};
   for (const model of models) model.generate(element("prompt").value, options);
+  models[0].text.scrollIntoView({block: "nearest"});  // on a phone it is below the screen
 };
-element("halt").onclick = () => models.forEach(model => {
-  model.ask({kind: "cancel"}, {});
-  model.say("Stopped.");
-});
+element("halt").onclick = () => models.forEach(model => model.stop());
 element("score").onclick = () => models.forEach(model => model.score(element("prompt").value));
