@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from engine import generation
 from engine.config.checks import check_option, check_range
 from engine.errors import UserError
-from engine.generation import KVCache, LayerCache
+from engine.generation import LayerCache
 from engine.kernels import ops
 from engine.optim.optimizer import OptimizerConfig, create_optimizer
 from engine.parallel import sharding
@@ -319,7 +319,7 @@ class GPT(nn.Module):
         return full.uniform_(-limit, limit)
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
+        self, idx: Tensor, targets: Tensor | None = None, cache: list[LayerCache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and if `targets` (B, T) are given, the
         mean cross-entropy in nats over those that are not -1 (as in minGPT). The loss sends no
@@ -327,7 +327,7 @@ class GPT(nn.Module):
         it. Raises ValueError if the context would exceed `block_size`.
         """
         (_, T), block_size = idx.shape, self.config.block_size
-        past = cache.length if cache is not None else 0
+        past = cache[0].length if cache is not None else 0
         if past + T > block_size:
             raise ValueError(f"{past + T} characters of context, but block_size is {block_size}")
         x = self.tok_emb(idx)  # (B, T, C)
@@ -347,7 +347,7 @@ class GPT(nn.Module):
             if recompute and cache is None:
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             else:
-                x = block(x, rotation, cache and cache.layers[i])
+                x = block(x, rotation, cache and cache[i])
         logits = self.head(self.ln_f(x))  # (B, T, V)
         if targets is None:
             return ops.cap(logits, self.softcap), None

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import os
+import platform
 import shlex
 import statistics
 import time
@@ -29,10 +30,9 @@ from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_on_each_host, run_on_first
 from engine.reports.history import Run
 from engine.reports.reference import rising, worse_than_frequencies
-from engine.run.directory import CONFIG, METRICS, REPORT, relative_path
+from engine.run.directory import CONFIG, ENVIRONMENT, METRICS, REPORT, relative_path
 from engine.run.evaluation import evaluate
-from engine.run.metrics import Metrics
-from engine.run.provenance import record_start
+from engine.run.metrics import Metrics, read_lines, write_lines
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
@@ -190,20 +190,37 @@ def log_model(config: Config, model: torch.nn.Module) -> None:
 
 
 def record_run(config: Config, trainer: Trainer) -> None:
-    """Writes `config.yaml`, and a line of `environment.jsonl`."""
+    """Provenance: writes `config.yaml`, and versions, hardware and command line as a line of `environment.jsonl`;
+    without Hydra, `recipe` and `overrides` are None. Earlier starts at or past this step are dropped, as nothing
+    that they computed is kept.
+    """
     with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
         OmegaConf.save(plain(config), file)
-    record_start(
-        config.run_dir,
-        trainer.world,
-        trainer.step,
-        total_steps=trainer.plan.total_steps,
-        precision=trainer.choices["amp_dtype"],
-        compiled=trainer.choices["compile"],
-        parameters=sum(parameter.numel() for parameter in trainer.parameters),
-        text_sha256=trainer.train_dataset.digest,
-        frequency_loss=compare_characters(trainer.train_dataset, trainer.test_dataset)[1],
-    )
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    world, choices = trainer.world, trainer.choices
+    start = {
+        "step": trainer.step,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "recipe": hydra.runtime.choices.get("experiment") if hydra else None,
+        "overrides": list(hydra.overrides.task) if hydra else None,
+        "total_steps": trainer.plan.total_steps,
+        "precision": choices["amp_dtype"],
+        "compiled": choices["compile"],
+        "parameters": sum(parameter.numel() for parameter in trainer.parameters),
+        "text_sha256": trainer.train_dataset.digest,
+        "frequency_loss": compare_characters(trainer.train_dataset, trainer.test_dataset)[1],
+        "device": hardware.device_name(world.device),
+        "hosts": -(-world.size // world.local_size),
+        "processes": world.size,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    path = os.path.join(config.run_dir, ENVIRONMENT)
+    earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
+    write_lines(path, [*earlier, start])
 
 
 def score_final(trainer: Trainer, final: CharDataset) -> None:

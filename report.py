@@ -62,7 +62,9 @@ def find_runs(names: list[str]) -> list[str]:
     found = []
     for name in names or [newest_run()]:
         matches = [name] if os.path.isdir(name) else sorted(glob.glob(name))
-        inside = [path for match in matches for path in sorted(glob.glob(f"{match}/*"))]
+        inside = [
+            path for match in matches for path in sorted(glob.glob(f"{glob.escape(match)}/*"))
+        ]
         runs = list(filter(is_run, matches)) or list(filter(is_run, inside))
         if not runs:
             raise UserError(f"{name}: no run has logged anything there{newest_run_hint(name)}")

@@ -214,6 +214,10 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     """The share of the characters of `texts` within pieces of at least `COPIED` characters that the training
     text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that is no longer there.
     """
+    if "data" not in snapshot.config:
+        raise UserError(
+            "copied=true: the snapshot does not say on which text the model was trained"
+        )
     data = CharDataset(DataConfig(**snapshot.config["data"]))
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")

@@ -36,7 +36,7 @@ from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
 from engine.run.evaluation import Evaluations, evaluate
 from engine.run.plan import Plan
-from engine.run.requests import AgreedRequests
+from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
 from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
@@ -214,7 +214,7 @@ class Trainer:
         if found and probe and has_changed(self._call_eagerly(probe), found.probe_logits):
             log.warning("%s: %s", self.snapshots.path, CHANGED)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.requests = AgreedRequests(self.world)
+        self.requests = Requests(self.world)
         self.train_step = self._captured()
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
@@ -266,7 +266,7 @@ class Trainer:
                 distributed.seed_step(self.config.seed, self.step, self.world)
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
                 try:
-                    with auto.tf32(self.choices):
+                    with threads.step(), auto.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
                 except torch.OutOfMemoryError as error:
                     may_repeat = self.world.size == 1 and not self.is_updating
@@ -278,7 +278,6 @@ class Trainer:
                     self.optimizer.zero_grad()
                     continue
                 self.step += 1
-                threads.adapt()
                 self.divergence.note(self.step, loss, norm)
                 yield loss, norm
         finally:

@@ -81,7 +81,7 @@ def make_reference(runs: list[Run]) -> tuple[str, dict[str, Any]]:
             f"run_dirs: {len(runs)} runs with the seeds {seeds}; give at least {MIN_SEEDS} runs, "
             "each with another trainer.seed"
         )
-    words = without(start["overrides"] or [], "trainer.seed=", "run_name=", "run_dir=", "launch.")
+    words = without(start["overrides"] or [], "trainer.seed=", "run_name=", "run_dir=")
     rates = [run.characters_per_s for run in runs if run.characters_per_s is not None]
     recorded = ("device", "cores", "processes", "threads", "torch", "precision", "text_sha256")
     return name, {

@@ -40,17 +40,6 @@ class LayerCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-class KVCache:
-    """The caches of all `layers` for a batch of texts."""
-
-    def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
-        self.layers = [LayerCache(config, batch_size, device, dtype) for _ in range(config.n_layer)]
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-
 def generate(model: torch.nn.Module, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
     """Continues `idx` (B, T) as `stream` does, with its options: (B, T + max_new_tokens)."""
     new = [ids[:, None] for ids in stream(model, idx, max_new_tokens, **options)]
@@ -114,7 +103,8 @@ def stream(
                 seen, cache = config.block_size if slide else max(1, config.block_size // 2), None
             if cache is None:
                 new = torch.cat([*context][-seen:], dim=1)
-                cache = KVCache(config, B, device, dtype) if use_cache else None
+                layers = range(config.n_layer if use_cache else 0)
+                cache = [LayerCache(config, B, device, dtype) for _ in layers] or None
             logits, _ = model(new, cache=cache)
             ids = pick(logits[:, -1], temperature, top_k, top_p, generators)
             yield ids

@@ -93,16 +93,9 @@ MUTATIONS = [
     Mutation(
         "an edited attention is not run, but the fused one",
         "engine/kernels/ops.py",
-        "torch.allclose(a, b, rtol=1e-3, atol=1e-4)",
+        "code_digest(attention) == STANDARD_ATTENTION",
         "True",
         "test_kernels.py::test_an_edited_model_computes_what_was_written",
-    ),
-    Mutation(
-        "dropout somewhere else than on the attention weights is not seen",
-        "engine/kernels/ops.py",
-        " and agree(32, pdrop=0.5)",
-        "",
-        "test_kernels.py::test_an_edit_of_the_gradient_or_of_dropout_alone_is_seen",
     ),
     Mutation(
         "the C kernel lets the next character be seen",
@@ -374,8 +367,8 @@ MUTATIONS = [
     Mutation(
         "a snapshot is written onto the old one",
         "engine/snapshots/storage.py",
-        "        os.replace(source, target)\n        with",
-        "        shutil.copyfile(source, target)\n        with",
+        "            os.replace(temporary, target)",
+        "            shutil.copyfile(temporary, target)",
         "test_snapshot_files.py::test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot",
     ),
     Mutation(
@@ -522,7 +515,7 @@ MUTATIONS = [
     Mutation(
         "evaluations take none of the time",
         "engine/sizing.py",
-        "(left - evaluations * each)",
+        "(left - number * each)",
         "left",
         "test_sizing.py::test_steps_and_evaluations_fit_into_the_time",
     ),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.errors import UserError
-from engine.generation import KVCache, pick
+from engine.generation import LayerCache, pick
 from engine.kernels import native, ops
 from model import GPT, Block, GPTConfig, causal_attention
 
@@ -66,7 +66,7 @@ def test_no_logit_depends_on_a_later_character(arch, path, dtype, monkeypatch):
         check_causality(model(idx.expand(40, -1))[0], model(changed_at_each(idx))[0])
 
         def in_pieces(rows: torch.Tensor) -> torch.Tensor:
-            cache = KVCache(model.config, len(rows), rows.device, dtype)
+            cache = [LayerCache(model.config, len(rows), rows.device, dtype) for _ in model.blocks]
             pieces = rows.split([5, 20, *[1] * 15], dim=1)
             return torch.cat([model(piece, cache=cache)[0] for piece in pieces], dim=1)
 
@@ -239,7 +239,7 @@ def test_cached_logits_are_uncached_logits(arch, path, dtype, error, monkeypatch
     model = tiny(arch, **take(path, monkeypatch))
     model.config.activation_checkpointing = True  # a block computed again would append twice
     idx = torch.randint(11, (2, 12))
-    cache = KVCache(model.config, 2, idx.device, dtype)
+    cache = [LayerCache(model.config, 2, idx.device, dtype) for _ in model.blocks]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         pieces = [model(piece, cache=cache)[0] for piece in idx.split([5, 1, 4, 2], dim=1)]
         uncached = model(idx)[0]

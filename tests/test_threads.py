@@ -30,10 +30,10 @@ class Machine:
         for _ in range(4 * seconds):
             wanted = torch.get_num_threads()
             numbers.append(wanted)
-            self.now += 0.25
-            self.cpu += 0.25 * min(wanted, cores)
-            self.preempted += 0.25 * (150 if wanted > cores else 30)
-            adaptive.adapt()
+            with adaptive.step():
+                self.now += 0.25
+                self.cpu += 0.25 * min(wanted, cores)
+                self.preempted += 0.25 * (150 if wanted > cores else 30)
         return numbers
 
 
@@ -57,8 +57,9 @@ def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
     machine = Machine(monkeypatch)
     adaptive = AdaptiveThreads(is_fixed=bool(preempted))
     for _ in range(10):
-        machine.now, machine.preempted = machine.now + 1, machine.preempted + preempted
-        adaptive.adapt()
+        with adaptive.step():
+            machine.now, machine.preempted = machine.now + 1, machine.preempted + preempted
+        machine.now, machine.preempted = machine.now + 9, machine.preempted + 9e9  # between steps
         assert torch.get_num_threads() == 2
 
 
@@ -78,11 +79,12 @@ def test_a_change_of_threads_does_not_change_the_run(tmp_path, monkeypatch, arch
         optimizer_config = OptimizerConfig(name=optimizer, learning_rate=1e-2)
         seen = []
 
-        def adapt(_, change=change, seen=seen):
+        def adapt(_, now, change=change, seen=seen):
             seen.append(torch.get_num_threads())
             torch.set_num_threads(1 + (seen[-1] - 1 + change) % 3)
 
-        monkeypatch.setattr(AdaptiveThreads, "adapt", adapt)
+        monkeypatch.setattr(AdaptiveThreads, "_adapt", adapt)
+        monkeypatch.setattr(threads, "PERIOD", 0.0)
         Trainer(
             config, model, create_optimizer(model, optimizer_config), train,
             run_dir=str(tmp_path / f"{change}"), world=join_processes("cpu", 1),

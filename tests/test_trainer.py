@@ -1020,19 +1020,22 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
 
 
 def test_no_request_is_lost_to_another():
-    from engine.signals import Request, Requests
+    from engine.run.requests import Requests
+    from engine.signals import REQUESTS
 
-    with Requests() as requests:
+    with Requests(ALONE) as requests:
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
             signal.raise_signal(number)
-        assert [requests.take(), requests.take()] == [Request.TERMINATE] * 2
-    with Requests() as requests:  # SLURM's SIGTERM takes back no SIGUSR2, which has it come again
+        assert [requests.take(), requests.take()] == [REQUESTS.index("SIGTERM")] * 2
+    with Requests(
+        ALONE
+    ) as requests:  # SLURM's SIGTERM takes back no SIGUSR2, which has it come again
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.raise_signal(number)
-        assert requests.take() == Request.YIELD
-    with Requests() as requests:
+        assert requests.take() == REQUESTS.index("SIGUSR2")
+    with Requests(ALONE) as requests:
         signal.raise_signal(signal.SIGUSR1)
-        assert [requests.take(), requests.take()] == [Request.SAVE, Request.NOTHING]
+        assert [requests.take(), requests.take()] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,22 @@ import dataclasses
 import json
 from typing import Any
 
+# These decide which characters a step sees, and which are scored.
+WINDOWS = {
+    "data.block_size", "data.train_split", "data.final_split", "data.truncate", "data.shuffle",
+    "data.encoding", "trainer.batch_size",
+}  # fmt: skip
 # Fixed on resume, as is the model: changed midway, no one configuration would reproduce the run.
 FIXED = {
-    "data.block_size", "data.train_split", "data.final_split", "data.truncate",  # other windows
-    "data.shuffle", "data.encoding",
+    *WINDOWS,
     "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
-    "trainer.batch_size", "trainer.seed",  # another order of the windows
+    "trainer.seed",  # another order of the windows
 }  # fmt: skip
 # Runs that differ in these, or in their model, are not compared by their losses.
 INCOMPARABLE = {
+    *WINDOWS,
     "init_from",  # other initial weights
-    "data.block_size",  # a longer context predicts better
-    "data.train_split", "data.final_split", "data.truncate",  # other characters
-    "data.shuffle", "data.encoding",
     "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule
-    "trainer.batch_size",  # a step sees more characters, or fewer
 }  # fmt: skip
 # These change the loss at a step by no more than rounding or another seed does.
 IRRELEVANT = {

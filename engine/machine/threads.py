@@ -1,14 +1,16 @@
 """Adaptive thread count: fewer threads of a CPU while other processes need its cores."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 import torch
 
 from engine import portable
 
 log = logging.getLogger("gpt")
-PERIOD = 1.0  # seconds between decisions
+PERIOD = 1.0  # seconds of steps between decisions
 # Other processes are busy if both are exceeded:
 LOST = 0.4  # cores, of those that the threads ask for
 PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
@@ -27,22 +29,30 @@ class AdaptiveThreads:
         self.was_logged = False
         self.changed, self.tried = time.perf_counter(), -IN_VAIN
         self.retry = RETRY[0]
-        self._start()
+        self.seconds = self.cpu_seconds = self.preemptions = (
+            0.0  # of the steps since the last decision
+        )
 
-    def _start(self) -> None:
-        self.start, self.cpu_start = time.perf_counter(), time.process_time()
-        self.preemptions = portable.preemptions()
-
-    def adapt(self) -> None:
-        """Changes the number of threads if it is time to. Called once a step."""
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step, after which the number of threads is changed if it is time to. What happens between
+        steps (evaluation, sampling with one thread) says nothing of other processes.
+        """
+        start, cpu, preemptions = time.perf_counter(), time.process_time(), portable.preemptions()
+        yield
         now = time.perf_counter()
-        seconds = now - self.start
-        if self.is_fixed or seconds < PERIOD:
-            return
+        self.seconds += now - start
+        self.cpu_seconds += time.process_time() - cpu
+        self.preemptions += portable.preemptions() - preemptions
+        if not self.is_fixed and self.seconds >= PERIOD:
+            self._adapt(now)
+            self.seconds = self.cpu_seconds = self.preemptions = 0.0
+
+    def _adapt(self, now: float) -> None:
         threads = torch.get_num_threads()
         # Threads that wait for others spin, so that alone they use all of their cores.
-        lost = threads - (time.process_time() - self.cpu_start) / seconds
-        preemptions = (portable.preemptions() - self.preemptions) / seconds
+        lost = threads - self.cpu_seconds / self.seconds
+        preemptions = self.preemptions / self.seconds
         if threads > 1 and lost > LOST and preemptions > PREEMPTIONS:
             torch.set_num_threads(threads - 1)
             was_tried = now - self.tried < IN_VAIN
@@ -56,7 +66,6 @@ class AdaptiveThreads:
         ):
             torch.set_num_threads(threads + 1)
             self.changed = self.tried = now
-        self._start()
 
     def close(self) -> None:
         """Gives back all threads."""

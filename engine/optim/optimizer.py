@@ -1,6 +1,5 @@
 """The optimizer of a run: which parameters decay, which go to Muon, and with what settings."""
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,6 @@ from engine.config.checks import check_option, check_range
 from engine.optim.adamw import AdamW
 from engine.optim.muon import MuonWithAdamW
 from engine.optim.schedule import SCHEDULES
-
-log = logging.getLogger("gpt")
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A run and its directory: file names and locks, plan, log, metrics and trackers, evaluation.
 
 Offers `open_run` and `choose_snapshot` (directory.py), `Plan`, `TrainingLog`, `Metrics`, `evaluate`,
-`DivergenceCheck`, `record_start` (provenance.py) and the console's `log_to_console` and `fail`. Knows no
+`DivergenceCheck` and the console's `log_to_console` and `fail`. Knows no
 optimizer and no kind of model: `model(x, y)` returns a loss.
 """

@@ -153,9 +153,12 @@ def read_config(run_dir: str) -> dict[str, Any]:
         raise UserError(f"{path}: is missing; reports are of runs that main.py started")
     try:
         with open(path, encoding="utf-8") as file:
-            return yaml.safe_load(file) or {}
+            config = yaml.safe_load(file)
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("trainer"), dict):
+        raise UserError(f"{path}: is not the configuration of a run")
+    return config
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
@@ -171,7 +174,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
         return snapshot
     run_dir, name = run_dir or newest_run(), SNAPSHOT
     if os.path.exists(os.path.join(run_dir, CONFIG)):  # a Trainer without main.py writes none
-        name = read_config(run_dir).get("trainer", {}).get("snapshot_path", SNAPSHOT)
+        name = read_config(run_dir)["trainer"].get("snapshot_path", SNAPSHOT)
     latest = storage.snapshot_path(name, run_dir)
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):

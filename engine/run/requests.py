@@ -1,25 +1,57 @@
 """Requests to save or to stop, agreed by all ranks."""
 
+import signal
+import threading
+
 import torch
 import torch.distributed as dist
 
+from engine import portable
 from engine.parallel.distributed import World
-from engine.signals import Request, Requests, Stopped
+from engine.signals import REQUESTS, SAVE, Stopped
 
 
-class AgreedRequests(Requests):
+class Requests:
     """Context manager that records signals as requests, on which all ranks agree: a `check` acts on the
-    all-reduce (MAX) that the one before began, so that no step waits.
+    all-reduce (MAX) that the one before began, so that no step waits. A second SIGINT ends the process at once.
+
+    Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
+    main thread, where Python allows no handlers, nothing changes.
 
     Attributes:
         save: whether a save was requested.
     """
 
     def __init__(self, world: World):
-        super().__init__()
         self.world, self.save = world, False
+        self._own: set[int] = set()
+        self._handlers: dict = {}
         self._highest = torch.zeros((), dtype=torch.int64)  # on the CPU: no wait for a GPU
         self._work: dist.Work | None = None
+
+    def __enter__(self) -> "Requests":
+        if threading.current_thread() is threading.main_thread():
+            for number in portable.signals(*REQUESTS[1:]):
+                ignored = signal.getsignal(number) == signal.SIG_IGN
+                if number.name == REQUESTS[SAVE] or not ignored:
+                    self._handlers[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._own, self._handlers = set(), {}
+
+    def _record(self, number: int, _) -> None:
+        self._own.add(REQUESTS.index(signal.Signals(number).name))
+        if number == signal.SIGINT:  # the default handler also ends a process stuck outside Python
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def take(self) -> int:
+        """The highest request to this process so far; one to save is returned once."""
+        highest = max(self._own, default=0)
+        self._own -= {SAVE} & {highest}
+        return highest
 
     def check(self) -> None:
         """Notes a request to save; raises `Stopped` on every rank at the same point of the run if one
@@ -30,14 +62,14 @@ class AgreedRequests(Requests):
             agreed = self.finish()
             self._highest.fill_(own)
             self._work = dist.all_reduce(self._highest, dist.ReduceOp.MAX, async_op=True)
-        if agreed > Request.SAVE:
+        if agreed > SAVE:
             raise Stopped(agreed)
-        self.save = self.save or agreed == Request.SAVE
+        self.save = self.save or agreed == SAVE
 
-    def finish(self) -> Request:
+    def finish(self) -> int:
         """Ends the agreement in progress; returns its result."""
         if self._work is None:
-            return Request.NOTHING
+            return 0
         self._work.wait()
         self._work = None
-        return Request(int(self._highest))
+        return int(self._highest)

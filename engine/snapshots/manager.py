@@ -58,13 +58,10 @@ class SnapshotManager:
         self.best: tuple[float, int] | None = None  # (held-out loss, step) of the best one written
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._saving: SaveInProgress | None = None
-        # Why the run starts from scratch; empty if it resumes, and once its files are open.
-        self._from_scratch = "trainer.resume=never"
         self.found: Snapshot | None = None  # to resume from, until it is restored
         # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
         if config.resume != "never" or distributed.is_restart(world):
             self.found = self._find()
-            self._from_scratch = "" if self.found else f"there is no snapshot at {self.path}"
 
     @property
     def path(self) -> str:
@@ -93,15 +90,16 @@ class SnapshotManager:
         """
         os.makedirs(self.run_dir, exist_ok=True)
         self.storage.prepare()
-        if not self._from_scratch:
+        if self.saved_step is not None:  # it resumes
             return
+        is_asked = self.config.resume == "never"
+        why = "trainer.resume=never" if is_asked else f"there is no snapshot at {self.path}"
         files = [os.path.join(self.run_dir, name) for name in history]
         if earlier := [*self.storage.all(), *filter(os.path.exists, files)]:
             log.warning(
                 "%s: training from scratch; earlier files are renamed to %s",
-                self._from_scratch, ", ".join(set_aside(earlier)),
+                why, ", ".join(set_aside(earlier)),
             )  # fmt: skip
-        self._from_scratch = ""
 
     def restore(
         self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -159,7 +157,9 @@ class SnapshotManager:
         else:
             if self.world.is_first:
                 copied = snapshot.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True))
-                written = self._thread.submit(self._write, copied, latest, best)
+                written = self._thread.submit(
+                    lambda: self.storage.write(copied.to_bytes(), copied.step, latest, best)
+                )
         self._saving = SaveInProgress(snapshot.step, saved_step, lowest, written)
 
     def _collect(self, snapshot: Snapshot) -> Snapshot:
@@ -169,9 +169,6 @@ class SnapshotManager:
             return save_shards(self.path, snapshot, self.world)
         states = {"model_state": snapshot.model_state, "optimizer_state": snapshot.optimizer_state}
         return dataclasses.replace(snapshot, **sharding.gather_on_first(states, self.world))
-
-    def _write(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
-        self.storage.write(snapshot.to_bytes(), snapshot.step, latest, best)
 
     def wait(self) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in

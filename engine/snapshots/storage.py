@@ -40,13 +40,13 @@ def beside(path: str, kind: str) -> str:
 
 def snapshot_path(path: str, run_dir: str) -> str:
     """`trainer.snapshot_path`, relative to `run_dir` unless it is absolute or a URL."""
-    return os.path.join(run_dir, path) if is_local(path) else path
+    return os.path.join(run_dir, path).replace(os.sep, "/") if is_local(path) else path
 
 
 def locate(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the file's name in it."""
     if is_local(path):  # url_to_fs would read patterns into a name
-        return LocalFileSystem(), os.path.abspath(path)
+        return LocalFileSystem(), os.path.abspath(path).replace(os.sep, "/")
     return fsspec.core.url_to_fs(path)
 
 
@@ -121,7 +121,7 @@ class SnapshotStorage:
         except (ImportError, ValueError) as error:
             raise UserError(f"trainer.snapshot_path={path}: {one_line(error)}") from error
         self.previous, self.best = beside(path, "prev"), beside(path, "best")
-        self.temporary = beside(path, "tmp")
+        self.temporary = beside(path, "new.tmp")
 
     # ----------------------------------------------------------------------------------------------
     # Writing
@@ -159,7 +159,7 @@ class SnapshotStorage:
                         self._remove(path)
                 if exists(self.path):
                     self._copy(self.path, self.previous)
-                self._replace(self.temporary, self.path)
+                self._copy(self.temporary, self.path)
         finally:
             with contextlib.suppress(Exception):  # renamed, or the store is unreachable
                 self._remove(self.temporary)
@@ -181,6 +181,7 @@ class SnapshotStorage:
                 raise OSError(f"{path}: reads back different from what was written")
 
     def _copy(self, source: str, target: str) -> None:
+        """Copies in one operation, as far as `target` can tell; on a disk by a hard link, where it can be."""
         if not is_local(source):
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
@@ -196,13 +197,6 @@ class SnapshotStorage:
         finally:  # after a success, too: rename(2) does nothing if both names are the same file
             with contextlib.suppress(FileNotFoundError):
                 os.remove(temporary)
-
-    def _replace(self, source: str, target: str) -> None:
-        """Renames on a disk; copies in a store, as fsspec's `mv` would expand patterns in a name."""
-        if not is_local(source):
-            self.file_system.cp_file(locate(source)[1], locate(target)[1])
-            return
-        os.replace(source, target)
         with contextlib.suppress(OSError):  # not every file system can sync a folder
             folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
             try:

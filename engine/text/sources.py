@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
 from engine.errors import UserError, one_line
+from engine.files import atomic_write
 
 log = logging.getLogger("gpt")
 
@@ -203,19 +203,14 @@ def download(url: str, path: str, sha256: str | None) -> None:
     if infer_compression(url) != infer_compression(path):
         raise UserError(f"data.path={path}: must end as data.url={url}, which is kept as it is")
     files[0].compression = None
-    folder, name = os.path.split(os.path.abspath(path))
     try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
-            partial = os.path.join(temporary, name)
-            with open(partial, "wb") as target:
-                for piece in read_file(files[0]):
-                    target.write(piece)
-                os.fsync(target.fileno())
-            if sha256 is not None:
-                for _ in read_text(find_files(partial), sha256):
-                    pass
-            os.replace(partial, path)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with atomic_write(path, "wb") as target:
+            target.writelines(read_file(files[0]))
+            target.flush()
+            partial = OpenFile(LocalFileSystem(), target.name, compression=infer_compression(path))
+            for _ in read_text([partial], sha256) if sha256 is not None else ():
+                pass
     except OSError as error:
         raise UserError(
             f"data.path={path}: cannot write the downloaded text: {error.strerror}"
