@@ -170,11 +170,6 @@ def test_a_billion_windows_are_mixed_and_none_comes_twice(stride):
 # --- bad texts and settings ---
 
 
-def test_an_empty_text_is_refused(tmp_path):
-    with pytest.raises(UserError, match="empty"):
-        dataset("", tmp_path)
-
-
 @pytest.mark.parametrize(
     "length, train_split, part",
     [(16, 0.5, "training part"), (80, 0.9, "held-out part"), (8, 0.5, "text")],

@@ -78,15 +78,6 @@ def test_a_run_in_a_renamed_directory_resumes_and_its_changes_are_logged(tmp_pat
 # --- Accelerate ---
 
 
-@pytest.mark.slow
-def test_accelerate_launch_trains(tmp_path):  # two processes: in test_readme.py
-    launcher = ("accelerate.commands.launch", "--cpu", "--num_processes", "1")
-    home = {"HF_HOME": str(tmp_path)}  # has no configuration of the user's
-    result = start(*TINY, f"run_dir={tmp_path / 'run'}", launcher=launcher, env=home)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("step 6/6 | held-out") == 1
-
-
 # --- a notebook ---
 
 

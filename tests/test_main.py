@@ -11,7 +11,7 @@ from conftest import ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
 from hydra import compose, initialize_config_dir
 
 from char_dataset import DataConfig
-from config import SCHEMA, Config, plain, validate
+from config import SCHEMA, Config, validate
 from engine.config.overrides import with_recipe
 from engine.errors import UserError
 from engine.parallel.distributed import World
@@ -199,21 +199,6 @@ def test_the_directory_of_hydra_is_the_directory_of_the_run(tmp_path):
     assert os.listdir(tmp_path) == ["here"]
 
 
-def test_a_sweep_gives_each_job_its_directory(tmp_path):
-    rates = "optimizer.learning_rate=1e-3,3e-3"
-    result = start("-m", *TINY, rates, f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    jobs = [path.parent for path in tmp_path.glob("run.sweep/*/metrics.jsonl")]
-    assert sorted(metrics(job, "train")[0]["lr"] for job in jobs) == [1e-3, 3e-3]
-
-
-def test_a_bad_job_does_not_end_the_sweep(tmp_path):
-    result = start("-m", *TINY, "model.n_head=3,4", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
-    assert result.returncode != 0
-    assert "model.n_embd=16: must be divisible by model.n_head=3" in result.stdout
-    assert len(list(tmp_path.glob("run.sweep/*/gpt_snapshot.pt"))) == 1
-
-
 def test_a_finished_run_keeps_the_configuration_it_was_made_with(tmp_path):
     assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
     before = (tmp_path / "config.yaml").read_bytes()
@@ -340,16 +325,6 @@ def test_a_bad_text_gets_one_line(content, overrides, says, tmp_path):
     assert not (tmp_path / "run").exists()  # nothing was trained
 
 
-def test_an_unreachable_url_gets_one_line(tmp_path):
-    refuse(
-        "experiment=overfit",
-        "data.url=http://127.0.0.1:9/input.txt",
-        f"data.path={tmp_path / 'x.txt'}",
-        f"run_dir={tmp_path / 'run'}",
-        says="http://127.0.0.1:9/input.txt: cannot be read",
-    )
-
-
 @pytest.mark.parametrize(
     "override, says",
     [
@@ -379,15 +354,6 @@ def test_a_changed_run_is_refused_with_the_differences_and_not_overwritten(tmp_p
     ):
         refuse(*TINY, f"run_dir={tmp_path}", change, says=says)
     assert before == {path: path.read_bytes() for path in kept}
-
-
-def test_the_plain_configuration_is_plain():
-    def check(value):
-        assert isinstance(value, dict | list | str | int | float | bool | None)
-        if isinstance(value, dict | list):
-            [check(v) for v in (value.values() if isinstance(value, dict) else value)]
-
-    check(plain(composed("experiment=overfit")))
 
 
 def test_two_runs_do_not_share_their_snapshots(tmp_path):

@@ -1,21 +1,16 @@
 """Watching a run: `metrics.jsonl`, TensorBoard, W&B, and the live line on a terminal."""
 
 import errno
-import fcntl
 import json
 import os
-import pty
-import select
 import struct
-import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, command, start
+from conftest import TINY, start
 
 from engine.errors import UserError
 from engine.parallel.distributed import World
@@ -73,12 +68,6 @@ def test_damaged_lines_matter_only_before_good_ones(tmp_path):
         path.write_bytes(line + b"\n" + good)
         with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged; correct it"):
             Metrics(str(tmp_path), 3)
-
-
-def test_lines_missing_on_this_disk_are_reported(tmp_path, caplog):
-    log_run(tmp_path, [], 0, range(1, 4))
-    Metrics(str(tmp_path), 3, lines=9, trackers=()).close()
-    assert "metrics.jsonl: missing 5 of 9 lines up to step 3" in caplog.text
 
 
 def test_metrics_are_json_whatever_the_numbers(tmp_path):
@@ -298,29 +287,3 @@ def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monk
 
 
 # --- the live line ---
-
-
-def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path):
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    settings = [*TINY, "trainer.max_steps=300", "trainer.log_every_steps=20"]
-    process = subprocess.Popen(
-        command(*settings, f"run_dir={tmp_path}"),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # not its controlling terminal: there is no SIGHUP
-    )
-    os.close(theirs)
-    try:
-        written = b""
-        while b"plan  " not in written:
-            assert select.select([ours], [], [], 90)[0]
-            written += os.read(ours, 65536)
-        os.close(ours)
-        assert process.wait(timeout=90) == 0
-    finally:
-        process.kill()
-        process.wait(timeout=30)
-    assert "step 300/300" in (tmp_path / "main.log").read_text()

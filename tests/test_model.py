@@ -270,18 +270,6 @@ def test_a_row_depends_on_its_seed_and_number_alone(arch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_stream_is_the_generated_text_one_at_a_time():
-    model = tiny(pdrop=0.5).train()
-    idx, options = torch.randint(11, (2, 4)), {"do_sample": True, "seed": 7}
-    whole = model.generate(idx, 30, **options)
-    stream = model.stream(idx, 10**12, **options)  # takes nothing for what is not asked for
-    for t in range(4, 34):
-        assert torch.equal(next(stream), whole[:, t])
-    assert torch.is_grad_enabled()  # between two characters, too
-    stream.close()
-    assert model.training
-
-
 def test_top_k_and_top_p_keep_only_the_likeliest():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, -1)
     generators = [np.random.default_rng(i) for i in range(4000)]

@@ -36,10 +36,6 @@ def finished(tmp_path_factory):
     return run
 
 
-def test_there_are_commands():
-    assert len(COMMANDS) >= 8
-
-
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_readme_runs(line, tmp_path, request):
     words, launcher = shlex.split(line), ()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TINY, equal, metrics, start
+from conftest import TINY, metrics, start
 
 import report
 from benchmarks import reference
@@ -25,7 +25,6 @@ from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references
 from engine.run.directory import choose_snapshot
-from engine.snapshots.storage import load
 from model import GPT, GPTConfig
 from sample import draw
 
@@ -111,16 +110,6 @@ def test_a_run_ends_with_its_report_with_samples_and_command(real):
     assert [line["step"] for line in drawn] == [1, 4, 6]
     assert len({len(text) for line in drawn for text in line["samples"]}) == 1
     assert html.count("<pre>") >= sum(len(line["samples"]) for line in drawn) == 6
-
-
-def test_sampling_does_not_change_training(real, tmp_path):
-    settings = [*TINY, "trainer.eval_every_steps=2", "samples=false", f"run_dir={tmp_path}"]
-    assert start(*settings).returncode == 0
-    assert not any("samples" in line for line in metrics(tmp_path))
-    assert not (tmp_path / "report.html").exists()
-    a, b = (load(str(path / "gpt_snapshot.pt")) for path in (real, tmp_path))
-    a.config = b.config = {}
-    assert equal(a, b)
 
 
 def test_drawing_samples_changes_no_state():

@@ -98,13 +98,6 @@ def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(tmp_pa
     assert "trainer.seed=1" in stopped.job["overrides"] and stopped.step > 5
 
 
-def test_a_sweep_under_a_launcher_is_refused(tmp_path):
-    result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}", nproc=2)
-    assert result.returncode != 0
-    assert "start it with python main.py -m, without a launcher" in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_sweep_whose_directory_cannot_be_made_gets_one_line(tmp_path):
     (tmp_path / "run.sweep").write_text("my thesis\n")
     result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}")
