@@ -40,7 +40,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PRECISION = "bfloat16" if hardware.computes_in_bfloat16(DEVICE) else "float32"
 TRAINERS = ["this", *(f"{peer}, {PRECISION}" for peer in PEERS), "Transformers Trainer, float32"]
 # "default" is the recipe that main.py chooses for this machine.
-RECIPES = ["default", "shakespeare_quick", "shakespeare_shift", "shakespeare_lowest", "nanogpt_cpu"]
+RECIPES = ["default", "shakespeare_quick", "shakespeare_half", "shakespeare_lowest", "nanogpt_cpu"]
 GROWTH = {
     "width": (64, 128, 256, 512, 1024),
     "layers": (2, 4, 8, 16),

@@ -15,7 +15,14 @@ from engine.errors import UserError
 from engine.parallel.distributed import World
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import SnapshotStorage, beside, load, set_aside
+from engine.snapshots.storage import (
+    SnapshotStorage,
+    beside,
+    load,
+    locate,
+    set_aside,
+    snapshot_path,
+)
 from trainer import TrainerConfig
 
 
@@ -229,6 +236,12 @@ def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_pat
     with pytest.raises(SnapshotError, match=r"no undamaged snapshot left: .*s\.pt.*s\.best\.pt"):
         files.find()
     assert names(tmp_path) == ["s.best.pt", "s.pt"]
+
+
+def test_a_path_with_the_separators_of_windows_has_those_of_fsspec(monkeypatch):
+    monkeypatch.setattr("os.sep", "\\")
+    assert snapshot_path("s.pt", r"runs\x") == "runs/x/s.pt"
+    assert "\\" not in locate(r"runs\x\s.pt")[1]
 
 
 def test_a_link_to_nothing_is_damaged_too(path):

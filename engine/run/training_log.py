@@ -156,7 +156,7 @@ class TrainingLog:
             duration(seconds * (self.plan.total_steps - step)),
         )  # fmt: skip
         if samples:
-            log.info("sample      %s", samples[0].strip().replace("\n", " | "))
+            log.info("sampled     %s", samples[0].strip().replace("\n", " | "))
 
     def log_evaluation(
         self,
