@@ -367,8 +367,8 @@ MUTATIONS = [
     Mutation(
         "a snapshot is written onto the old one",
         "engine/snapshots/storage.py",
-        "            os.replace(temporary, target)",
-        "            shutil.copyfile(temporary, target)",
+        "self._copy(self.temporary, self.path)",
+        "shutil.copyfile(self.temporary, self.path)",
         "test_snapshot_files.py::test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot",
     ),
     Mutation(
