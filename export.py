@@ -29,7 +29,7 @@ import torch
 from engine.config.arguments import parse, run_program
 from engine.config.checks import check_range
 from engine.errors import UserError, one_line
-from engine.files import atomic_write
+from engine.files import atomic_write, has_mark
 from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
 from engine.run.directory import choose_snapshot, choose_snapshots, runs
@@ -58,7 +58,7 @@ class ExportConfig:
         name, path = ("out", self.out) if self.out else ("page", self.page or "")
         if not is_local(path):
             raise UserError(f"{name}={path}: must be local")
-        if os.path.lexists(path) and not (self.page and is_page(path)):
+        if os.path.lexists(path) and not (self.page and has_mark(path, page.MARK)):
             raise UserError(f"{name}={path}: already exists; give another name, or remove it")
         check_range("newest", self.newest, 1)
         if self.newest > 1 and (self.snapshots, self.snapshot, self.run_dir) != (None, None, None):
@@ -96,15 +96,6 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         raise UserError(f"out={config.out}: cannot be written: {one_line(error)}") from error
     print(line)
-
-
-def is_page(path: str) -> bool:
-    """Whether a file is a page that this program wrote."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return page.MARK in file.read(1000)
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def write_page(paths: list[str], out: str, may_skip: bool, is_opened: bool) -> None:

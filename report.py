@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError
-from engine.files import atomic_write
+from engine.files import atomic_write, has_mark
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references
@@ -46,15 +46,6 @@ def write(run_dirs: list[str], out: str) -> str:
     return out
 
 
-def is_report(path: str) -> bool:
-    """Whether a file is a page that this program wrote, which a new one may replace."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return MARK in file.read(1000)
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
 def find_runs(names: list[str]) -> list[str]:
     """The run directories that `names` stand for: of runs, of sweeps, or patterns of either; without
     names, the newest run. Raises `UserError` for a name without a run.
@@ -79,7 +70,7 @@ def main(arguments: list[str]) -> int:
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
     if config.out is not None:
-        if os.path.lexists(config.out) and not is_report(config.out):
+        if os.path.lexists(config.out) and not has_mark(config.out, MARK):
             raise UserError(f"out={config.out}: already exists; give another name, or remove it")
         os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
     if config.run_dir is not None and config.run_dirs is not None:

@@ -3,7 +3,7 @@
 A room is a folder with one purpose, stated in its `__init__.py`. Each may use the rooms before it in this
 order, and none imports a program of the root (tests/test_architecture.py):
 
-    errors, files, portable, signals  one-line errors; atomic writes; what some systems lack; requests
+    errors, files, portable, signals  one-line errors; local files; what some systems lack; requests
     machine                  what the hardware is called and can do
     kernels                  the operations of a model: plain PyTorch, C kernels on a CPU
     config                   settings: clear errors, `auto`, what a resumed run may change

@@ -1,4 +1,4 @@
-"""Atomic writes to local files."""
+"""Local files: atomic writes, and the mark of what a program wrote."""
 
 import contextlib
 import os
@@ -27,3 +27,12 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # renamed, or never created
             os.remove(temporary)
+
+
+def has_mark(path: str, mark: str) -> bool:
+    """Whether the first lines of a file have the `mark` of the program that wrote it, which may replace it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return mark in file.read(1000)
+    except (OSError, UnicodeDecodeError):
+        return False

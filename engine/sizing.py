@@ -291,9 +291,8 @@ def fine_tuning_share(passes: float) -> float:
 def planned_steps(config: Any, training: int) -> float:
     """The steps that the settings allow over a training text of so many characters, whatever the time."""
     trainer = config.trainer
-    windows = max(
-        training - config.data.block_size, 1
-    )  # too short a text is refused when it is split
+    # Too short a text is refused when it is split.
+    windows = max(training - config.data.block_size, 1)
     epochs = math.inf if trainer.max_epochs is None else trainer.max_epochs
     return min(trainer.max_steps or math.inf, epochs * -(-windows // trainer.batch_size))
 

@@ -29,9 +29,8 @@ class AdaptiveThreads:
         self.was_logged = False
         self.changed, self.tried = time.perf_counter(), -IN_VAIN
         self.retry = RETRY[0]
-        self.seconds = self.cpu_seconds = self.preemptions = (
-            0.0  # of the steps since the last decision
-        )
+        # Of the steps since the last decision.
+        self.seconds = self.cpu_seconds = self.preemptions = 0.0
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
