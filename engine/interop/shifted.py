@@ -1,4 +1,5 @@
-"""Transformers' nanochat with token shift (RWKV, Peng et al., 2023), as export.py writes it beside such a model.
+"""Transformers' GPT-2 and nanochat with token shift (RWKV, Peng et al., 2023), as export.py writes them beside such
+a model.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
@@ -8,36 +9,50 @@ Beam search would need that reordered, and a static cache hides what is padding:
 
 import torch
 from torch import nn
-from transformers import NanoChatConfig, NanoChatForCausalLM, NanoChatModel
+from transformers import (
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
 
 
-class ShiftedConfig(NanoChatConfig):
-    model_type = "nanochat_shift"
-
-
 class TokenShift(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width))
 
 
-class ShiftedLayer(NanoChatDecoderLayer):
+class ShiftedLayer(nn.Module):
+    """The base class's layer, with a token shift between the second norm and the MLP."""
+
+    names: tuple[str, str, str]  # of the first norm, of attention, and of the second norm
+    mlp: nn.Module
+
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         self.layer_idx, self.shift = layer_idx, TokenShift(config.hidden_size)
 
-    def forward(  # type: ignore[override]
-        self, hidden_states, attention_mask=None, past_key_values=None, **kwargs
+    def forward(
+        self,
+        hidden_states,
+        past_key_values=None,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        **kwargs,
     ):
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
+        norm_1, attention, norm_2 = (getattr(self, name) for name in self.names)
+        attended, _ = attention(
+            norm_1(hidden_states),
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             **kwargs,
         )
         hidden_states = hidden_states + attended
-        y = self.post_attention_layernorm(hidden_states)
+        y = norm_2(hidden_states)
         last = torch.zeros_like(y[:, :1])
         if past_key_values is not None:
             cached = past_key_values.layers[self.layer_idx]
@@ -52,26 +67,19 @@ class ShiftedLayer(NanoChatDecoderLayer):
         return hidden_states + self.mlp(y + before * self.shift.weight)
 
 
-class ShiftedModel(NanoChatModel):
-    config: ShiftedConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layers = nn.ModuleList(
-            ShiftedLayer(config, i) for i in range(config.num_hidden_layers)
-        )
-        self.post_init()
+class ShiftedNanoChatLayer(ShiftedLayer, NanoChatDecoderLayer):  # type: ignore[misc]
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm")
 
 
-class ShiftedForCausalLM(NanoChatForCausalLM):
-    config: ShiftedConfig
-    config_class = ShiftedConfig
+class ShiftedGPT2Layer(ShiftedLayer, GPT2Block):  # type: ignore[misc]
+    names = ("ln_1", "attn", "ln_2")
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = ShiftedModel(config)
-        self.post_init()
 
+def shifted(layer, config):
+    return nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
+
+
+class ShiftedGeneration(GenerationMixin):
     def generate(self, *args, generation_config=None, **kwargs):
         for name, plain in (("num_beams", 1), ("cache_implementation", None)):
             value = kwargs.get(
@@ -80,3 +88,29 @@ class ShiftedForCausalLM(NanoChatForCausalLM):
             if value not in (plain, None):
                 raise ValueError(f"{name}={value}: a model with token shift has no such generation")
         return super().generate(*args, generation_config=generation_config, **kwargs)  # type: ignore[misc]
+
+
+class ShiftedConfig(NanoChatConfig):
+    model_type = "nanochat_shift"
+
+
+class ShiftedForCausalLM(ShiftedGeneration, NanoChatForCausalLM):
+    config_class = ShiftedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers = shifted(ShiftedNanoChatLayer, config)
+        self.post_init()
+
+
+class ShiftedGPT2Config(GPT2Config):
+    model_type = "gpt2_shift"
+
+
+class ShiftedGPT2LMHeadModel(ShiftedGeneration, GPT2LMHeadModel):
+    config_class = ShiftedGPT2Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.h = shifted(ShiftedGPT2Layer, config)
+        self.post_init()

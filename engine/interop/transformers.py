@@ -26,10 +26,13 @@ from engine.errors import UserError, one_line
 from engine.kernels.native import NORM_EPS
 
 WEIGHTS = "model.safetensors"
-MODEL_TYPES = {
-    "gpt2": ("gpt2", False),
-    "nanochat": ("modern", False),
-    "nanochat_shift": ("modern", True),
+
+# `model_type` in `config.json`, `arch` and `token_shift`, and Transformers' class, or that of `shifted.py`
+KINDS = {
+    "gpt2": ("gpt2", False, "GPT2LMHeadModel"),
+    "gpt2_shift": ("gpt2", True, "ShiftedGPT2LMHeadModel"),
+    "nanochat": ("modern", False, "NanoChatForCausalLM"),
+    "nanochat_shift": ("modern", True, "ShiftedForCausalLM"),
 }
 SHIFTED = Path(__file__).with_name("shifted.py")
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
@@ -42,7 +45,7 @@ MODULES: dict[str, dict[str, list[str]]] = {
     "gpt2": {
         "tok_emb": ["transformer.wte"],
         "pos_emb": ["transformer.wpe"],
-        **{f"blocks.{{}}.{name}": [f"transformer.h.{{}}.{name}"] for name in BLOCK},
+        **{f"blocks.{{}}.{name}": [f"transformer.h.{{}}.{name}"] for name in (*BLOCK, "shift")},
         "ln_f": ["transformer.ln_f"],
         "head": ["lm_head"],
     },
@@ -118,8 +121,6 @@ def to_files(
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
-    if config["token_shift"] and config["arch"] != "modern":
-        raise UserError("model.token_shift=true: exported for model.arch=modern alone")
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
     for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()
@@ -133,7 +134,7 @@ def to_transformers(
 ) -> dict[str, torch.Tensor]:
     """The weights in float32, under Transformers' names and in its layout, with the unknown token."""
     if config["arch"] == "gpt2" and not config["bias"]:  # its GPT-2 always has biases
-        biased = [name for name in weights if name.startswith(("blocks.", "ln_f."))]
+        biased = [n for n in weights if n.startswith(("blocks.", "ln_f.")) and ".shift." not in n]
         zeros = {name: torch.zeros(len(weights[name])) for name in biased}
         weights = weights | {n.replace(".weight", ".bias"): zero for n, zero in zeros.items()}
     names = parameter_names(config)
@@ -156,12 +157,12 @@ def to_transformers(
 def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[str, Any]:
     """The JSON files by name: model, generation and tokenizer."""
     gpt2, unknown, unknown_id = config["arch"] == "gpt2", unknown_token(vocabulary), len(vocabulary)
-    kind = config["arch"], config["token_shift"]
+    kind = [config["arch"], config["token_shift"]]
+    model_type, name = next((key, name) for key, (*k, name) in KINDS.items() if k == kind)
     shifted = {
-        "AutoConfig": "shifted.ShiftedConfig",
-        "AutoModelForCausalLM": "shifted.ShiftedForCausalLM",
+        "AutoConfig": f"shifted.{'ShiftedGPT2Config' if gpt2 else 'ShiftedConfig'}",
+        "AutoModelForCausalLM": f"shifted.{name}",
     }
-    name = "ShiftedForCausalLM" if config["token_shift"] else "NanoChatForCausalLM"
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     pattern = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     splitter: dict[str, Any] = {"type": "Split", **pattern}  # every character is one token
@@ -175,8 +176,8 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
     vocab = {character: i for i, character in enumerate(vocabulary + unknown)}
     return {
         "config.json": {
-            "architectures": ["GPT2LMHeadModel" if gpt2 else name],
-            "model_type": next(name for name, ours in MODEL_TYPES.items() if ours == kind),
+            "architectures": [name],
+            "model_type": model_type,
             **({"auto_map": shifted} if config["token_shift"] else {}),
             "vocab_size": unknown_id + 1,
             "dtype": "float32",
@@ -257,9 +258,9 @@ def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, torch.Tensor]:
 
 def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """`GPTConfig`'s fields from `config.json`, but `bias`, which follows from the weights."""
-    if given["model_type"] not in MODEL_TYPES:
-        raise UserError(f"model_type={given['model_type']}: must be {', '.join(MODEL_TYPES)}")
-    arch, shift = MODEL_TYPES[given["model_type"]]
+    if given["model_type"] not in KINDS:
+        raise UserError(f"model_type={given['model_type']}: must be {', '.join(KINDS)}")
+    arch, shift, _ = KINDS[given["model_type"]]
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": shift}
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
     for name, value in fixed_fields(config).items():
