@@ -39,7 +39,8 @@ def test_values_have_the_types_of_their_fields_and_texts_are_taken_as_they_are()
 @pytest.mark.parametrize(
     "given, says",
     [
-        (["out=a", "nunber=1"], "nunber=1: not an argument; there are out=, text=, number="),
+        (["out=a", "nunber=1"], "nunber=1: not an argument; did you mean number=?"),
+        (["zz=1"], "zz=1: not an argument; there are out=, text=, number="),
         (["out"], "out: not an argument"),
         (["out="], "out=: is empty"),
         (

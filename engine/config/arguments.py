@@ -1,6 +1,7 @@
 """Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
 import dataclasses
+import difflib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,8 +28,10 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
             known = ", ".join(f"{name}=" for name in fields)
-            raise UserError(f"{argument}: not an argument; there are {known}")
+            hint = f"did you mean {near[0]}=?" if near else f"there are {known}"
+            raise UserError(f"{argument}: not an argument; {hint}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
         if fields[name].type in (str, str | None):  # a prompt may have any character
