@@ -242,11 +242,10 @@ class TokenShift(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        last = torch.zeros_like(x[:, :1]) if cache is None else cache.last
-        before = torch.cat((last, x[:, :-1]), dim=1)
-        if cache is not None:
-            cache.last = x[:, -1:]
-        return torch.addcmul(x, before, self.weight.to(x.dtype))
+        if cache is None:
+            return ops.token_shift(x, self.weight)
+        last, cache.last = cache.last, x[:, -1:]
+        return ops.token_shift(x, self.weight, last)
 
 
 class Block(nn.Module):

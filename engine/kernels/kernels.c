@@ -1,5 +1,6 @@
 // What a step on a CPU spends its time on, in one pass over memory each: causal attention with rotary
-// positions and normalized queries and keys, RMSNorm, LayerNorm, squared ReLU, GELU, cross-entropy;
+// positions and normalized queries and keys, RMSNorm, LayerNorm, token shift, squared ReLU, GELU,
+// cross-entropy;
 // and linear layers where torch's matrix products are slow (`linear` in ops.py).
 //
 // Built once for each type of number, `real`, and called by native.py: with -DBF16 for bfloat16, on
@@ -606,6 +607,44 @@ int layer_norm_backward(long threads, long rows, long C, const real *dy, const r
     memset(dw, 0, 2 * C * sizeof(float));
     for (long part = 0; part < count; part++)
         for (long c = 0; c < 2 * C; c++) dw[c] += parts[part * 2 * C + c];
+    return 0;
+}
+
+// y (B, T, C) = x + w (C) times x of the position before, if there is one; C a multiple of 16.
+int token_shift(long threads, long B, long T, long C, const real *x, const float *w, real *y) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < B * T; i++) {
+        const real *xi = x + i * C;
+        for (long c = 0; c < C; c += LANES) {
+            vector before = i % T ? load(xi + c - C) : broadcast(0);
+            store(y + i * C + c, before * get(w + c) + load(xi + c));
+        }
+    }
+    return 0;
+}
+
+// dx = dy + w times dy of the position after, if there is one; dw (C), the sum of dy times x of the
+// position before, taken in parts (ceil(B T / 64), C): threads do not change its order.
+int token_shift_backward(long threads, long B, long T, long C, const real *dy, const real *x,
+                         const float *w, real *dx, float *parts, float *dw) {
+    long rows = B * T, count = (rows + 63) / 64;
+#pragma omp parallel for num_threads(threads)
+    for (long part = 0; part < count; part++) {
+        float *dwp = parts + part * C;
+        memset(dwp, 0, C * sizeof(float));
+        for (long i = part * 64; i < rows && i < part * 64 + 64; i++) {
+            const real *xi = x + i * C, *di = dy + i * C;
+            int is_first = i % T == 0, is_last = i % T == T - 1;
+            for (long c = 0; c < C; c += LANES) {
+                vector d = load(di + c), after = is_last ? broadcast(0) : load(di + C + c);
+                store(dx + i * C + c, after * get(w + c) + d);
+                if (!is_first) put(dwp + c, d * load(xi + c - C) + get(dwp + c));
+            }
+        }
+    }
+    memset(dw, 0, C * sizeof(float));
+    for (long part = 0; part < count; part++)
+        for (long c = 0; c < C; c++) dw[c] += parts[part * C + c];
     return 0;
 }
 

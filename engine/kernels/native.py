@@ -154,6 +154,25 @@ class _LayerNorm(torch.autograd.Function):
         return grad, sums[0], sums[1] if ctx.needs_input_grad[2] else None
 
 
+class _TokenShift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        _call(x.dtype, "token_shift", *x.shape, x, weight, y)
+        ctx.save_for_backward(x, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        B, T, C = x.shape
+        grad, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        parts, saved = weight.new_empty(-(-B * T // 64), C), (g.contiguous(), x, weight)
+        _call(x.dtype, "token_shift_backward", B, T, C, *saved, grad, parts, grad_weight)
+        return grad, grad_weight
+
+
 class _Elementwise(torch.autograd.Function):
     """An elementwise kernel; its backward pass needs the input."""
 
@@ -234,6 +253,7 @@ def attention_step(
 linear = functools.partial(_apply, _Linear)
 rms_norm = functools.partial(_apply, _RMSNorm)
 layer_norm = functools.partial(_apply, _LayerNorm)
+token_shift = functools.partial(_apply, _TokenShift)
 squared_relu = functools.partial(_apply, _Elementwise, "squared_relu")
 gelu = functools.partial(_apply, _Elementwise, "gelu")
 # Raises IndexError for a target outside the vocabulary.

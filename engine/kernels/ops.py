@@ -59,6 +59,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
+def token_shift(x: Tensor, weight: Tensor, last: Tensor | None = None) -> Tensor:
+    """Token shift (RWKV, Peng et al., 2023): x (B, T, C) plus the position before, times `weight` (C,). Before the
+    first is `last` (B, 1, C), or zeros.
+    """
+    if last is None and native.supports(x) and _is_dense_float32(weight):
+        return native.token_shift(x, weight)
+    last = torch.zeros_like(x[:, :1]) if last is None else last
+    before = torch.cat((last, x[:, :-1]), dim=1)
+    return torch.addcmul(x, before, weight.to(x.dtype))
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """Squared ReLU (So et al., "Primer", 2021): max(x, 0)^2."""
     if x.numel() >= MIN_KERNEL_ELEMENTS and native.supports(x):

@@ -39,8 +39,9 @@ def orthogonalize(matrices: torch.Tensor, normalize: bool) -> torch.Tensor:
         return x
     rows, columns = x.shape[1:]
     size = (min(rows, columns) / max(rows, columns)) ** 0.5
-    norm = x.norm(dim=2 if rows >= columns else 1, keepdim=True, dtype=torch.float32)
-    return x * (size / norm.clamp(min=1e-7)).to(x.dtype)
+    # Not `norm`: along a dimension that is not the last in memory it takes ten times as long on a CPU.
+    squares = x.float().square().sum(dim=2 if rows >= columns else 1, keepdim=True)
+    return x * (size * squares.clamp(min=1e-14).rsqrt()).to(x.dtype)
 
 
 class Muon(torch.optim.Optimizer):
