@@ -230,15 +230,28 @@ def result_and_gradients(function, x, weight, bias, g) -> list[torch.Tensor]:
 
 
 @both
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_layer_norm_and_all_its_gradients_are_those_of_float64(dtype, has_bias):
+@pytest.mark.parametrize(
+    "kernel, plain, has_bias",
+    [
+        (kernels.layer_norm, lambda x, w, b: F.layer_norm(x, (48,), w, b), True),
+        (kernels.layer_norm, lambda x, w, b: F.layer_norm(x, (48,), w, b), False),
+        (
+            lambda x, w, _: kernels.token_shift(x, w),
+            lambda x, w, _: x + w * F.pad(x, (0, 0, 1, -1)),
+            False,
+        ),
+    ],
+)
+def test_operations_with_weights_and_all_their_gradients_are_those_of_float64(
+    dtype, kernel, plain, has_bias
+):
     torch.manual_seed(0)
     x, g = (3 * torch.randn(7, 40, 48) + 2).to(dtype), torch.randn(7, 40, 48).to(dtype)
     weight, bias = torch.randn(48), torch.randn(48) if has_bias else None
 
-    ours = result_and_gradients(kernels.layer_norm, x, weight, bias, g)
+    ours = result_and_gradients(kernel, x, weight, bias, g)
     exact = (z if z is None else z.double() for z in (x, weight, bias))
-    right = result_and_gradients(lambda x, w, b: F.layer_norm(x, (48,), w, b), *exact, g)
+    right = result_and_gradients(plain, *exact, g)
     for a, b in zip(ours, right, strict=True):
         assert relative_error(a, b) < ERROR[dtype]
 
@@ -276,11 +289,13 @@ def test_what_is_not_finite_stays_so(dtype, value):
     functions = [kernels.rms_norm, lambda z: kernels.attention(z, 2, rotation)]
     functions += [kernels.squared_relu, kernels.gelu, lambda z: kernels.attention(z, 2, None)]
     functions += [lambda z: kernels.layer_norm(z, torch.ones(192), None)]
+    functions += [lambda z: kernels.token_shift(z, torch.ones(192))]
     plain = [
         lambda z: F.rms_norm(z, z.shape[-1:], eps=NORM_EPS),
         lambda z: plain_attention(z, 2, rotation),
         *(lambda z: F.relu(z).square(), F.gelu, lambda z: plain_attention(z, 2, None)),
         lambda z: F.layer_norm(z, (192,)),
+        lambda z: z + F.pad(z, (0, 0, 1, -1)),
     ]
     for ours, theirs in zip(functions, plain, strict=True):
         y = ours(x)
@@ -542,12 +557,15 @@ def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path, compiler)
 
 
 @pytest.mark.parametrize("dtype", [on(torch.float32)])
-@pytest.mark.parametrize("name", ["squared_relu", "gelu", "rms_norm", "layer_norm", "attention"])
+@pytest.mark.parametrize(
+    "name", ["squared_relu", "gelu", "rms_norm", "layer_norm", "token_shift", "attention"]
+)
 def test_a_gradient_may_lie_in_memory_in_any_order(dtype, name):
     torch.manual_seed(0)
     x = torch.randn(2, 8, 192 if name == "attention" else 64, dtype=dtype, requires_grad=True)
-    arguments = {"layer_norm": (torch.ones(64), None), "attention": (2, None)}.get(name, ())
-    y = getattr(kernels, name)(x, *arguments)
+    arguments = {"layer_norm": (torch.ones(64), None), "attention": (2, None)}
+    arguments["token_shift"] = (torch.ones(64),)
+    y = getattr(kernels, name)(x, *arguments.get(name, ()))
     g = torch.randn(y.size(2), 8, 2).permute(2, 1, 0)
     assert not g.is_contiguous()
     (ours,) = torch.autograd.grad(y, x, g, retain_graph=True)

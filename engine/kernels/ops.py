@@ -63,7 +63,8 @@ def token_shift(x: Tensor, weight: Tensor, last: Tensor | None = None) -> Tensor
     """Token shift (RWKV, Peng et al., 2023): x (B, T, C) plus the position before, times `weight` (C,). Before the
     first is `last` (B, 1, C), or zeros.
     """
-    if last is None and native.supports(x) and _is_dense_float32(weight):
+    fits = _is_dense_float32(weight) and weight.shape == x.shape[-1:]
+    if last is None and fits and native.supports(x):
         return native.token_shift(x, weight)
     last = torch.zeros_like(x[:, :1]) if last is None else last
     before = torch.cat((last, x[:, :-1]), dim=1)
