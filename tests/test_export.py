@@ -179,13 +179,26 @@ def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
     assert together == [generator(p, **settings)[0]["generated_text"] for p in prompts]
 
 
-@pytest.mark.parametrize("setting", [{"num_beams": 2}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("setting", ["beams", "assisted", "static", "cropped", "flex_attention"])
 def test_generation_that_a_token_shift_has_not_is_refused(setting, tmp_path):
     snapshot = model_snapshot(VOCABULARY, **MODELS["shifted"])
     export.export(snapshot, "x.pt", str(tmp_path / "model"))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}="):
-        theirs.generate(torch.tensor([[1]]), max_new_tokens=3, **setting)
+    arguments = {"attn_implementation": setting} if setting == "flex_attention" else {}
+    idx = torch.tensor([[1, 2, 3, 1, 2, 3]])
+    with pytest.raises(ValueError, match=r"token shift|stateful|does not support"):
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", trust_remote_code=True, **arguments
+        )
+        cache = transformers.DynamicCache(config=theirs.config)
+        if setting == "static":
+            cache = transformers.StaticCache(config=theirs.config, max_cache_len=20)
+        elif setting == "cropped":
+            theirs(idx, past_key_values=cache)
+            cache.crop(-2)
+        given = {"beams": {"num_beams": 2}, "assisted": {"prompt_lookup_num_tokens": 2}}
+        given |= {"static": {"past_key_values": cache}, "cropped": {"past_key_values": cache}}
+        config = transformers.GenerationConfig(max_new_tokens=3)
+        theirs.generate(idx, config, **given.get(setting, {}))
 
 
 # --- and back ---

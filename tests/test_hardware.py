@@ -32,7 +32,7 @@ def test_peak_memory_is_in_bytes_and_never_falls():
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", 181e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 5070", 61.7e12),

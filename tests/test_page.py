@@ -258,6 +258,11 @@ def test_a_person_generates_stops_looks_and_is_told_what_is_wrong(browser, tmp_p
     opened.set("prompt", "A")
     opened.press("generate")
     assert opened.texts(".status") == ['Prompt: the model does not know "A".']
+    assert opened.texts(".text") == [""]
+    opened.set("prompt", "a" * 30_000)
+    opened.press("score")
+    opened.press("halt")
+    assert opened.texts(".status") == ["Stopped."]
     assert browser.title == HOSTILE and browser.get_log("browser") == []
 
 

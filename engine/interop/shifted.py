@@ -3,8 +3,8 @@ a model.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The MLPs also see the position before, scaled per channel. With a cache each layer keeps the last position's input.
-Beam search would need that reordered, and a static cache hides what is padding: both are refused.
+The MLPs also see the position before, scaled per channel. With a cache, a `DynamicCache`, each layer keeps the last
+position's input. It is neither reordered nor taken back: beam search and assisted generation are refused.
 """
 
 import torch
@@ -16,6 +16,7 @@ from transformers import (
     NanoChatConfig,
     NanoChatForCausalLM,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
 
@@ -56,7 +57,13 @@ class ShiftedLayer(nn.Module):
         last = torch.zeros_like(y[:, :1])
         if past_key_values is not None:
             cached = past_key_values.layers[self.layer_idx]
-            last, cached.last_input = getattr(cached, "last_input", last), y[:, -1:]
+            length = cached.get_seq_length()
+            last, end = getattr(cached, "last_input", (last, 0))
+            if not isinstance(cached, DynamicLayer) or length != end + y.size(1):
+                raise ValueError(
+                    "a model with token shift needs a DynamicCache that was not cropped"
+                )
+            cached.last_input = y[:, -1:], length
         before = torch.cat((last, y[:, :-1]), dim=1)
         if attention_mask is not None:  # (B, 1, S, T): padding, which is hidden, has nothing to add
             S, T = attention_mask.shape[-2:]
@@ -80,14 +87,16 @@ def shifted(layer, config):
 
 
 class ShiftedGeneration(GenerationMixin):
-    def generate(self, *args, generation_config=None, **kwargs):
-        for name, plain in (("num_beams", 1), ("cache_implementation", None)):
-            value = kwargs.get(
-                name, getattr(generation_config or self.generation_config, name, None)
-            )
-            if value not in (plain, None):
-                raise ValueError(f"{name}={value}: a model with token shift has no such generation")
-        return super().generate(*args, generation_config=generation_config, **kwargs)  # type: ignore[misc]
+    _is_stateful = True  # Transformers refuses assisted generation
+    _supports_flash_attn = _supports_flex_attn = (
+        False  # their masks do not say which position is padding
+    )
+
+    def generate(self, inputs=None, generation_config=None, **kwargs):  # type: ignore[override]
+        default = getattr(generation_config or self.generation_config, "num_beams", None)
+        if kwargs.get("num_beams", default) not in (1, None):
+            raise ValueError("num_beams: a model with token shift has no beam search")
+        return super().generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[misc]
 
 
 class ShiftedConfig(NanoChatConfig):

@@ -23,6 +23,7 @@ PEAK_FLOPS = {
     "A10": 125e12,
     "A6000": 154.8e12,
     "L40S": 362e12,
+    "L40$": 181e12,
     "L4": 121e12,
     "T4": 65e12,
     # GeForce: twice the float32 rate; not the Laptop and D variants.
@@ -50,6 +51,7 @@ PEAK_FLOPS = {
     "RTX 3060 Ti$": 32.4e12,
     "RTX 3060$": 25.5e12,
     "MI300X": 1307.4e12,
+    "MI300A": 980.6e12,
 }
 
 

@@ -88,7 +88,7 @@ def rising(run: Run) -> str:
     """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile,
     and diverges if it rose too, by more than batches differ.
     """
-    if run.best is None:
+    if run.best is None or run.step < FIRST_JUDGED:
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]

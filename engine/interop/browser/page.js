@@ -55,18 +55,19 @@ class Model {
 
   /** Sends a message; `answers` has a function for each kind of answer. It ends what was asked before. */
   ask(message, answers) {
-    [this.isGenerating, this.status.ariaLive] = [false, "polite"];
+    [this.doing, this.status.ariaLive] = ["", "polite"];
     this.answers = {failed: ({message}) => this.say(message, true), done() {}, ...answers};
     this.worker.postMessage({...message, call: ++this.call});
   }
 
   /** The ids of a text; null, with a message, if it is empty or has a character that the model does not know. */
   encode(text, what) {
-    const characters = this.model.encoding === "bytes"
-      ? Array.from(new TextEncoder().encode(text), byte => String.fromCharCode(byte)) : Array.from(text);
-    const unknown = characters.find(character => !this.idOf.has(character));
-    if (unknown !== undefined) this.say(`${what}: the model does not know "${this.nameOf(unknown)}".`, true);
-    return unknown === undefined ? characters.map(character => this.idOf.get(character)) : null;
+    const bytes = character => Array.from(new TextEncoder().encode(character), byte => String.fromCharCode(byte));
+    const ids = Array.from(text, character =>
+      (this.model.encoding === "bytes" ? bytes(character) : [character]).map(part => this.idOf.get(part)));
+    const at = ids.findIndex(ids => ids.includes(undefined)), unknown = Array.from(text)[at];
+    if (at >= 0) this.say(`${what}: the model does not know "${MARKS[unknown] ?? unknown}".`, true);
+    return at < 0 ? ids.flat() : null;
   }
 
   /** How a character is shown alone; of bytes beyond ASCII, their number. */
@@ -92,28 +93,31 @@ class Model {
     if (atEnd) this.text.scrollTop = this.text.scrollHeight;
   }
 
-  /** Ends a generation, and says so. */
+  /** Ends what the model is doing, and says so. */
   stop() {
-    const wasGenerating = this.isGenerating;
+    const doing = this.doing;
     this.ask({kind: "cancel"}, {});
-    if (wasGenerating) this.say(`Stopped after ${this.ids.length - this.start} ${this.unit}s.`);
+    if (doing === "generating") this.say(`Stopped after ${this.ids.length - this.start} ${this.unit}s.`);
+    if (doing === "scoring") this.say("Stopped.");
   }
 
   generate(prompt, options) {
     this.stop();
+    [this.ids, this.at, this.panel.hidden] = [[], undefined, true];
+    this.text.replaceChildren();
     const ids = this.encode(prompt || this.model.prompt, "Prompt"), stop = this.encode(options.stop, "Stop");
     if (!ids || !stop) return;
-    [this.ids, this.start, this.at, this.panel.hidden] = [[], ids.length, undefined, true];
+    this.start = ids.length;
     this.temperature = options.temperature || 1;
+    this.hasLimits = options.topK > 0 || options.topP < 1;
     this.decoder = this.model.encoding === "bytes" ? new TextDecoder() : null;
-    this.text.replaceChildren();
     this.append(ids);
     const started = performance.now();
     this.ask({kind: "generate", ids, ...options, stop}, {
       done: ({cut = 0}) => {  // the stop text is not part of the text
         this.ids.length -= cut;
         for (; cut > 0; cut--) this.text.lastChild.remove();
-        [this.isGenerating, this.status.ariaLive] = [false, "polite"];
+        [this.doing, this.status.ariaLive] = ["", "polite"];
         this.say(`${this.status.textContent.replace(/^\d+/, this.ids.length - this.start)}.`);
       },
       made: ({ids}) => {
@@ -123,7 +127,7 @@ class Model {
       },
     });
     // Until the end nothing is announced: the status changes thirty times a second.
-    [this.isGenerating, this.status.ariaLive] = [true, "off"];
+    [this.doing, this.status.ariaLive] = ["generating", "off"];
   }
 
   /** How many characters the model saw before it made the one at a position: a full context begins again with its
@@ -140,7 +144,7 @@ class Model {
     if (at === 0) this.say(`Nothing stands before the first ${this.unit}.`);
     if (!(at > 0)) return;
     this.at = at;
-    if (this.isGenerating) this.stop();
+    if (this.doing) this.stop();
     for (const span of this.text.children) span.style.removeProperty("--seen");
     this.text.querySelector(".picked")?.classList.remove("picked");
     this.text.children[at].classList.add("picked");
@@ -163,8 +167,9 @@ class Model {
       }));
       const [likeliest] = order, name = id => this.nameOf(this.model.vocabulary[id]);
       this.panel.querySelector("caption").textContent = `Instead of ${name(made)}, at a temperature of ${
-        this.temperature}: ${name(likeliest)} was likeliest, ${(100 * powers[likeliest] / sum).toPrecision(3)} %`;
+        this.temperature}${this.hasLimits ? ", before top-k and top-p" : ""}: ${name(likeliest)} was likeliest, ${(100 * powers[likeliest] / sum).toPrecision(3)} %`;
       this.panel.hidden = false;
+      this.panel.scrollIntoView({block: "nearest"});  // on a phone it is below the screen
       const first = at - weights.length;
       weights.forEach((weight, i) => this.text.children[first + i].style.setProperty("--seen", Math.sqrt(weight)));
     }});
@@ -175,8 +180,12 @@ class Model {
     if (!ids) return;
     if (ids.length < 2) return this.say(`To be scored, the prompt needs at least two ${this.unit}s.`, true);
     this.say("Scoring …");
-    this.ask({kind: "score", ids}, {scored: ({loss, characters}) => this.say(
-      `Loss ${loss.toFixed(4)} nats per ${this.unit} (${(loss / Math.LN2).toFixed(4)} bits) of ${characters} ${this.unit}s`)});
+    this.ask({kind: "score", ids}, {scored: ({loss, characters}) => {
+      this.doing = "";
+      this.say(`Loss ${loss.toFixed(4)} nats per ${this.unit} (${(loss / Math.LN2).toFixed(4)} bits) of ${
+        characters} ${this.unit}s`);
+    }});
+    this.doing = "scoring";
   }
 }
 
@@ -187,7 +196,7 @@ if (models.length === 1) document.querySelector("h2").hidden = true;  // the sam
 const number = id => Number(element(id).value);
 document.querySelector("form").onsubmit = event => {
   event.preventDefault();
-  const stop = element("stop").value.replaceAll("\\n", "\n");
+  const stop = element("stop").value.replaceAll("\\n", "\n").replaceAll("\\t", "\t");
   const options = {count: number("count"), temperature: number("temperature"), topK: number("topK"),
     topP: number("topP"), seed: number("seed"), stop};
   for (const model of models) model.generate(element("prompt").value, options);
