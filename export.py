@@ -10,7 +10,8 @@ python export.py run_dir=runs/NAME out=single.pt                a sharded snapsh
 
 `AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits (with a token shift it needs
 `trust_remote_code=True`), `main.py init_from=my_gpt` fine-tunes it, and `hf upload USER/NAME my_gpt`
-publishes it. It needs safetensors (pip install safetensors). A page needs neither Python nor a network where it is opened.
+publishes it. It needs safetensors (pip install safetensors). A page needs neither Python nor a
+network where it is opened.
 """
 
 import contextlib

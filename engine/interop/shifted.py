@@ -63,7 +63,7 @@ class ShiftedLayer(nn.Module):
                 raise ValueError(
                     "a model with token shift needs a DynamicCache that was not cropped"
                 )
-            cached.last_input = y[:, -1:], length
+            cached.last_input = y[:, -1:], length  # type: ignore[attr-defined]
         before = torch.cat((last, y[:, :-1]), dim=1)
         if attention_mask is not None:  # (B, 1, S, T): padding, which is hidden, has nothing to add
             S, T = attention_mask.shape[-2:]
