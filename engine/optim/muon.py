@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
                 batch = torch.stack([update for _, update in pairs])
                 result = sharding.map_matrices(function, batch)
                 scale = -group["lr"] * 0.2 * max(shape) ** 0.5
-                torch._foreach_add_([p for p, _ in pairs], [*result], alpha=scale)
+                torch._foreach_add_([p for p, _ in pairs], [*result.float()], alpha=scale)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
