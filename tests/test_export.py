@@ -91,7 +91,7 @@ class Narrow(MLP):
 def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monkeypatch):
     snapshot = model_snapshot(VOCABULARY)
     with monkeypatch.context() as edit:
-        edit.setattr("engine.kernels.ops.gelu", torch.nn.functional.silu)
+        edit.setattr(MLP, "forward", lambda self, x: self.c_proj(self.c_fc(x).sin()))
         with pytest.raises(UserError, match=r"gives other logits.*was model.py changed"):
             export.export(snapshot, "gpt_snapshot.pt", str(tmp_path / "model"))
     wide = model_snapshot(VOCABULARY)
