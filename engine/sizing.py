@@ -254,16 +254,18 @@ def sizes_of(
 
 def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     """Layers, width and context for a text of so many `characters` and so many floating-point operations
-    of training: the width grows with the operations, up to what the text can teach.
+    of training. In a wide range of times 128 is best, and first depth, then width pays for more.
     """
     affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
     enough = min(4e6, USEFUL_PASSES * characters)
-    for_the_time = 128 * (affordable / enough) ** 0.4
+    least, most = min(1e6, 10 * characters), 2e7
+    for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     # A short text is better served by depth and context than by width.
     has_time = affordable >= 0.9 * enough
-    layers = 3 if width <= 96 and not has_time else 4 if width < 256 else 6
+    is_deep = characters >= 500_000 and affordable >= min(max(5e6, 5 * characters), most)
+    layers = 6 if is_deep else 3 if width <= 96 and not has_time else 4
     is_long = characters >= 200_000 and affordable >= 2e6
     return layers, width, 256 if is_long or has_time else 128
 
