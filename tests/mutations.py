@@ -134,9 +134,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a token shift brings the next character instead of the one before",
-        "model.py",
+        "engine/kernels/ops.py",
         "torch.cat((last, x[:, :-1]), dim=1)",
         "torch.cat((x[:, 1:], last), dim=1)",
+        "test_model.py::test_cached_logits_are_uncached_logits",
+    ),
+    Mutation(
+        "the kernel of a token shift brings the next character instead of the one before",
+        "engine/kernels/kernels.c",
+        "i % T ? load(xi + c - C)",
+        "i % T ? load(xi + c + C)",
         "test_model.py::test_no_logit_depends_on_a_later_character",
     ),
     Mutation(
@@ -149,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "a cache forgets what a token shift saw of the last character",
         "model.py",
-        "cache.last = x[:, -1:]",
-        "pass",
+        "last, cache.last = cache.last, x[:, -1:]",
+        "last = cache.last",
         "test_model.py::test_cached_logits_are_uncached_logits",
     ),
     Mutation(
