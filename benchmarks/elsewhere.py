@@ -10,7 +10,6 @@ trainings run two at a time with one thread each.
 """
 
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -102,7 +101,8 @@ def measure(text: Path, seeds: int, done: list[dict]) -> None:
 def report(done: list[dict]) -> None:
     columns = [("default", "characters"), ("AdamW", "characters"), ("AdamW", "time")]
     columns += [("nanoGPT", "characters"), ("nanoGPT", "time")]
-    print("| text | " + " | ".join(re.sub(", char.*t,", "", f"{a}, same {b}") for a, b in columns))
+    heads = ["default", *(f"{name}, same {kind}" for name, kind in columns[1:])]
+    print(f"| text | {' | '.join(heads)} |")
     print("|" + "---|" * (len(columns) + 1))
     for text in dict.fromkeys(line["text"] for line in done):
         cells = []
