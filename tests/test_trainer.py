@@ -425,9 +425,13 @@ def test_accumulation_equals_the_large_batch(parts, tmp_path):
     whole = make(parts, tmp_path / "a")
     pieces = make(parts, tmp_path / "b", micro_batch_size=4)
     assert (whole.plan.accumulation, pieces.plan.accumulation) == (1, 3)
-    whole.train()
-    pieces.train()
-    assert torch.allclose(weights(whole), weights(pieces), atol=1e-5)
+    for trainer in (
+        whole,
+        pieces,
+    ):  # AdamW would make large steps of a gradient that is rounding alone
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.train()
+    assert torch.allclose(weights(whole), weights(pieces), atol=1e-6)
     from conftest import metrics
 
     for a, b in zip(metrics(tmp_path / "a"), metrics(tmp_path / "b"), strict=True):
