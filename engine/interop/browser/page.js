@@ -63,11 +63,12 @@ class Model {
   /** The ids of a text; null, with a message, if it is empty or has a character that the model does not know. */
   encode(text, what) {
     const bytes = character => Array.from(new TextEncoder().encode(character), byte => String.fromCharCode(byte));
-    const ids = Array.from(text, character =>
+    const characters = Array.from(text);
+    const ids = characters.map(character =>
       (this.model.encoding === "bytes" ? bytes(character) : [character]).map(part => this.idOf.get(part)));
-    const at = ids.findIndex(ids => ids.includes(undefined)), unknown = Array.from(text)[at];
-    if (at >= 0) this.say(`${what}: the model does not know "${MARKS[unknown] ?? unknown}".`, true);
-    return at < 0 ? ids.flat() : null;
+    const unknown = characters.find((_, i) => ids[i].includes(undefined));
+    if (unknown !== undefined) this.say(`${what}: the model does not know "${MARKS[unknown] ?? unknown}".`, true);
+    return unknown === undefined ? ids.flat() : null;
   }
 
   /** How a character is shown alone; of bytes beyond ASCII, their number. */
@@ -166,8 +167,9 @@ class Model {
         return row;
       }));
       const [likeliest] = order, name = id => this.nameOf(this.model.vocabulary[id]);
-      this.panel.querySelector("caption").textContent = `Instead of ${name(made)}, at a temperature of ${
-        this.temperature}${this.hasLimits ? ", before top-k and top-p" : ""}: ${name(likeliest)} was likeliest, ${(100 * powers[likeliest] / sum).toPrecision(3)} %`;
+      const limits = this.hasLimits ? ", before top-k and top-p" : "";
+      this.panel.querySelector("caption").textContent = `Instead of ${name(made)}, at a temperature of ${this.temperature}${
+        limits}: ${name(likeliest)} was likeliest, ${(100 * powers[likeliest] / sum).toPrecision(3)} %`;
       this.panel.hidden = false;
       this.panel.scrollIntoView({block: "nearest"});  // on a phone it is below the screen
       const first = at - weights.length;
