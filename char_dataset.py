@@ -28,7 +28,7 @@ from engine.config.checks import check_option, check_range
 from engine.errors import UserError
 from engine.run.evaluation import IGNORE
 from engine.run.plan import Plan
-from engine.text.encoding import is_small, open_text
+from engine.text.encoding import from_text, is_small, open_text, to_text
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
 
 log = logging.getLogger("gpt")
@@ -230,16 +230,20 @@ class CharDataset(Dataset):
         return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
 
     def encode(self, text: str) -> torch.Tensor:
-        """The ids of `text`, int64 (len(text),). Raises `UserError` for an unknown character."""
-        return encode(text, self.vocabulary, encoding=self.config.encoding)
+        """The ids of `text`, int64, one for each character, or for each byte of its UTF-8. Raises `UserError` for
+        an unknown one.
+        """
+        encoding = self.config.encoding
+        return encode(from_text(text, encoding), self.vocabulary, encoding=encoding)
 
     def decode(self, ids) -> str:
-        return "".join(self.itos[int(i)] for i in ids)
+        """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
+        return to_text("".join(self.itos[int(i)] for i in ids), self.config.encoding)
 
 
 def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
-    """(share of the held-out characters that the training part does not have; loss in nats of guessing
-    each by its frequency there, counted from one), of the first `MAX_COUNTED` characters of each.
+    """(share of the held-out characters that the training part does not have; loss in nats of guessing each by its
+    frequency there, counted from one). Of each part, the first `MAX_COUNTED` characters are counted.
     """
     seen, scored = (
         sum(
@@ -260,17 +264,19 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
     Raises `UserError` naming the first unknown character and its position; `text` begins at `start`.
     """
     ids = {character: i for i, character in enumerate(vocabulary)}
-    for position, character in enumerate(text, start):
-        if character not in ids:
-            if encoding == "bytes":
-                known = f"the {len(vocabulary)} bytes of the training text"
-                raise UserError(f"byte 0x{ord(character):02x} at {position} is not among {known}")
-            raise UserError(
-                f"character {character!r} (U+{ord(character):04X}) at position {position} is not in "
-                f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"
-                f"{'...' * (len(vocabulary) > 200)}"
-            )
-    return torch.tensor([ids[character] for character in text], dtype=torch.int64)
+    try:
+        return torch.tensor([ids[character] for character in text], dtype=torch.int64)
+    except KeyError as error:
+        character = error.args[0]
+    position = start + text.index(character)
+    if encoding == "bytes":
+        known = f"the {len(vocabulary)} bytes of the training text"
+        raise UserError(f"byte 0x{ord(character):02x} at {position} is not among {known}")
+    raise UserError(
+        f"character {character!r} (U+{ord(character):04X}) at position {position} is not in "
+        f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"
+        f"{'...' * (len(vocabulary) > 200)}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Config:
     model: GPTConfig = field(default_factory=GPTConfig)  # architecture and size
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # optimizer and learning rate
     trainer: TrainerConfig = field(default_factory=TrainerConfig)  # the training loop
-    init_from: str | None = None  # pretrained weights: a snapshot, a run directory, or one that export.py wrote
+    init_from: str | None = None  # pretrained weights: a snapshot, a run directory, or a directory that export.py wrote
     samples: bool = True  # sample text at the log lines 1, 4, 16, 64, ... and the last, into metrics.jsonl
     report: bool = True  # write report.html into run_dir at the end
     run_name: str = "run"  # names the directory of the run; recipes set it to their own name

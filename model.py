@@ -135,7 +135,7 @@ ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not
 
 
 class Linear(nn.Linear):
-    """Linear layer whose weights `GPT.init_weights` sets, not torch."""
+    """Linear layer without torch's initial weights: `GPT.init_weights` sets them."""
 
     def reset_parameters(self) -> None:
         pass
@@ -145,7 +145,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Embedding whose weights `GPT.init_weights` sets, not torch."""
+    """Embedding without torch's initial weights: `GPT.init_weights` sets them."""
 
     def reset_parameters(self) -> None:
         pass

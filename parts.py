@@ -17,7 +17,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from char_dataset import CharDataset, compare_characters, prepare_text
+from char_dataset import MAX_COUNTED, CharDataset, compare_characters, prepare_text
 from config import Config, check_ranks_agree, plain
 from engine import sizing
 from engine.config import auto
@@ -54,10 +54,10 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
             config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
         return None
     if snapshot is not None:  # the source may be gone
-        if snapshot.config.get("init_from", source) is None:
-            raise UserError(
-                f"init_from={source}: this run started without it; set run_name=NEW_NAME"
-            )
+        recorded = snapshot.config.get("init_from", source)
+        if recorded != source:
+            how = "without it" if recorded is None else f"from {recorded}"
+            raise UserError(f"init_from={source}: this run started {how}; set run_name=NEW_NAME")
         log.info("init_from   was used at the start; resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
@@ -117,11 +117,12 @@ def choose_sizes(
             chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
         log.info("sizing      to choose the same: %s", shlex.join(chosen))
     config.model = with_sizes(config)
+    warn_of_memory(config, world)
 
 
 def time_steps(trainer: Trainer) -> float:
-    """Trial: the median time in seconds of an optimizer step on the slowest rank, over the steps of the plan or
-    the first ones that take `TRIAL_S` together. Trains the model.
+    """Trial: the median time in seconds of an optimizer step on the slowest rank, over the first `TRIAL_S` seconds
+    of steps, or all of them. Trains the model.
     """
     times = [0.0]
     with contextlib.closing(trainer.steps()) as steps:
@@ -144,7 +145,6 @@ def with_sizes(config: Config) -> GPTConfig:
 
 def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
     """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
-    warn_of_memory(config, world)
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     earlier = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
@@ -155,16 +155,18 @@ def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharData
     """The text to train on and the held-out text, with the context of `config`."""
     train_text, held_out = text.with_config(config.data).split()
     unseen, _ = compare_characters(train_text, held_out)
+    is_counted = len(train_text.data) <= MAX_COUNTED  # as a whole
     log.info(
         "text        %s: %s %ss to train on, %s held out%s, %d distinct",
         config.data.path, f"{len(train_text.data):,}", text.unit, f"{len(held_out.data):,}",
-        f" (of which {unseen:.2%} do not occur in training)" if unseen else "", text.vocab_size,
+        f" (of which {unseen:.2%} do not occur in training)" if unseen and is_counted else "",
+        text.vocab_size,
     )  # fmt: skip
     return train_text, held_out
 
 
 def warn_of_memory(config: Config, world: World) -> None:
-    """Warns if training on this host's CPUs may need more memory than is free; the kernel would end it."""
+    """Warns if training on this host's CPUs may need more memory than is free: the operating system would kill it."""
     model, trainer = cast(Any, config.model), cast(Any, config.trainer)
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
@@ -253,17 +255,18 @@ def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> Non
     """Scores the final part of the text, writes the report, and logs what to do next."""
     if final is not None:
         score_final(trainer, final)
-    if config.report:
-        try:
+    try:
+        if config.report:
             import report  # with jinja2, which only it needs
 
             path = report.write([config.run_dir], os.path.join(config.run_dir, REPORT))
             log.info("report      %s", relative_path(path))
-        except Exception as error:  # no reason to fail
-            log.warning("cannot write %s: %s", REPORT, one_line(error))
-    run, snapshots = Run(config.run_dir), trainer.snapshots
-    for problem in filter(None, (rising(run), worse_than_frequencies(run))):
-        log.warning("%s", problem)
+        run = Run(config.run_dir)
+        for problem in filter(None, (rising(run), worse_than_frequencies(run))):
+            log.warning("%s", problem)
+    except Exception as error:  # no reason to fail: training has ended well
+        log.warning("cannot write %s: %s", REPORT, one_line(error))
+    snapshots = trainer.snapshots
     if snapshots.best is not None:
         path = snapshots.storage.best
         log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)

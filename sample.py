@@ -62,7 +62,7 @@ class SampleConfig:
     num_samples: int = 1  # texts
     max_new_tokens: int = 500  # characters in each, at most
     stop: str | None = None  # a text ends before this string; null: nowhere
-    copied: bool = False  # say what share of the texts stands in the training text word for word
+    copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
     slide: bool = False  # beyond the context, see all of it for each character: ten times slower
@@ -398,8 +398,8 @@ def main(arguments: list[str]) -> int:
             texts = print_texts(sample(config, snapshots[0]))
             if config.copied:
                 share = copied_share(texts, snapshots[0])
-                where = f"in the training text, in pieces of {COPIED} characters or whole lines"
-                print(f"[{share:.1%} of this stands {where}]", file=sys.stderr)
+                where = f"from the training text, in pieces of {COPIED} characters or whole lines"
+                print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
         else:
             print_score(config, paths, snapshots)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The engine behind the programs at the root: what a user relies on and need not open.
 
-A room is a folder with one purpose, stated in its `__init__.py`. Each may use the rooms before it in this
-order, and none imports a program of the root (tests/test_architecture.py):
+Each package has one purpose, stated in its `__init__.py`. It may use those before it in this order, and none
+imports a program of the root (tests/test_architecture.py):
 
     errors, files, portable, signals  one-line errors; local files; what some systems lack; requests
     machine                  what the hardware is called and can do

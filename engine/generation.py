@@ -21,7 +21,7 @@ from engine.errors import UserError
 class LayerCache:
     """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
 
-    `last`, (B, 1, C), at first zeros, is what a layer remembers of the last character alone.
+    `last`, (B, 1, C), is the token shift's input at the previous position, zeros at first.
     """
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):

@@ -87,7 +87,7 @@ def choose(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[], float],
 ) -> list[str]:
-    """Chooses what is null, for a text of so many `characters`; what is given stands. Returns the overrides
+    """Chooses what is null, for a text of so many `characters`; given values are kept. Returns the overrides
     that choose the same.
 
     `seconds_left()` is what is left of `trainer.max_minutes`, and `seconds_per_step()` measures a training
@@ -178,11 +178,6 @@ def held_out_characters(config: Any, characters: int) -> float:
     return characters * (1 - split.final_split) - int(characters * split.train_split)
 
 
-def evaluation_s(config: Any, step_s: float) -> float:
-    """Seconds to evaluate one character, where a training step takes `step_s`."""
-    return EVALUATION_COST * step_s / step_characters(config)
-
-
 def choose_steps(
     config: Any, characters: int, is_limited: bool, step_s: float, seconds: float
 ) -> None:
@@ -191,7 +186,8 @@ def choose_steps(
     """
     trainer = config.trainer
     training = int(characters * config.data.train_split)
-    each = evaluation_s(config, step_s) * held_out_characters(config, characters)
+    character_s = EVALUATION_COST * step_s / step_characters(config)
+    each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
     left = seconds - FINISH_S
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))

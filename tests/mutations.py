@@ -196,6 +196,13 @@ MUTATIONS = [
         "test_optimizer.py::test_muon_takes_the_steps_of_torchs_muon",
     ),
     Mutation(
+        "Muon reads the learning rate from the GPU, which no CUDA graph can capture",
+        "engine/optim/muon.py",
+        "[*(result.float() * scale)]",
+        "[*result.float()], alpha=scale",
+        "test_optimizer.py::test_muon_does_not_wait_for_a_learning_rate_on_the_device",
+    ),
+    Mutation(
         "a normalized update keeps the sizes of its rows",
         "engine/optim/muon.py",
         "dim=2 if rows >= columns else 1",

@@ -1,4 +1,4 @@
-"""The order of the rooms: imports run one way, from the programs at the root down through engine/."""
+"""The order of the packages: imports run one way, from the programs at the root down through engine/."""
 
 import ast
 import graphlib
@@ -8,8 +8,8 @@ from pathlib import Path
 from conftest import ROOT
 
 DOOR = {path.stem for path in ROOT.glob("*.py")}
-# As engine/__init__.py has it: a room may use those before it.
-ROOMS = (
+# As engine/__init__.py has it: each may use those before it.
+PACKAGES = (
     *("errors", "files", "portable", "signals", "machine", "kernels", "config", "text", "parallel"),
     *("optim", "generation", "snapshots", "run", "sizing", "interop", "reports"),
 )
@@ -43,22 +43,24 @@ def test_the_engine_does_not_know_the_programs_and_rooms_use_those_before_them()
     for name, imported in IMPORTS.items():
         if not name.startswith("engine."):
             continue
-        room = name.split(".")[1]
+        package = name.split(".")[1]
         for other in imported:
             if other.split(".")[0] in DOOR:
                 wrong.append(f"{name} imports {other}")
-            if other.startswith("engine.") and ROOMS.index(other.split(".")[1]) > ROOMS.index(room):
-                wrong.append(f"{name} imports {other}, of a later room")
+            if other.startswith("engine.") and PACKAGES.index(other.split(".")[1]) > PACKAGES.index(
+                package
+            ):
+                wrong.append(f"{name} imports {other}, which comes later")
     assert wrong == []
 
 
 def test_every_room_is_in_the_order_and_says_what_it_is_for():
-    rooms = {path.stem for path in (ROOT / "engine").iterdir() if not path.name.startswith("__")}
-    assert rooms == set(ROOMS)
+    packages = {path.stem for path in (ROOT / "engine").iterdir() if not path.name.startswith("__")}
+    assert packages == set(PACKAGES)
     listed = ast.get_docstring(ast.parse((ROOT / "engine" / "__init__.py").read_text()))
     assert re.findall(r"^    ((?:\w+, )*\w+)  ", listed, re.MULTILINE)[0].split(", ") + re.findall(
         r"^    (\w+)  ", listed, re.MULTILINE
-    ) == list(ROOMS)
+    ) == list(PACKAGES)
     for path in (ROOT / "engine").glob("*/__init__.py"):
         assert len(ast.get_docstring(ast.parse(path.read_text()))) > 100, path
 

@@ -248,6 +248,8 @@ def test_a_run_that_started_without_init_from_refuses_it_and_others_remember_the
         assert result.returncode == 0 and "init_from was" not in result.stdout, result.stderr
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # needed by the first start alone
     assert "resuming from the run's own snapshot" in result.stdout
+    refused = start(*unsized, tuned, "init_from=other.pt", "trainer.max_steps=5")
+    assert refused.returncode == 1 and f"this run started from {tmp_path}/run;" in refused.stderr
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -246,7 +246,7 @@ def test_gpus_with_few_characters_each_are_told_of_batches_that_use_them(
     monkeypatch.setattr("engine.run.training_log.device_name", lambda _: "a GPU")
     world, plan = World(0, ranks, 0, ranks, torch.device(device)), (10**6, 256, windows, ranks, 1)
     choices = {"amp_dtype": "float32", "compile": False, "deterministic": False}
-    TrainingLog(world, Plan(*plan, 100), 1, 1.0, None, "character").start(0, choices)
+    TrainingLog(world, Plan(*plan, 100), 1, 1.0, "character").start(0, choices)
     advice = (
         "each GPU has 2,048 characters a step, too few to keep it busy: use fewer GPUs, or a larger"
     )

@@ -292,9 +292,14 @@ def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
         changed = {"trainer__seed": seed, "trainer__threads": seed}  # which changes no more
         some_run(tmp_path / f"<u>{seed}", held_out=lambda step, loss=loss: loss, **changed)
     some_run(tmp_path / "unfinished", steps=1000, trainer__seed=3)
+    for patience in (1, 2):  # evaluated at steps 500 and 1000; the first was better
+        patient = {"trainer__seed": 4 + patience, "trainer__patience": patience}
+        some_run(
+            tmp_path / f"p{patience}", lambda s: 2, lambda s: 2 + s / 1e4, steps=1000, **patient
+        )
     some_run(tmp_path / "deep", trainer__seed=4, model__n_layer=9)
     html = render([Run(str(path)) for path in sorted(tmp_path.iterdir())], {})
-    row = ["mean of 3 seeds: &lt;u&gt;1, &lt;u&gt;2, &lt;u&gt;0", "2.1000", "1.5000 to 2.5000"]
+    row = ["mean of 4 seeds: &lt;u&gt;1, p1, &lt;u&gt;2, &lt;u&gt;0", "2.0875", "1.5000 to 2.5000"]
     places = [html.index(text) for text in row]
     assert places == sorted(places) and html.count("mean of") == 1 and "<u>" not in html
 

@@ -1,4 +1,4 @@
-"""Sizing: what is null is chosen for a text and a time; what is given stands; the choice is kept."""
+"""Sizing: what is null is chosen for a text and a time; given values are kept; the choice is kept."""
 
 import shlex
 

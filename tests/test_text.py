@@ -350,7 +350,10 @@ def test_bytes_are_characters_of_their_own(limit, make, monkeypatch):
     Path(config.path).write_bytes(content)
     data = CharDataset(config)
     assert data.vocabulary.encode("latin-1") == bytes(range(1, 256)) and data.unit == "byte"
-    assert data.decode(data.data).encode("latin-1") == content
+    assert "".join(data.itos[int(i)] for i in data.data).encode("latin-1") == content
+    ids = data.encode("é 1")
+    assert bytes(ord(data.itos[int(i)]) for i in ids) == "é 1".encode()
+    assert data.decode(ids) == "é 1" and data.decode(ids[:1]) == "\ufffd"
 
 
 @pytest.mark.parametrize("shuffle", ["lines", "paragraphs", "files"])

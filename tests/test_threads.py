@@ -63,8 +63,13 @@ def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
         assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("arch, optimizer", [("modern", "muon"), ("gpt2", "adamw")])
-def test_a_change_of_threads_does_not_change_the_run(tmp_path, monkeypatch, arch, optimizer):
+@pytest.mark.parametrize(
+    "arch, optimizer, width, may_adapt",
+    [("modern", "muon", 64, True), ("gpt2", "adamw", 64, True), ("gpt2", "adamw", 40, False)],
+)
+def test_a_change_of_threads_does_not_change_the_run(
+    tmp_path, monkeypatch, arch, optimizer, width, may_adapt
+):
     config = TrainerConfig(batch_size=8, max_epochs=None, max_steps=8, trackers=[], save_every=None)
     if build.library(torch.float32) is None:
         pytest.skip("without the C kernels, sums depend on the number of threads")
@@ -74,7 +79,7 @@ def test_a_change_of_threads_does_not_change_the_run(tmp_path, monkeypatch, arch
         data = DataConfig(path=str(tmp_path / "text.txt"), block_size=64)
         train, _ = CharDataset(data).split()
         torch.manual_seed(0)
-        shape = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, token_shift=arch == "modern")
+        shape = dict(n_layer=2, n_head=2, n_embd=width, block_size=64, token_shift=arch == "modern")
         model = GPT(GPTConfig(arch=arch, vocab_size=train.vocab_size, **shape))
         optimizer_config = OptimizerConfig(name=optimizer, learning_rate=1e-2)
         seen = []
@@ -89,6 +94,7 @@ def test_a_change_of_threads_does_not_change_the_run(tmp_path, monkeypatch, arch
             config, model, create_optimizer(model, optimizer_config), train,
             run_dir=str(tmp_path / f"{change}"), world=join_processes("cpu", 1),
         ).train()  # fmt: skip
-        assert set(seen) == ({1, 2, 3} if change else {1})
+        # The kernels have no layer norm 40 wide, and that of plain PyTorch depends on the threads.
+        assert set(seen) == (({1, 2, 3} if change else {1}) if may_adapt else set())
         results.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert torch.equal(*results)

@@ -719,7 +719,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
     trainer = make(parts, tmp_path / "halved")
     memory.limit = 5
     trainer.train()
-    assert "step 1: out of memory with 12 windows at once; done again with 6" in caplog.text
+    assert "step 1: out of memory with 12 windows at once; retrying with 6" in caplog.text
     assert torch.equal(weights(trainer), weights(given))
     assert load(str(tmp_path / "halved" / "gpt_snapshot.pt")).choices["micro_batch_size"] == 3
     memory.limit = 0

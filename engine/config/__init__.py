@@ -2,6 +2,6 @@
 
 overrides.py checks what is typed for main.py and explains Hydra's errors; arguments.py and fields.py do
 the same for the small programs; checks.py checks values; settings.py knows which settings a resumed run
-may change; auto.py resolves the `auto` fields of a `TrainerConfig`. The room imports none of the dataclasses
+may change; auto.py resolves the `auto` fields of a `TrainerConfig`. The package imports none of the dataclasses
 that the settings belong to.
 """

@@ -4,7 +4,7 @@ a model.
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 The MLPs also see the position before, scaled per channel. With a cache, a `DynamicCache`, each layer keeps the last
-position's input. It is neither reordered nor taken back: beam search and assisted generation are refused.
+position's input. It can be neither reordered nor cropped: beam search and assisted generation are refused.
 
 `type: ignore` stands where a mixin's method has other arguments than Transformers' class beside it, on purpose.
 """

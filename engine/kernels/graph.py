@@ -7,7 +7,6 @@ import torch
 from engine.errors import UserError, one_line
 
 WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
-TOLERANCE = 0.02  # relative, of a loss; compiled code draws other random numbers for dropout
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 SWITCH_OFF = "train with trainer.cuda_graph=false"
@@ -21,9 +20,10 @@ class CapturedStep:
     returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
     changes from call to call must be a tensor that it reads, or the GPU's random state.
 
-    A graph repeats the launches of the step that was captured, whatever Python would have decided.
+    A replay runs the captured kernels again; Python code, control flow included, does not run.
     `loss(micro_batches)`, the same loss by itself, is therefore compared at the first replay and at
-    the 2nd, 4th, 8th and so on. Raises `UserError` if they differ, or if `step` cannot be captured.
+    the 2nd, 4th, 8th and so on. Raises `UserError` if they differ by more than the share `tolerance`, or if `step`
+    cannot be captured.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class CapturedStep:
         step: Callable[[Iterable[MicroBatch]], tuple[torch.Tensor, torch.Tensor]],
         loss: Callable[[Iterable[MicroBatch]], torch.Tensor],
         optimizer: torch.optim.Optimizer,
+        tolerance: float,
     ):
-        self.step, self.loss = step, loss
+        self.step, self.loss, self.tolerance = step, loss, tolerance
         for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
             peak = group.setdefault("initial_lr", float(group["lr"]))
             group["lr"] = torch.tensor(peak, device="cuda")
@@ -64,7 +65,7 @@ class CapturedStep:
             captured[1].copy_(new[1])
         self.graph.replay()
         loss, norm = (result.clone() for result in self.results)
-        if is_checked and abs(loss.item() - expected) > TOLERANCE * abs(expected):
+        if is_checked and abs(loss.item() - expected) > self.tolerance * abs(expected):
             raise UserError(
                 f"the CUDA graph of a step gives a loss of {loss.item():g}, the model itself {expected:g}: "
                 f"the model changes from step to step; {SWITCH_OFF}"

@@ -106,8 +106,8 @@ static inline float largest_of(vector x) {
 }
 #endif
 
-// 2^x, with a relative error below 3e-7, for x from -126 to 127; at most 2^-126 below, 0 for -inf. A
-// nan stays one.
+// 2^x, with a relative error below 3e-7, for x from -126 to 127. Below, the result is at most 2^-126, for
+// -inf it is 0. A nan stays one.
 static inline vector exp2_of(vector x) {
 #ifdef __AVX512F__
     vector rest = (vector)_mm512_reduce_ps((__m512)x, 0), whole = x - rest;
@@ -179,7 +179,8 @@ static void pair_rows(long rows, long width, long stride, const real *x, group *
 }
 #endif
 
-// (rows / TOGETHER, width): TOGETHER rows of x (rows, width) as groups, in y unless x will do.
+// (rows / TOGETHER, width): TOGETHER rows of x (rows, width) as groups: written to y, or x itself where a
+// group is one number.
 static const group *group_rows(long rows, long width, const real *x, group *y) {
 #ifdef BF16
     pair_rows(rows, width, width, x, y);

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels import native
 from engine.kernels.build import instructions
@@ -80,7 +80,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Dropout (Srivastava et al., 2014). Not called where it does nothing: 4 % of `generate`."""
+    """Dropout (Srivastava et al., 2014). Skipped where it does nothing; the call takes 4 % of `generate`."""
     return F.dropout(x, p) if training and p else x
 
 
@@ -100,6 +100,15 @@ def cap(logits: Tensor, softcap: int) -> Tensor:
     """Soft cap in float32 (Gemma Team, "Gemma 2", 2024): softcap tanh(logits / softcap), unless that is 0."""
     logits = logits.float()
     return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
+    """Whether a training step of `model` in `dtype` ("bfloat16", ...) is the same bit for bit with any number of CPU
+    threads, for the operations of this module: the kernels are; the norms of plain PyTorch are not.
+    """
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    fit = all(p.is_cpu and p.numel() % native.WIDTH == 0 for p in vectors)
+    return fit and native.library(getattr(torch, dtype)) is not None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def cpuinfo() -> str:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware supports bfloat16; emulated, it is slower than float32. Of accelerators other than
-    CUDA's it is not known.
+    """Whether the hardware supports bfloat16; emulated, it is slower than float32. False for other
+    accelerators, of which torch cannot tell.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -126,9 +126,10 @@ def free_memory() -> int | None:
         return None
     free = 1024 * int(re.findall(r"MemAvailable: *(\d+)", meminfo.read_text())[0])
     if limit.exists() and limit.read_text() != "max\n":
-        free = min(
-            free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text())
-        )
+        used = int(limit.with_name("memory.current").read_text())
+        stat = limit.with_name("memory.stat").read_text()
+        cached = int(re.findall(r"^inactive_file (\d+)", stat, re.MULTILINE)[0])
+        free = min(free, int(limit.read_text()) - used + cached)
     return free
 
 

@@ -85,8 +85,9 @@ class Muon(torch.optim.Optimizer):
             for shape, pairs in by_shape.items():
                 batch = torch.stack([update for _, update in pairs])
                 result = sharding.map_matrices(function, batch)
+                # Not as `alpha`, which would read the rate from the GPU, where a CUDA graph has it.
                 scale = -group["lr"] * 0.2 * max(shape) ** 0.5
-                torch._foreach_add_([p for p, _ in pairs], [*result.float()], alpha=scale)
+                torch._foreach_add_([p for p, _ in pairs], [*(result.float() * scale)])
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

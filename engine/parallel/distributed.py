@@ -80,7 +80,8 @@ def join_processes(
     global _joined_in
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
         raise UserError(
-            "forked after torch started its threads: restart the session, and start the processes first"
+            "this process was forked after torch had started its threads: restart the session, and start the "
+            "processes first"
         )
     _joined_in = os.getpid()
     rank, size = launched_rank(), launched_size()

@@ -51,7 +51,8 @@ def render(runs: list[Run], references: References) -> str:
 def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """The settings in which `runs` differ: by key, the value of each run."""
     flat = [flatten(run.config) for run in runs]
-    values = {key: [settings.get(key) for settings in flat] for key in flat[0]}
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    values = {key: [settings.get(key) for settings in flat] for key in keys}
     return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
 

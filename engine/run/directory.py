@@ -49,13 +49,13 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
                     f"trainer.snapshot_path={snapshot_path}: must name a file of its own"
                 )
             stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
+            if is_new:
+                stack.callback(remove_unused, run_dir)
             stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
             if storage.is_local(path):
                 folder, name = os.path.split(path)
                 beside = os.path.join(folder, f".{name}{LOCK}")
                 stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
-            if is_new:
-                stack.callback(remove_unused, run_dir)
 
         run_on_first(lock, world)
         stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))

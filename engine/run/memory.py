@@ -1,4 +1,4 @@
-"""Out of memory: the largest micro-batch that a GPU has the memory for, by trial; a step done again in halves."""
+"""Out-of-memory errors of a GPU: finds the largest micro-batch that fits, and retries a failed step with half of it."""
 
 import logging
 from typing import Any
@@ -19,28 +19,34 @@ HEADROOM = 0.05
 
 
 def is_refused(device: torch.device) -> bool:
-    """Whether exhausted memory raises `torch.OutOfMemoryError`: on GPUs. On a CPU the kernel ends the
+    """Whether exhausted memory raises `torch.OutOfMemoryError`: on GPUs. On a CPU the operating system kills the
     process.
     """
     return device.type == "cuda"
 
 
-def can_be_tried(model: nn.Module, device: torch.device) -> bool:
-    """Whether `fit_micro_batch` works: not where memory is not refused, nor with a sharded model, of which a rank
-    that ran out of memory would leave the others waiting.
-    """
-    return is_refused(device) and not sharding.is_sharded(model)
-
-
 def fit_micro_batch(
-    plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], world: World
+    plan: Plan,
+    known: int | None,
+    model: nn.Module,
+    dataset: Any,
+    choices: dict[str, Any],
+    world: World,
 ) -> Plan:
-    """Trial: `plan` with its micro-batches halved until the forward and backward passes of `model` with one fit
-    into the memory of every rank. Raises `UserError` if one window is too many.
+    """Trial: `plan` with its micro-batches, or the `known` size that an earlier start found, halved until the forward
+    and backward passes of `model` with one fit into the memory of every rank; recorded in `choices`. Raises
+    `UserError` if one window is too many.
+
+    `plan` unchanged where memory is not refused, and for a sharded model, of which a rank that ran out of memory
+    would leave the others waiting.
     """
+    if not is_refused(world.device) or sharding.is_sharded(model):
+        return plan
+    plan = plan.with_micro_batch(known or plan.micro_batch_size)
     while True:
         windows = plan.micro_batch_size
         if all(distributed.gather(_fits(windows, model, dataset, choices, world.device), world)):
+            choices["micro_batch_size"] = windows
             return plan
         log.info("memory      %d windows at once need more than the GPU has", windows)
         if windows == 1:
@@ -92,7 +98,7 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: torch.OutOfMemoryErro
             f"trainer.micro_batch_size={smaller.micro_batch_size} resumes from the newest snapshot"
         ) from error
     log.warning(
-        "step %d: out of memory with %d windows at once; done again with %d, as are the steps to come",
+        "step %d: out of memory with %d windows at once; retrying with %d, which later steps use, too",
         step, windows, smaller.micro_batch_size,
     )  # fmt: skip
     return smaller

@@ -13,7 +13,7 @@ import torch
 from engine.config import auto
 from engine.config.settings import flatten
 from engine.kernels import build
-from engine.machine.hardware import device_name, peak_memory
+from engine.machine.hardware import device_name, peak_flops, peak_memory
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.metrics import Metrics
@@ -33,7 +33,6 @@ class TrainingLog:
     plan: Plan
     every_steps: int  # between two lines
     flops_per_character: float  # of training, for the model FLOPs utilization (MFU)
-    peak_flops: float | None  # of one device, FLOP/s; None where unknown: no MFU is logged
     unit: str  # what is predicted, a character or a byte
     metrics: Metrics | None = None
     lines: int = 0  # of metrics.jsonl, on rank 0
@@ -47,6 +46,8 @@ class TrainingLog:
     def start(self, step: int, choices: dict[str, Any]) -> None:
         """Logs device, precision, batch and plan; starts the clock at `step`."""
         world, plan = self.world, self.plan
+        is_float32 = choices["amp_dtype"] == "float32"
+        self.peak_flops = None if is_float32 else peak_flops(world.device)  # None: no MFU is logged
         ranks = f"{world.size} process{'es' * (world.size > 1)}"
         device = device_name(world.device)
         if world.device.type == "cpu":

@@ -142,7 +142,7 @@ class SnapshotManager:
         ended. Fills in its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon
         as this returns.
 
-        Raises what `wait` raises.
+        Raises what `wait` raises, of the save before; this one's result is known to the next `wait`.
         """
         self.wait()
         lowest: Any = (snapshot.loss, snapshot.loss_step) if best else self.best
@@ -188,7 +188,7 @@ class SnapshotManager:
         if self.failures >= self.config.max_save_failures:
             raise UserError(
                 f"step {saving.step}: {self.failures} snapshots in a row could not be written "
-                f"(trainer.max_save_failures): {error}; mend that, and the same command resumes from "
+                f"(trainer.max_save_failures): {error}; fix the cause, and the same command resumes from "
                 "the newest one"
             )
 
@@ -199,8 +199,8 @@ class SnapshotManager:
         self.wait()
         if self.saved_step != step:
             raise UserError(
-                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; mend "
-                "that, and the same command resumes from the newest one"
+                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; fix "
+                "the cause, and the same command resumes from the newest one"
             )
         distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
 

@@ -1,4 +1,4 @@
-"""Sharded snapshots: every rank writes its own part, for models that fit no single host.
+"""Sharded snapshots: every rank writes its own part, for models that do not fit on one host.
 
 With `trainer.snapshot_format=sharded` the tensors lie in a folder beside the snapshot,
 `gpt_snapshot.pt.shards/STEP-NAME/`, written and read by torch.distributed.checkpoint, which reshards

@@ -62,7 +62,7 @@ def open_text(config: Any) -> EncodedText:
         ids = io.BytesIO()
         text = [from_text(sources.pydoc_text(), encoding)] if path == PYDOC else None
         pieces = text or read_pieces(find_files(path), config)
-        record = encode(pieces, config, ids)
+        record = encode_stream(pieces, config, ids)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
 
@@ -81,7 +81,7 @@ def open_text(config: Any) -> EncodedText:
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
                     pieces = read_pieces(files, config)
-                    record = encode(pieces, config, ids)
+                    record = encode_stream(pieces, config, ids)
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
         encoded = load(stem)
@@ -140,7 +140,7 @@ def quoted(character: str, encoding: str) -> str:
     return f"0x{ord(character):02x}" if encoding == "bytes" and character > "~" else repr(character)
 
 
-def encode(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
+def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
     """Streaming encoder: writes the ids of the first share `config.truncate` of a text into the empty
     `file`, in the smallest unsigned type that holds them, its items shuffled as `config.shuffle` says.
 
