@@ -200,7 +200,7 @@ MUTATIONS = [
         "engine/optim/muon.py",
         "[*(result.float() * scale)]",
         "[*result.float()], alpha=scale",
-        "test_optimizer.py::test_muon_does_not_wait_for_a_learning_rate_on_the_device",
+        "test_budget.py::test_a_step_on_a_gpu_stays_within_its_budget_and_reads_nothing_from_it",
     ),
     Mutation(
         "a normalized update keeps the sizes of its rows",

@@ -38,15 +38,6 @@ def test_muon_takes_the_steps_of_torchs_muon(bfloat16, tolerance, monkeypatch):
         assert (p - 1).abs().max() > 0.01
 
 
-def test_muon_does_not_wait_for_a_learning_rate_on_the_device():
-    """A CUDA graph has it there; on the meta device, reading it is an error."""
-    p = torch.nn.Parameter(torch.empty(24, 8, device="meta"))
-    p.grad = torch.empty_like(p)
-    muon = Muon([p], lr=1.0, weight_decay=0.1, normalize=True)
-    muon.param_groups[0]["lr"] = torch.empty((), device="meta")
-    muon.step()
-
-
 @pytest.mark.parametrize("bfloat16, tolerance", [(True, 0.01), (False, 1e-5)])
 def test_a_normalized_update_has_rows_of_one_size_and_is_as_large_as_an_orthogonal_one(
     bfloat16, tolerance, monkeypatch
