@@ -2,6 +2,7 @@
 
     python benchmarks/sizing.py texts=DIRECTORY               trains what sizing.jsonl does not have yet
     python benchmarks/sizing.py texts=DIRECTORY workers=2     in two processes of one thread each
+    python benchmarks/sizing.py texts=DIRECTORY unseen=true   the same on texts that the rule was not fitted to
     python benchmarks/sizing.py report=true                   prints the table of sizing.md
 
 A cell is a text, DIRECTORY/NAME.txt, cut off after so many characters, and a time. In each cell the rule's choice is
@@ -48,7 +49,18 @@ CELLS = [
     ("vim", 5_000_000, 3.3),
     ("code", 20_000_000, 3.3),
 ]
-FACTORS = {"context": (2,), "width": (1.4,), "rate": (0.6, 1.7), "decay": (0.5, 2)}
+# Texts that neither the rule nor its exponents were fitted to; nothing was changed after they were scored.
+UNSEEN = [
+    ("ja", 30_000, 1.1),
+    ("inc", 30_000, 1.1),
+    ("pm", 100_000, 1.1),
+    ("es", 300_000, 1.1),
+    ("uk", 300_000, 3.3),
+    ("inc", 1_000_000, 3.3),
+    ("ja", 700_000, 3.3),
+]
+FACTORS = {"context": (2,), "width": (0.7, 1.4), "rate": (0.6, 1.7), "decay": (0.5, 2)}
+DEPTHS = {3: (4,), 4: (3, 6), 6: (4,)}  # layers that are tried beside the chosen ones
 
 
 @dataclass
@@ -56,6 +68,7 @@ class Arguments:
     """The arguments, `name=value`."""
 
     texts: str | None = None  # a directory of .txt files
+    unseen: bool = False  # the cells of `UNSEEN` instead of `CELLS`
     workers: int = 1  # processes
     report: bool = False  # print the table instead
 
@@ -93,6 +106,7 @@ def neighbours(settings: Settings) -> list[Settings]:
     changes: list[Settings] = [
         {name: settings[name] * factor} for name, factors in FACTORS.items() for factor in factors
     ]
+    changes += [{"layers": layers} for layers in DEPTHS[settings["layers"]]]
     for change in changes:
         if "width" in change:
             heads = max(1, round(change["width"] / (64 if change["width"] >= 112 else 32)))
@@ -189,11 +203,12 @@ def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     done = [json.loads(line) for line in lines]
+    cells = UNSEEN if config.unseen else CELLS
     if config.report:
-        report(done)
+        report(cells, done)
         return
     jobs = []
-    for name, characters, millions in CELLS:
+    for name, characters, millions in cells:
         text = f"{config.texts}/{name}.txt"
         cell = {"text": name, "characters": characters, "millions": millions, "seed": 1}
         for kind, settings in settings_of(chosen(text, characters, millions)):
@@ -207,13 +222,13 @@ def program(arguments: list[str]) -> None:
                 file.write(json.dumps(result) + "\n")
 
 
-def report(done: list[Settings]) -> None:
+def report(cells: list[tuple[str, int, float]], done: list[Settings]) -> None:
     """Prints for each cell what the rule chose, its score, the best other score and what it changed, and the default
     recipe's score.
     """
     print("| text | time | choice | its score | best of the others | default recipe |")
     print("|---|---|---|---|---|---|")
-    for name, characters, millions in CELLS:
+    for name, characters, millions in cells:
         cell = {"text": name, "characters": characters, "millions": millions}
         lines = [line for line in done if line.items() >= cell.items()]
         by_kind = {line["kind"]: line for line in lines}  # of several choices, the newest
@@ -222,12 +237,12 @@ def report(done: list[Settings]) -> None:
         choice, recipe = by_kind["choice"], by_kind.get("recipe")
         others = [line for line in lines if "layers" in line and line is not choice]
         best = min(others, key=lambda line: line["score"], default=None)
-        names = ("width", "context", "batch", "dropout", "decay", "rate")
+        names = ("layers", "width", "context", "batch", "dropout", "decay", "rate")
         shown = "-"
         if best is not None:
             changed = ", ".join(f"{n} {best[n]:g}" for n in names if best[n] != choice[n])
             shown = f"{best['score']:.3f} ({changed}; of {len(others)})"
-        sizes = ", ".join(f"{n} {choice[n]:g}" for n in names)
+        sizes = ", ".join(f"{n} {choice[n]:g}" for n in names[1:])
         default = f"{recipe['score']:.3f}" if recipe else "-"
         print(
             f"| {name}, {characters:,} | {millions} | {choice['layers']} layers, {sizes} "
