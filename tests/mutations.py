@@ -196,6 +196,13 @@ MUTATIONS = [
         "test_optimizer.py::test_muon_takes_the_steps_of_torchs_muon",
     ),
     Mutation(
+        "each step reads the learning rate from the GPU",
+        "engine/optim/schedule.py",
+        'if "initial_lr" not in group:',
+        'if float(group["lr"]) or "initial_lr" not in group:',
+        "test_budget.py::test_a_step_on_a_gpu_stays_within_its_budget_and_reads_nothing_from_it",
+    ),
+    Mutation(
         "Muon reads the learning rate from the GPU, which no CUDA graph can capture",
         "engine/optim/muon.py",
         "[*(result.float() * scale)]",

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import model as model_module
 from config import compose, validate
 from engine.kernels import ops
+from engine.optim.schedule import set_learning_rate
 from model import GPT, create_optimizer
 
 LAUNCHES, GIGABYTES = 318, 2.14  # of experiment=shakespeare_gpu
@@ -74,6 +75,8 @@ def test_a_step_on_a_gpu_stays_within_its_budget_and_reads_nothing_from_it(monke
         # Reading a number from the GPU, which no CUDA graph can capture, raises an error on fake tensors.
         optimizer = create_optimizer(model, config.optimizer)
         for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
             group["lr"] = torch.empty(())  # unlike a number made a tensor, unknown
+        set_learning_rate(optimizer, 0.5)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.grad_norm_clip)
         optimizer.step()

@@ -41,16 +41,17 @@ class CapturedStep:
                 group["capturable"] = True
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
+        # What has run on the default stream cannot be captured; one stream, as memory is kept for each.
+        self.stream = torch.cuda.Stream()
 
     def __call__(self, micro_batches: Iterable[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = list(micro_batches)
         self.calls += 1
         if self.calls <= WARM_UP:
-            stream = torch.cuda.Stream()  # what has run on the default stream cannot be captured
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 results = self.step(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self.stream)
             return results
         if self.calls == WARM_UP + 1:
             self._capture(inputs)

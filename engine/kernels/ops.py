@@ -106,8 +106,8 @@ def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
     """Whether a training step of `model` in `dtype` ("bfloat16", ...) is the same bit for bit with any number of CPU
     threads, for the operations of this module: the kernels are; the norms of plain PyTorch are not.
     """
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    fit = all(p.is_cpu and p.numel() % native.WIDTH == 0 for p in vectors)
+    parameters = list(model.parameters())
+    fit = all(p.is_cpu and (p.dim() > 1 or p.numel() % native.WIDTH == 0) for p in parameters)
     return fit and native.library(getattr(torch, dtype)) is not None
 
 

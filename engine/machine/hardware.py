@@ -1,6 +1,7 @@
 """Hardware: device names, peak rates, memory, bfloat16 support, malloc settings."""
 
 import ctypes
+import gc
 import platform
 import re
 import sys
@@ -117,6 +118,16 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)  # a CUDA graph keeps what it has freed
     return portable.peak_memory()
+
+
+def free_unused(device: torch.device) -> None:
+    """Frees the memory of objects that are no longer used, and on a GPU what torch keeps of it; peak memory is
+    measured from here on.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_memory() -> int | None:

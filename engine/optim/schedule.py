@@ -36,7 +36,9 @@ def learning_rate_factor(step: int, total_steps: int, config) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Sets each group's learning rate to `factor` times its peak, its `initial_lr` or first `lr`."""
     for group in optimizer.param_groups:
-        rate = group.setdefault("initial_lr", float(group["lr"])) * factor
+        if "initial_lr" not in group:  # `float` waits for a rate on the GPU
+            group["initial_lr"] = float(group["lr"])
+        rate = group["initial_lr"] * factor
         if isinstance(group["lr"], torch.Tensor):  # which a CUDA graph reads
             group["lr"].fill_(rate)
         else:

@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from engine.config import auto
 from engine.errors import UserError
+from engine.machine import hardware
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
@@ -45,7 +46,9 @@ def fit_micro_batch(
     plan = plan.with_micro_batch(known or plan.micro_batch_size)
     while True:
         windows = plan.micro_batch_size
-        if all(distributed.gather(_fits(windows, model, dataset, choices, world.device), world)):
+        fits = _fits(windows, model, dataset, choices, world.device)
+        hardware.free_unused(world.device)  # libraries take memory beside torch's
+        if all(distributed.gather(fits, world)):
             choices["micro_batch_size"] = windows
             return plan
         log.info("memory      %d windows at once need more than the GPU has", windows)
