@@ -51,9 +51,9 @@ def test_a_captured_step_trains_as_its_launches_do(accumulated, tmp_path):
 
 
 def test_a_model_that_changes_from_step_to_step_is_refused(tmp_path, monkeypatch):
-    forward = MLP.forward
+    forward, dice = MLP.forward, random.Random(0)
     monkeypatch.setattr(
-        MLP, "forward", lambda self, x: forward(self, x) if random.random() < 0.5 else 0 * x
+        MLP, "forward", lambda self, x: forward(self, x) if dice.random() < 0.5 else 0 * x
     )
     with pytest.raises(UserError, match="changes from step to step"):
         weights(tmp_path, "trainer.max_steps=100")
