@@ -260,18 +260,20 @@ def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> Non
     """Scores the final part of the text, writes the report, and logs what to do next."""
     if final is not None:
         score_final(trainer, final)
-    try:
-        if config.report:
+    if config.report:
+        try:
             import report  # with jinja2, which only it needs
 
             path = report.write([config.run_dir], os.path.join(config.run_dir, REPORT))
             log.info("report      %s", relative_path(path))
-        run = Run(config.run_dir)
+        except Exception as error:  # no reason to fail
+            log.warning("cannot write %s: %s", REPORT, one_line(error))
+    run, snapshots = Run(config.run_dir), trainer.snapshots
+    try:
         for problem in filter(None, (rising(run), worse_than_frequencies(run))):
             log.warning("%s", problem)
-    except Exception as error:  # no reason to fail: training has ended well
-        log.warning("cannot write %s: %s", REPORT, one_line(error))
-    snapshots = trainer.snapshots
+    except UserError as error:  # a file of the run is missing; no reason to fail, either
+        log.warning("%s", error)
     if snapshots.best is not None:
         path = snapshots.storage.best
         log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
