@@ -22,7 +22,8 @@ sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROME
 	$(RUN) sample.py $(ARGS)
 
 playground: $(VENV)/.installed  ## a page to try the models of the newest runs; ARGS='newest=2'
-	$(RUN) export.py page=runs/playground.html open=true $(or $(ARGS),newest=3)
+	$(RUN) export.py page=runs/playground.html $(or $(ARGS),newest=3)
+	$(RUN) -m webbrowser "file://$(CURDIR)/runs/playground.html"
 
 test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 	$(RUN) -m pytest -n 3 -m "not slow" $(ARGS)

@@ -24,11 +24,10 @@ import torch
 from omegaconf import MISSING
 from torch.utils.data import Dataset
 
-from engine.config.checks import check_option, check_range
-from engine.errors import UserError
-from engine.run.evaluation import IGNORE
+from engine.errors import UserError, check_option, check_range
+from engine.kernels.ops import IGNORE
 from engine.run.plan import Plan
-from engine.text.encoding import from_text, is_small, open_text, to_text
+from engine.text.encoding import from_text, is_small, open_text, quoted, to_text
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
 
 log = logging.getLogger("gpt")
@@ -49,7 +48,6 @@ class DataConfig:
     truncate: float = 1.0  # share of the text to use at all, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
-    errors: str = "strict"  # strict: a file that is not UTF-8 ends the run; skip: it is left out, and named in the log
     cache_dir: str = "data/cache"  # local directory where texts over 64 MiB, compressed or remote are kept encoded
     # fmt: on
 
@@ -80,9 +78,6 @@ class DataConfig:
         if self.shuffle is not None:
             check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
         check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
-        check_option("data.errors", self.errors, ("strict", "skip"))
-        if not self.cache_dir or "://" in self.cache_dir:
-            raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 
 
 def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:
@@ -97,7 +92,7 @@ def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) ->
         return pydoc
     if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
         try:
-            download(config.url, config.path, config.sha256)
+            download(config.url, config.path, config.sha256, config.encoding)
         except Unreadable as error:
             if config.url != SHAKESPEARE_URL:
                 raise
@@ -268,14 +263,11 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
         return torch.tensor([ids[character] for character in text], dtype=torch.int64)
     except KeyError as error:
         character = error.args[0]
+    unit = "byte" if encoding == "bytes" else "character"
     position = start + text.index(character)
-    if encoding == "bytes":
-        known = f"the {len(vocabulary)} bytes of the training text"
-        raise UserError(f"byte 0x{ord(character):02x} at {position} is not among {known}")
     raise UserError(
-        f"character {character!r} (U+{ord(character):04X}) at position {position} is not in "
-        f"the vocabulary of {len(vocabulary)}: {vocabulary[:200]!r}"
-        f"{'...' * (len(vocabulary) > 200)}"
+        f"{unit} {quoted(character, encoding)} at position {position} is not among the {len(vocabulary)} {unit}s "
+        "of the training text"
     )
 
 

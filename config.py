@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from char_dataset import DataConfig
-from engine.config.fields import field_table
-from engine.config.overrides import GROUPS, Schema, explain
+from engine.config.arguments import field_table
+from engine.config.overrides import GROUPS, check_overrides, explain
 from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
@@ -66,16 +66,18 @@ class Config:
 
 BASE = OmegaConf.structured(Config)
 BASE.model = OmegaConf.structured(GPTConfig)  # not an instance, which has filled in what is null
-SCHEMA = Schema(
-    keys=list(flatten(cast(dict, OmegaConf.to_container(BASE)))),
-    architecture=frozenset(f"model.{name}" for name in (*ARCHITECTURE, "model_type")),
-)
 ConfigStore.instance().store(name="base_config", node=BASE)
+
+
+def check(overrides: list[str]) -> None:
+    """Raises `UserError` for overrides as they were typed: see `check_overrides`."""
+    keys = list(flatten(cast(dict, OmegaConf.to_container(BASE))))
+    check_overrides(overrides, keys, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
 
 
 def compose(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes from `conf/` and `overrides`. Raises `UserError`."""
-    SCHEMA.check(overrides)
+    check(overrides)
     try:
         with hydra.initialize_config_dir(CONF, version_base="1.3"):
             return hydra.compose("config", overrides)
@@ -91,19 +93,10 @@ def validate(composed: DictConfig) -> Config:
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    if config.model.block_size not in (None, config.data.block_size):
-        raise UserError(
-            f"model.block_size={config.model.block_size}: must equal data.block_size "
-            f"({config.data.block_size}); set data.block_size instead"
-        )
+    if config.model.block_size is not None or config.model.vocab_size is not None:
+        raise UserError("model.block_size and vocab_size follow from data.block_size and the text")
     config.model.block_size = config.data.block_size
-    if config.model.vocab_size is not None:
-        raise UserError("model.vocab_size: follows from the text; leave it null")
-    for name in ("run_name", "run_dir", "init_from"):
-        value = getattr(config, name)
-        if value is not None and not value.strip():
-            raise UserError(f"{name}: must not be empty")
-    if "/" in config.run_name or config.run_name in (".", ".."):
+    if "/" in config.run_name or config.run_name.strip() in ("", ".", ".."):
         raise UserError(
             f"run_name={config.run_name}: must be a name without a slash; run_dir= may be any directory"
         )
@@ -138,7 +131,7 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
 
 def plain(config: Config) -> dict:
     """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file."""
-    return cast(dict, OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    return dataclasses.asdict(config)
 
 
 def help_text() -> str:

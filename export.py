@@ -2,7 +2,7 @@
 
 python export.py page=play.html                                 a page that runs the model, in any browser
 python export.py page=play.html snapshots=[a.pt,b.pt]           several models side by side
-python export.py page=play.html newest=3 open=true              those of the newest runs, opened at once
+python export.py page=play.html newest=3                        those of the newest runs
 python export.py out=my_gpt                                     the newest run, its best snapshot
 python export.py run_dir=runs/NAME out=my_gpt                   another run
 python export.py snapshot=runs/NAME/gpt_snapshot.pt out=my_gpt
@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import tempfile
-import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from typing import Any
 import torch
 
 from engine.config.arguments import parse, run_program
-from engine.config.checks import check_range
-from engine.errors import UserError, one_line
-from engine.files import atomic_write, has_mark
+from engine.errors import UserError, check_only_one, check_range, one_line
+from engine.files import atomic_write, is_own_page
 from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
 from engine.run.directory import choose_snapshot, choose_snapshots, runs
@@ -51,21 +49,22 @@ class ExportConfig:
     snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
     snapshots: list[str] | None = None  # of a page: several, [a.pt,b.pt]
     newest: int = 1  # of a page: so many of the newest runs under runs/
-    open: bool = False  # open the page in a browser, if there is one
 
     def __post_init__(self):
-        if (self.out is None) == (self.page is None):
-            raise UserError("out= or page=: give one of them")
+        check_only_one(out=self.out, page=self.page)
+        if self.out is None and self.page is None:
+            raise UserError("nothing to write: give out= or page=")
         name, path = ("out", self.out) if self.out else ("page", self.page or "")
         if not is_local(path):
             raise UserError(f"{name}={path}: must be local")
-        if os.path.lexists(path) and not (self.page and has_mark(path, page.MARK)):
+        if os.path.lexists(path) and not (self.page and is_own_page(path)):
             raise UserError(f"{name}={path}: already exists; give another name, or remove it")
         check_range("newest", self.newest, 1)
-        if self.newest > 1 and (self.snapshots, self.snapshot, self.run_dir) != (None, None, None):
-            raise UserError("newest=, snapshots=, and run_dir= or snapshot=: give one of them")
-        if self.out and (self.snapshots or self.newest > 1 or self.open):
-            raise UserError("snapshots=, newest= and open= are for a page=")
+        newest = self.newest > 1
+        for name in ("snapshots", "snapshot", "run_dir"):
+            check_only_one(newest=newest, **{name: getattr(self, name)})
+        if self.out and (self.snapshots or newest):
+            raise UserError("snapshots= and newest= require page=")
 
     def paths(self) -> list[str]:
         """The snapshots to export. Raises `UserError` if there is none."""
@@ -81,7 +80,7 @@ class ExportConfig:
 def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
     if config.page is not None:
-        write_page(config.paths(), config.page, config.newest > 1, config.open)
+        write_page(config.paths(), config.page, config.newest > 1)
         return
     assert config.out is not None
     [path] = config.paths()
@@ -99,34 +98,30 @@ def main(arguments: list[str]) -> None:
     print(line)
 
 
-def write_page(paths: list[str], out: str, may_skip: bool, is_opened: bool) -> None:
-    """Writes a page that runs the models of the snapshots at `paths`, and opens it if there is a browser. If it
-    `may_skip` them, leaves out those that cannot be used. Raises `UserError`.
+def write_page(paths: list[str], out: str, skip_errors: bool) -> None:
+    """Writes a page that runs the models of the snapshots at `paths`; with `skip_errors`, those that can be used, if
+    there is one. Raises `UserError`.
     """
-    models: list[dict[str, Any]] = []
-    used: list[str] = []  # of `paths`
+    models: dict[str, dict[str, Any]] = {}  # by path
     for path in paths:
         try:
-            models.append(describe(load_full(path), path))
-            used.append(path)
+            models[path] = describe(load_full(path), path)
         except UserError as error:
-            if not may_skip or (path == paths[-1] and not models):
+            if not skip_errors or (path == paths[-1] and not models):
                 raise
             print(f"left out: {error}", file=sys.stderr)
-    names = [model["name"] for model in models]
-    for model, path in zip(models, used, strict=True):
+    names = [model["name"] for model in models.values()]
+    for path, model in models.items():
         if names.count(model["name"]) > 1:  # snapshots of one run
             model["name"] += f" ({path})"
-    content = page.render(models)
+    content = page.render([*models.values()])
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         with atomic_write(out) as file:
             file.write(content)
     except OSError as error:
         raise UserError(f"page={out}: cannot be written: {one_line(error)}") from error
-    print(f"{out}: {', '.join(used)}; {len(content) / 1e6:.1f} MB")
-    if is_opened and not webbrowser.open(Path(out).resolve().as_uri()):
-        print(f"there is no browser to open it: {Path(out).resolve()}")
+    print(f"{out}: {', '.join(models)}; {len(content) / 1e6:.1f} MB")
 
 
 @torch.no_grad()

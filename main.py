@@ -30,12 +30,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from config import SCHEMA, Config, compose, help_text, plain, validate
+from config import Config, check, compose, help_text, plain, validate
 from engine import portable
 from engine.config.overrides import with_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
-from engine.optim.schedule import learning_rate_factor
 from engine.parallel import distributed
 from engine.parallel.distributed import join_processes
 from engine.reports.sweep import check_sweep
@@ -43,7 +42,7 @@ from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
 from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.probe import probe_logits
+from engine.snapshots.snapshot import probe_logits
 from model import create_optimizer
 from parts import (
     build_model,
@@ -98,7 +97,7 @@ def run_training(config: Config, started: float) -> float | None:
         log_model(config, model)
         if pretrained is not None:
             load_pretrained(pretrained, model, train_text.vocabulary)
-            pretrained.weights.clear()
+            pretrained.model_state.clear()
         bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size
@@ -111,7 +110,7 @@ def run_training(config: Config, started: float) -> float | None:
             optimizer,
             train_text,
             held_out,
-            schedule=functools.partial(learning_rate_factor, config=config.optimizer),
+            schedule=config.optimizer.learning_rate_factor,
             sample=draw_samples if config.samples else None,
             probe=functools.partial(probe_logits, bare, *shape, world.device),
             world=world,
@@ -156,7 +155,7 @@ def run() -> None:
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)
         sys.argv[1:] = with_recipe(arguments)
-        SCHEMA.check(sys.argv[1:])
+        check(sys.argv[1:])
         portable.accept_hydra()
         main()
     distributed.leave(0)

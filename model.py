@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import generation
-from engine.config.checks import check_option, check_range
-from engine.errors import UserError
+from engine.errors import UserError, check_option, check_range
 from engine.generation import LayerCache
 from engine.kernels import ops
 from engine.optim.optimizer import OptimizerConfig, create_optimizer
@@ -117,16 +116,14 @@ class GPTConfig:
             raise UserError(f"the snapshot's model has {missing}; was model.py changed since?")
         return cls(**values)
 
-    def complete(self) -> "CompleteConfig":
-        """Itself; raises `UserError` if a size or a dropout is still missing."""
+    def complete(self) -> Any:
+        """Itself, with no size or dropout None (which no type can say); raises `UserError` if one is."""
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for name in (*sizes, "embd_pdrop", "resid_pdrop"):
             if getattr(self, name) is None:
                 raise UserError(f"model.{name} is missing: give it, or take it from the data set")
         return self
 
-
-CompleteConfig = Any  # a `GPTConfig` without None, which type checkers cannot express
 
 # What `init_from` does not take over from a pretrained model; all other fields are its architecture.
 FREE = {"model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
@@ -165,7 +162,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x)
 
 
-def make_norm(config: CompleteConfig) -> nn.Module:
+def make_norm(config: Any) -> nn.Module:
     return RMSNorm() if config.arch == "modern" else LayerNorm(config.n_embd, bias=config.bias)
 
 
@@ -206,7 +203,7 @@ def causal_attention(
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention (Vaswani et al., 2017)."""
 
-    def __init__(self, config: CompleteConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.n_head = config.n_head
         self.attn_pdrop = config.attn_pdrop
@@ -223,7 +220,7 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Feed-forward network of hidden size 4 C, with GELU or squared ReLU."""
 
-    def __init__(self, config: CompleteConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.activation = ops.squared_relu if config.arch == "modern" else F.gelu
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
@@ -238,7 +235,7 @@ class MLP(nn.Module):
 class TokenShift(nn.Module):
     """Token shift (RWKV, Peng et al., 2023): adds the previous position, scaled per channel."""
 
-    def __init__(self, config: CompleteConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_embd))
 
@@ -252,7 +249,7 @@ class TokenShift(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm)."""
 
-    def __init__(self, config: CompleteConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config)

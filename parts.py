@@ -11,6 +11,7 @@ import platform
 import shlex
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -24,13 +25,13 @@ from engine.config import auto
 from engine.config.overrides import key_of, without
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
-from engine.interop.pretrained import Pretrained, read_pretrained
+from engine.interop.pretrained import read_pretrained
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_on_each_host, run_on_first
 from engine.reports.history import Run
 from engine.reports.reference import rising, worse_than_frequencies
-from engine.run.directory import CONFIG, ENVIRONMENT, METRICS, REPORT, relative_path
+from engine.run.directory import CONFIG, ENVIRONMENT, REPORT, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics, read_lines, write_lines
 from engine.snapshots.manager import SnapshotManager
@@ -44,7 +45,7 @@ log = logging.getLogger("gpt")
 TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
-def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretrained | None:
+def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Snapshot | None:
     """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
     without them, and for a run that resumes from its own `snapshot`.
     """
@@ -62,13 +63,12 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Pretr
         config.resolve_architecture(snapshot.model_config)
         return None
     pretrained = run_on_first(lambda: read_pretrained(source), world)
-    log.info("init_from   %s", pretrained.description)
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
         raise UserError(
             f"init_from={source}: its characters are {encoding}; set data.encoding={encoding}"
         )
-    config.resolve_architecture(pretrained.architecture)
+    config.resolve_architecture(pretrained.model_config)
     return pretrained
 
 
@@ -248,32 +248,36 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
     )  # fmt: skip
     step, epoch = trainer.step, trainer.plan.epoch(trainer.step)
+    metrics = Metrics(snapshots.run_dir, step, trackers=())
+    metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
+    metrics.close()
+
+
+@contextlib.contextmanager
+def log_failure(action: str) -> Iterator[None]:
+    """Logs an error as a warning: the run has finished, and its snapshots are written."""
     try:
-        metrics = Metrics(snapshots.run_dir, step, trackers=())
-        metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
-        metrics.close()
-    except OSError as error:  # a full disk; no reason to fail
-        log.warning("cannot write the final loss to %s: %s", METRICS, one_line(error))
+        yield
+    except Exception as error:  # a full disk, a missing file or package
+        log.warning("cannot %s: %s", action, one_line(error))
 
 
 def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
     if final is not None:
-        score_final(trainer, final)
+        with log_failure("score the final part of the text"):
+            score_final(trainer, final)
     if config.report:
-        try:
+        with log_failure(f"write {REPORT}"):
             import report  # with jinja2, which only it needs
 
             path = report.write([config.run_dir], os.path.join(config.run_dir, REPORT))
             log.info("report      %s", relative_path(path))
-        except Exception as error:  # no reason to fail
-            log.warning("cannot write %s: %s", REPORT, one_line(error))
-    run, snapshots = Run(config.run_dir), trainer.snapshots
-    try:
+    with log_failure("judge the run"):
+        run = Run(config.run_dir)
         for problem in filter(None, (rising(run), worse_than_frequencies(run))):
             log.warning("%s", problem)
-    except UserError as error:  # a file of the run is missing; no reason to fail, either
-        log.warning("%s", error)
+    snapshots = trainer.snapshots
     if snapshots.best is not None:
         path = snapshots.storage.best
         log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)

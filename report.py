@@ -15,14 +15,13 @@ import os
 from dataclasses import dataclass
 
 from engine.config.arguments import parse, run_program
-from engine.errors import UserError
-from engine.files import atomic_write, has_mark
+from engine.errors import UserError, check_only_one
+from engine.files import atomic_write, is_own_page
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
 
-MARK = "<!-- character-level GPT: written by report.py -->"
 REFERENCES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 
 
@@ -69,16 +68,15 @@ def main(arguments: list[str]) -> int:
     config = parse(ReportArguments, arguments[1:] if is_check else arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
-    if config.out is not None:
-        if os.path.lexists(config.out) and not has_mark(config.out, MARK):
-            raise UserError(f"out={config.out}: already exists; give another name, or remove it")
-        os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
-    if config.run_dir is not None and config.run_dirs is not None:
-        raise UserError("run_dir= and run_dirs=: give only one of them")
+    check_only_one(run_dir=config.run_dir, run_dirs=config.run_dirs)
     run_dirs = find_runs([*filter(None, [config.run_dir]), *(config.run_dirs or [])])
     if not is_check:
         folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
-        print(relative_path(write(run_dirs, config.out or os.path.join(folder, REPORT))))
+        out = config.out or os.path.join(folder, REPORT)
+        if os.path.lexists(out) and not is_own_page(out):
+            raise UserError(f"out={out}: already exists; give another name, or remove it")
+        os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+        print(relative_path(write(run_dirs, out)))
         return 0
     references, status = load_references(REFERENCES), 0
     for run in map(Run, run_dirs):

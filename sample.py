@@ -35,14 +35,11 @@ from char_dataset import CharDataset, DataConfig, encode
 from engine import portable
 from engine.config import auto
 from engine.config.arguments import parse, run_program
-from engine.config.checks import check_range
-from engine.errors import UserError, one_line
+from engine.errors import UserError, check_only_one, check_range, one_line
 from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
-from engine.run.progress import escape_unencodable
-from engine.snapshots.probe import CHANGED, has_changed, probe_logits
 from engine.snapshots.sharded import load_full
-from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
 from engine.text.encoding import from_text, quoted, to_text
 from engine.text.sources import find_files, read_text
 from model import GPT, GPTConfig
@@ -50,7 +47,6 @@ from model import GPT, GPTConfig
 MIN_THREADED_WORK = 10_000_000  # texts x parameters; below, one CPU thread is faster
 BATCH_CHARACTERS = 8192  # per batch, context included
 COPIED = 32  # characters in a row that count as copied
-TRAINING_SAMPLES = (2, 120)  # texts, characters in each
 
 
 @dataclass
@@ -77,17 +73,15 @@ class SampleConfig:
     device: str = "auto"  # cpu, cuda, auto, or another that torch names: mps, xpu
 
     def __post_init__(self):
-        texts = [n for n in ("prompt", "prompt_file", "score") if getattr(self, n) is not None]
-        if len(texts) > 1:
-            raise UserError(f"{'= and '.join(texts)}=: give only one of them")
+        check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
+        num_samples = self.num_samples > 1
+        others = {"stop": self.stop, "copied": self.copied, "num_samples": num_samples}
+        for name, value in others.items():
+            check_only_one(alternatives=self.alternatives, score=self.score, **{name: value})
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
-                raise UserError(f"{name}=: is for score=; give that, too")
+                raise UserError(f"{name}= requires score=")
         check_range("alternatives", self.alternatives, 1)
-        others = [n for n in ("score", "stop") if getattr(self, n) is not None]
-        others += ["copied"] * self.copied + ["num_samples"] * (self.num_samples > 1)
-        if self.alternatives is not None and others:
-            raise UserError(f"alternatives= and {others[0]}=: give only one of them")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -147,7 +141,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         torch.set_num_threads(1)
     stop = from_text(config.stop or "", encoding)
     if unknown := [character for character in stop if character not in vocabulary]:
-        raise UserError(f"stop={config.stop}: the model never draws {unknown[0]!r}")
+        raise UserError(f"stop={config.stop!r}: the model never draws {unknown[0]!r}")
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
@@ -180,13 +174,16 @@ def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
 
 def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
     """The text of each row of `new`, drawn until every row has had the string `stop`."""
-    texts: list[str] = []
+    drawn: list[str] = []  # of each step, a character of each row
+    running: set[int] = set()
     for ids in new:
-        drawn = [vocabulary[i] for i in ids.tolist()]
-        texts = [text + one for text, one in zip(texts, drawn, strict=True)] if texts else drawn
-        if stop and all(stop in text for text in texts):
+        drawn.append("".join(vocabulary[i] for i in ids.tolist()))
+        running = running if len(drawn) > 1 else {*range(len(ids))}
+        end = drawn[-len(stop) :]
+        running -= {row for row in running if stop and "".join(c[row] for c in end) == stop}
+        if not running:
             break
-    return texts
+    return ["".join(row) for row in zip(*drawn, strict=True)]
 
 
 def before(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -264,11 +261,11 @@ def opening(vocabulary: str) -> str:
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
-def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str = "utf-8") -> list[str]:
-    """Draws a few short texts from a model during training, always with the same seed. Changes no state. All
-    ranks of a sharded model must call it.
+def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str) -> list[str]:
+    """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
+    a sharded model must call it.
     """
-    num_texts, num_characters = TRAINING_SAMPLES
+    num_texts, num_characters = 2, 120
     first = torch.tensor([[vocabulary.index(opening(vocabulary))]]).to(device)
     threads = torch.get_num_threads()
     if is_small(model, num_texts):
@@ -337,7 +334,7 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
 
 
 def read_batches(
-    path: str, vocabulary: str, num_characters: int, overlap: int, encoding: str = "utf-8"
+    path: str, vocabulary: str, num_characters: int, overlap: int, encoding: str
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """Streams the ids of the text at `path`, int64 (num_characters + overlap + 1,), the last batch shorter,
     each with the number of its first ids that are not to be scored: 1, then the overlap + 1 that it has in
@@ -384,7 +381,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
 
 def main(arguments: list[str]) -> int:
     portable.end_with_the_pipe()
-    escape_unencodable()
+    portable.escape_unencodable()
     try:
         config = parse(SampleConfig, arguments)
         paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)

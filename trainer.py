@@ -8,6 +8,8 @@ It knows nothing of GPT nor of Hydra: `model(x, y)` returns `(anything, loss)`, 
 """
 
 import contextlib
+import dataclasses
+import json
 import logging
 import math
 import time
@@ -21,14 +23,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
-from engine.config.checks import check_option, check_range
-from engine.config.settings import as_plain, settings_of
-from engine.errors import UserError
+from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep, MicroBatch
 from engine.machine.hardware import flops_per_token
 from engine.machine.threads import AdaptiveThreads
-from engine.optim.schedule import set_learning_rate
+from engine.optim.optimizer import set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, report_unresponsive_ranks
 from engine.run import memory, trackers
@@ -40,8 +40,7 @@ from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
 from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
-from engine.snapshots.probe import CHANGED, has_changed
-from engine.snapshots.snapshot import Snapshot, check_can_resume
+from engine.snapshots.snapshot import CHANGED, Snapshot, check_can_resume, has_changed
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
@@ -74,7 +73,7 @@ class TrainerConfig:
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
-    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer while others are busy
+    threads: int | None = None  # CPU threads per process; null: its share of the cores, in bfloat16 fewer if others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
@@ -177,9 +176,13 @@ class Trainer:
         self.model = sharding.wrap(model, self.world, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
         device = self.world.device
-        own = {"trainer": config, "model": getattr(bare, "config", None)}
+        own: dict[str, Any] = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
-        self.run_config = as_plain(settings_of(own) | (run_config or {}))
+        settings = {
+            k: dataclasses.asdict(v) for k, v in own.items() if hasattr(v, "__dataclass_fields__")
+        }
+        # In plain types, which a snapshot can hold.
+        self.run_config = json.loads(json.dumps(settings | (run_config or {}), default=str))
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step, self.is_updating = 0, False
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
@@ -229,8 +232,15 @@ class Trainer:
         if self._is_over() and not self.evaluations.is_due(self.step):
             self.training_log.log_finished(self.step, self.evaluations.last)
             return self.evaluations.last_loss
-        with self._running() as steps:
+        steps = self.steps()
+        with (
+            self.requests,
+            report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"),
+        ):
             try:
+                distributed.run_on_first(self._open_files, self.world)
+                self.requests.finish()  # of an earlier call to `train`, which was stopped
+                self.training_log.start(self.step, self.choices)
                 # The initial weights are pretrained, or the run was stopped before this evaluation.
                 if self.evaluations.is_due(self.step):
                     self._save(self._evaluate(), is_due=self.step > 0)
@@ -238,13 +248,16 @@ class Trainer:
                     loss, grad_norm = next(steps)
                     self._log_step(loss, grad_norm)
                     self._save(self._evaluate())
-                if self.step < self.plan.total_steps:
-                    patience = self.config.patience
-                    log.info("no lower held-out loss in the last %d evaluations", patience)
                 self.requests.finish()
+                self.snapshots.finish(self.step)
             except Stopped as stopped:
                 self._stop(stopped)
-            self.snapshots.finish(self.step)
+            finally:
+                steps.close()
+                self.snapshots.close()  # after an error, too, a save in progress is worth its time
+                self.training_log.close()
+        if self.step < self.plan.total_steps:
+            log.info("no lower held-out loss in the last %d evaluations", self.config.patience)
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:
@@ -279,18 +292,17 @@ class Trainer:
 
     def _train_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
         """Forward and backward passes, clipping and the optimizer's update; returns as `steps`."""
-        accumulation, rank = self.plan.accumulation, self.world.rank
+        plan, rank = self.plan, self.world.rank
         total = torch.zeros((), device=self.world.device)
         for i, (x, y) in enumerate(micro_batches):
             # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
             # rank has the memory for all of them.
             if isinstance(self.model, DDP):
-                self.model.require_backward_grad_sync = i == accumulation - 1
+                self.model.require_backward_grad_sync = i == plan.accumulation - 1
             with auto.autocast(self.choices):
                 _, loss = self.model(x, y)
-            # DDP and FSDP average over ranks, which may have different numbers of windows.
-            loss = loss * self.plan.weight(rank, i)
-            self.scaler.scale(loss / accumulation).backward()
+            loss = loss * plan.weight(rank, i)
+            self.scaler.scale(loss).backward()
             total += loss.detach()
         self.is_updating = True
         self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
@@ -303,7 +315,7 @@ class Trainer:
         self.is_updating = False
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return total / accumulation, norm
+        return total, norm
 
     def _halve_micro_batch(self, error: torch.OutOfMemoryError) -> None:
         """Prepares to repeat the step that ran out of memory with half the micro-batch. Raises as `memory.halved`."""
@@ -321,24 +333,6 @@ class Trainer:
 
     def _is_over(self) -> bool:
         return self.step >= self.plan.total_steps or self.evaluations.patience_is_over(self.step)
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[Generator[StepResult]]:
-        """Opens what the loop needs: files, signal handlers, threads, the log, and its `steps`."""
-        steps = self.steps()
-        with (
-            self.requests,
-            report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"),
-        ):
-            try:
-                distributed.run_on_first(self._open_files, self.world)
-                self.requests.finish()  # of an earlier call to `train`, which was stopped
-                self.training_log.start(self.step, self.choices)
-                yield steps
-            finally:
-                steps.close()
-                self.snapshots.close()  # after an error, too, a save in progress is worth its time
-                self.training_log.close()
 
     def _batches(self) -> Generator[MicroBatch]:
         """This rank's micro-batches from the next step to the end of the run."""
@@ -367,7 +361,9 @@ class Trainer:
     def _captured(self) -> Callable:
         """`_train_step`, on one GPU as a CUDA graph."""
         one_gpu = self.world.device.type == "cuda" and self.world.size == 1
-        if self.config.cuda_graph and one_gpu and not self.scaler.is_enabled():
+        # A graph reads the learning rate from the GPU, which other optimizers copy to the CPU.
+        can_capture = all("capturable" in group for group in self.optimizer.param_groups)
+        if self.config.cuda_graph and one_gpu and can_capture and not self.scaler.is_enabled():
             # Compiled code draws other dropout masks than `_loss`, which runs eagerly.
             tolerance = 0.2 if self.choices["compile"] else 0.02
             return CapturedStep(self._train_step, self._loss, self.optimizer, tolerance)

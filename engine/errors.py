@@ -1,4 +1,8 @@
-"""User errors: what a user can correct, reported in one line."""
+"""User errors: what a user can correct, reported in one line; checks of a setting's value."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -16,3 +20,40 @@ class UserError(ValueError):
 def one_line(error: BaseException) -> str:
     """The message of an error on one line; the name of its type where there is no message."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_option(key: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raises `UserError` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise UserError(f"{key}={value}: must be one of {', '.join(allowed)}")
+
+
+def check_only_one(**given: Any) -> None:
+    """Raises `UserError` if more than one of the arguments is given: neither None nor False."""
+    names = [f"{name}=" for name, value in given.items() if value not in (None, False)]
+    if len(names) > 1:
+        raise UserError(f"{' and '.join(names)}: give only one of them")
+
+
+def check_range(
+    key: str,
+    value: float | None,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the
+    bounds that are given. None is accepted, and nan is not.
+    """
+    bounds = [
+        ("at least", operator.ge, low),
+        ("above", operator.gt, above),
+        ("at most", operator.le, high),
+        ("below", operator.lt, below),
+    ]
+    given = [(words, holds, bound) for words, holds, bound in bounds if bound is not None]
+    if value is not None and not all(holds(value, bound) for _, holds, bound in given):
+        must = " and ".join(f"{words} {bound}" for words, _, bound in given)
+        raise UserError(f"{key}={value}: must be {must}")

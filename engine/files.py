@@ -1,4 +1,4 @@
-"""Local files: atomic writes, and the mark of what a program wrote."""
+"""Local files: atomic writes, and the mark of the pages that were written."""
 
 import contextlib
 import os
@@ -29,10 +29,10 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
             os.remove(temporary)
 
 
-def has_mark(path: str, mark: str) -> bool:
-    """Whether the first lines of a file have the `mark` of the program that wrote it, which may replace it."""
+def is_own_page(path: str) -> bool:
+    """Whether a file is a page that report.py or export.py wrote, which they may replace."""
     try:
         with open(path, encoding="utf-8") as file:
-            return mark in file.read(1000)
+            return "<!-- character-level GPT: written by " in file.read(1000)
     except (OSError, UnicodeDecodeError):
         return False

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config.checks import check_range
-from engine.errors import UserError
+from engine.errors import UserError, check_range
 
 
 class LayerCache:

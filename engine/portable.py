@@ -1,7 +1,8 @@
-"""What differs between systems and Pythons: file locks, signals, what a process used, a check of argparse."""
+"""What differs between systems and Pythons: file locks, signals, terminals, memory, a check of argparse."""
 
 import argparse
 import contextlib
+import io
 import signal
 import sys
 from typing import Any
@@ -57,3 +58,10 @@ def accept_hydra() -> None:
     """Python 3.14 checks help texts when a parser is built, and refuses one of Hydra 1.3, which is no string."""
     if hasattr(argparse.ArgumentParser, "_check_help"):
         argparse.ArgumentParser._check_help = lambda parser, action: None
+
+
+def escape_unencodable() -> None:
+    """Escapes characters that the terminal cannot encode; Python would raise an error."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import UserError
-from engine.run.progress import duration
+from engine.run.metrics import duration
 
 log = logging.getLogger("gpt")
 

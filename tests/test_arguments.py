@@ -7,7 +7,7 @@ import pytest
 from conftest import start
 
 from engine.config import arguments
-from engine.config.fields import field_table
+from engine.config.arguments import field_table
 from engine.errors import UserError
 from export import ExportConfig
 from report import ReportArguments

@@ -6,11 +6,9 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -50,11 +48,6 @@ def key_of(override: str) -> str:
 def without(overrides: Iterable[str], *prefixes: str) -> list[str]:
     """The overrides that do not start with one of `prefixes`, such as `run_dir=`."""
     return [o for o in overrides if not o.lstrip("+~").startswith(prefixes)]
-
-
-def quoted(value: str) -> str:
-    """`value` as Hydra reads it back, whatever is in it."""
-    return QuotedString(value, Quote.single).with_quotes()
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
@@ -123,42 +116,33 @@ OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 OmegaConf.register_new_resolver("text_name", text_name, replace=True)
 
 
-@dataclass
-class Schema:
-    """What overrides can name: the dotted `keys`, of which a pretrained model has the `architecture`."""
-
-    keys: list[str]
-    architecture: frozenset[str]
-
-    def check(self, arguments: list[str]) -> None:
-        """Raises `UserError` for a key that does not exist, for a size beside pretrained weights, and for
-        what Hydra fails on without an error of its own.
-        """
-        known = [*self.keys, *GROUPS]
-        by_last_name = {key.rpartition(".")[2]: key for key in reversed(known)}
-        pretrained = [a for a in arguments if key_of(a) == "init_from" and not a.endswith("=null")]
-        for argument in arguments:
-            key, equals, value = argument.lstrip("+~-").partition("=")
-            last = key.rpartition(".")[2]
-            if argument.startswith("-"):
-                if meant := (by_last_name | USUAL_NAMES).get(last.replace("-", "_")):
-                    raise UserError(f"{argument}: settings have no dashes; did you mean {meant}=?")
-            elif not key:
-                raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
-            elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
-                raise UserError(f"{argument}: must name a file in conf/{key}")
-            elif pretrained and key in self.architecture and value != "null":
-                raise UserError(f"{argument}: the model of init_from= has its own; leave it out")
-            elif equals and not key.startswith("hydra"):
-                if any(f"{name}.".startswith(f"{key}.") for name in known):
-                    continue
-                near = [
-                    USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)
-                ]
-                near += [name for name in self.keys if name.startswith(key)]
-                near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
-                hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
-                raise UserError(f"{key}: unknown key; {hint}")
+def check_overrides(arguments: list[str], keys: list[str], architecture: set[str]) -> None:
+    """Raises `UserError` for a key that is not among the dotted `keys`, for one of the `architecture` beside
+    pretrained weights, and for what Hydra fails on without an error of its own.
+    """
+    known = [*keys, *GROUPS]
+    by_last_name = {key.rpartition(".")[2]: key for key in reversed(known)}
+    pretrained = [a for a in arguments if key_of(a) == "init_from" and not a.endswith("=null")]
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+~-").partition("=")
+        last = key.rpartition(".")[2]
+        if argument.startswith("-"):
+            if meant := (by_last_name | USUAL_NAMES).get(last.replace("-", "_")):
+                raise UserError(f"{argument}: settings have no dashes; did you mean {meant}=?")
+        elif not key:
+            raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
+        elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
+            raise UserError(f"{argument}: must name a file in conf/{key}")
+        elif pretrained and key in architecture and value != "null":
+            raise UserError(f"{argument}: the model of init_from= has its own; leave it out")
+        elif equals and not key.startswith("hydra"):
+            if any(f"{name}.".startswith(f"{key}.") for name in known):
+                continue
+            near = [USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)]
+            near += [name for name in keys if name.startswith(key)]
+            near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
+            hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
+            raise UserError(f"{key}: unknown key; {hint}")
 
 
 def explain(error: Exception) -> str:

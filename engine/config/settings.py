@@ -1,7 +1,5 @@
 """Settings by dotted key: which ones a resumed run may not change, and which ones affect the loss."""
 
-import dataclasses
-import json
 from typing import Any
 
 # These decide which characters a step sees, and which are scored.
@@ -25,7 +23,7 @@ INCOMPARABLE = {
 IRRELEVANT = {
     "run_name", "run_dir", "samples", "report", "trainer.trackers",  # names and outputs
     "model.vocab_size", "model.block_size",  # follow from the data
-    "data.url", "data.sha256", "data.errors", "data.cache_dir",  # a text is compared by its content
+    "data.url", "data.sha256", "data.cache_dir",  # a text is compared by its content
     "model.activation_checkpointing", "trainer.micro_batch_size",  # memory for time
     "trainer.seed",
     "trainer.device", "trainer.threads", "trainer.strategy",  # rounding
@@ -48,20 +46,6 @@ def is_fixed(key: str) -> bool:
 def is_incomparable(key: str) -> bool:
     """Whether losses of runs that differ in the setting `key` cannot be compared."""
     return key in INCOMPARABLE or (key.startswith("model.") and key not in IRRELEVANT)
-
-
-def settings_of(configs: dict[str, Any]) -> dict[str, Any]:
-    """The dataclasses among `configs` as nested dictionaries."""
-    return {
-        name: dataclasses.asdict(config)
-        for name, config in configs.items()
-        if dataclasses.is_dataclass(config) and not isinstance(config, type)
-    }
-
-
-def as_plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The same values in plain types, which a snapshot can hold."""
-    return json.loads(json.dumps(config, default=str))
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

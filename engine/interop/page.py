@@ -22,9 +22,6 @@ from engine.kernels import ops
 from engine.kernels.native import LAYER_NORM_EPS
 
 BROWSER = Path(__file__).resolve().parent / "browser"
-MARK = (
-    "<!-- character-level GPT: written by export.py -->"  # of a page, which a new one may replace
-)
 CHECKED = 32  # characters of the input that the page itself compares
 TOLERANCE = 0.01  # of a logit, for weights of 16 bits
 

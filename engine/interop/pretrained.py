@@ -9,10 +9,9 @@ distribution nor likelier than the rest (Hewitt, "Initializing New Word Embeddin
 Language Models", 2021). Optimizer, schedule and steps start afresh.
 """
 
+import dataclasses
 import logging
 import os
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,55 +21,44 @@ from engine.interop import transformers
 from engine.parallel import distributed, sharding
 from engine.run.directory import choose_snapshot
 from engine.snapshots.sharded import load_full
+from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 
 
-@dataclass
-class Pretrained:
-    """`weights` by the names of the model's parameters, the `vocabulary` that their rows belong to,
-    the `architecture` that they fit (fields of `GPTConfig`), a `description` for the log, and the
-    `encoding` of the characters, "utf-8" or "bytes".
-    """
-
-    weights: dict[str, torch.Tensor]
-    vocabulary: str
-    architecture: dict[str, Any]
-    description: str
-    encoding: str = "utf-8"
-
-
-def read_pretrained(source: str) -> Pretrained:
-    """The weights at `source`: a snapshot (path or URL), a run directory (its best snapshot), or a
-    directory that `export.py` or Transformers has written. Raises `UserError`.
+def read_pretrained(source: str) -> Snapshot:
+    """The weights at `source`, without optimizer state: a snapshot (path or URL), a run directory (its best
+    snapshot), or a directory that `export.py` or Transformers has written. Raises `UserError`.
     """
     try:
         if is_local(source) and os.path.exists(os.path.join(source, "config.json")):
-            architecture, weights, vocabulary, encoding = transformers.read(source)
-            return Pretrained(weights, vocabulary, architecture, source, encoding)
+            model, weights, vocabulary, encoding = transformers.read(source)
+            log.info("init_from   %s", source)
+            settings = {"model": model, "data": {"encoding": encoding}}
+            return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
-        weights, vocabulary, architecture = found.model_state, found.vocabulary, found.model_config
-        return Pretrained(weights, vocabulary, architecture, f"{path}, {found}", found.encoding)
+        log.info("init_from   %s, %s", path, found)
+        return dataclasses.replace(found, optimizer_state={})
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error
 
 
 @torch.no_grad()
-def load_pretrained(pretrained: Pretrained, model: nn.Module, vocabulary: str) -> None:
-    """Loads the weights into a fresh `model` for `vocabulary`, bare, wrapped or sharded; all ranks
+def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> None:
+    """Loads the pretrained weights into a fresh `model` for `vocabulary`, bare, wrapped or sharded; all ranks
     must call it. Raises `UserError` for weights that do not fit.
     """
     own = dict(distributed.unwrap(model).named_parameters(remove_duplicate=False))
-    if odd := sorted(pretrained.weights.keys() ^ own.keys()):
-        raise UserError(f"{pretrained.description}: it and this model differ in {odd[0]}")
+    if odd := sorted(pretrained.model_state.keys() ^ own.keys()):
+        raise UserError(f"init_from: only one of the pretrained and this model has {odd[0]}")
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]
     for name, parameter in distributed.unwrap(model).named_parameters():
-        value = pretrained.weights[name].float()
+        value = pretrained.model_state[name].float()
         if name in transformers.PER_CHARACTER:
             fresh = sharding.full_tensor(parameter).cpu() + value.mean(dim=0)
             fresh[reused] = value[[rows[vocabulary[i]] for i in reused]]
@@ -78,10 +66,8 @@ def load_pretrained(pretrained: Pretrained, model: nn.Module, vocabulary: str) -
         elif name == "pos_emb.weight":  # the context may be shorter
             value = value[: parameter.size(0)]
         if value.shape != parameter.shape:
-            raise UserError(
-                f"{pretrained.description}: {name} is {tuple(value.shape)}, not "
-                f"{tuple(parameter.shape)}"
-            )
+            shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
+            raise UserError(f"init_from: {name} is {shapes}")
         parameter.copy_(sharding.shard_like(value, parameter))
     new = "".join(character for character in vocabulary if character not in rows)
     shown = f": {new[:40]!r}" if new else ""

@@ -21,6 +21,7 @@ from engine.machine import hardware
 
 log = logging.getLogger("gpt")
 
+IGNORE = -1  # a target that is not scored; minGPT's convention
 MIN_KERNEL_FLOPS = 2**17  # multiplications of a linear layer, below which torch's is faster
 MIN_KERNEL_ROWS = 256  # of a linear layer in bfloat16, whose weight has to be rounded and reordered
 MIN_KERNEL_ELEMENTS = 8192  # of a squared ReLU, below which torch's two operations are faster
@@ -86,13 +87,15 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: int = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not -1; take no gradients of it with respect to these logits.
+    (...), int64, that are not `IGNORE`; take no gradients of it with respect to these logits.
     """
     fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
         return native.cross_entropy(logits, targets, softcap)
     logits = cap(logits, softcap)
-    loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+    loss = F.cross_entropy(
+        logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=IGNORE
+    )
     return logits, loss
 
 
@@ -104,11 +107,12 @@ def cap(logits: Tensor, softcap: int) -> Tensor:
 
 def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
     """Whether a training step of `model` in `dtype` ("bfloat16", ...) is the same bit for bit with any number of CPU
-    threads, for the operations of this module: the kernels are; the norms of plain PyTorch are not.
+    threads, for the operations of this module. The kernels are, and torch's products in bfloat16; not the norms of
+    plain PyTorch, nor MKL's products in float32, which with four threads and more split a sum of a narrow matrix.
     """
     parameters = list(model.parameters())
     fit = all(p.is_cpu and (p.dim() > 1 or p.numel() % native.WIDTH == 0) for p in parameters)
-    return fit and native.library(getattr(torch, dtype)) is not None
+    return fit and dtype == "bfloat16" and native.library(torch.bfloat16) is not None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,10 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-import torch.nn as nn
 
 from engine.machine import hardware
-from engine.optim.adamw import AdamW
 from engine.parallel import sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial, steepest at zero
@@ -60,7 +58,8 @@ class Muon(torch.optim.Optimizer):
         normalize: bool = False,
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(parameters, {**defaults, "normalize": normalize})
+        # Capturable, as torch calls it: a CUDA graph may repeat `step`.
+        super().__init__(parameters, {**defaults, "normalize": normalize, "capturable": True})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without closures
@@ -88,21 +87,3 @@ class Muon(torch.optim.Optimizer):
                 # Not as `alpha`, which would read the rate from the GPU, where a CUDA graph has it.
                 scale = -group["lr"] * 0.2 * max(shape) ** 0.5
                 torch._foreach_add_([p for p, _ in pairs], [*(result.float() * scale)])
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for a list of matrices and AdamW for other parameter groups, as one optimizer: one `step` for
-    a `GradScaler` to skip, one state to save.
-    """
-
-    def __init__(self, matrices: list[nn.Parameter], groups: list[dict], muon: dict, adamw: dict):
-        self.parts = (Muon(matrices, **muon), AdamW(groups, **adamw))
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-
-    def step(self) -> None:  # type: ignore[override]  # without closures
-        # Rebind groups and state: `load_state_dict` replaces them.
-        muon, adamw = self.parts
-        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        for part in self.parts:
-            part.state = self.state
-            part.step()

@@ -269,7 +269,9 @@ def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterato
         yield
     except RuntimeError as error:
         message = one_line(error)
-        failed = re.search("gloo|nccl|connection|timed? ?out", message, re.IGNORECASE)
+        failed = re.search(
+            "gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE
+        )
         ranks = unresponsive_ranks(world) if failed else []
         if not ranks:
             raise

@@ -47,7 +47,7 @@ class Chart:
     @property
     def right(self) -> float:
         """The last step, and a margin."""
-        return 1.015 * max(step for curve in self.curves for step, _ in curve.points)
+        return 1.015 * max(1, *(step for curve in self.curves for step, _ in curve.points))
 
     @property
     def limits(self) -> tuple[float, float]:

@@ -11,8 +11,7 @@ from engine.config.overrides import key_of, without
 from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError
 from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config
-from engine.run.metrics import read_lines
-from engine.run.progress import format_loss
+from engine.run.metrics import format_loss, read_lines
 
 
 class Run:
@@ -40,11 +39,6 @@ class Run:
     def best(self) -> dict[str, Any] | None:
         """The line of the lowest held-out loss, the first of equals."""
         return min(self.val, key=lambda line: line["loss"], default=None)
-
-    @property
-    def last_loss(self) -> float | None:
-        """The held-out loss logged last."""
-        return self.val[-1]["loss"] if self.val else None
 
     @property
     def characters_per_s(self) -> float | None:

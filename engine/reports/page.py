@@ -12,7 +12,7 @@ from engine.config.settings import IRRELEVANT, flatten
 from engine.reports.charts import draw_charts, hue, ticks
 from engine.reports.history import Run, name_runs, seed_means
 from engine.reports.reference import References, check, find_reference
-from engine.run.progress import duration, format_loss
+from engine.run.metrics import duration, format_loss
 
 
 def render(runs: list[Run], references: References) -> str:
@@ -65,7 +65,6 @@ def describe(run: Run, references: References) -> dict[str, Any]:
         "facts": {
             "best held-out loss": format_loss(run.best["loss"] if run.best else None),
             "at step": f"{run.best['step']:,}" if run.best else "-",
-            "last held-out loss": format_loss(run.last_loss),
             **({"final loss": format_loss(run.final["loss"])} if run.final else {}),
             "steps": f"{run.step:,} of {run.total_steps:,}",
             "wall time": duration(run.seconds),

@@ -13,18 +13,18 @@ import os
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
-from engine.config.overrides import quoted
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.parallel.distributed import launched_size
 from engine.reports.history import Run, name_runs, seed_means
 from engine.run.directory import JOB, relative_path
-from engine.run.progress import format_loss
+from engine.run.metrics import format_loss
 
 log = logging.getLogger("gpt")
 
@@ -69,6 +69,11 @@ class Sweep(Callback):
         write_status(config, "finished" if done else "failed")
 
 
+def quoted(value: str) -> str:
+    """`value` as Hydra reads it back, whatever is in it."""
+    return QuotedString(value, Quote.single).with_quotes()
+
+
 def write_status(config: DictConfig, status: str) -> None:
     """Writes `job.yaml`, the overrides and the status of a sweep's job."""
     if config.hydra.mode != RunMode.MULTIRUN:
@@ -105,7 +110,11 @@ def table(runs: list[Run]) -> list[str]:
 
 def log_results(sweep_dir: str) -> None:
     """Logs the table of the jobs in `sweep_dir`."""
-    jobs = read_jobs(sweep_dir)
+    try:
+        jobs = read_jobs(sweep_dir)
+    except UserError as error:  # a damaged file of one of them
+        log.error("%s", error)
+        return
     if not jobs:
         return
     log.info("sweep       %d jobs in %s; losses are held-out ones", len(jobs), sweep_dir)

@@ -11,13 +11,12 @@ from typing import NoReturn
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from engine import signals
+from engine import portable, signals
 from engine.config.overrides import explain
 from engine.errors import UserError
 from engine.parallel import distributed
 from engine.parallel.distributed import launched_rank, launched_size
 from engine.parallel.slurm import export_torchrun_env
-from engine.run.progress import escape_unencodable
 
 log = logging.getLogger("gpt")
 
@@ -56,7 +55,7 @@ def command_line() -> Iterator[None]:
     """A process started from the command line: its signals, log and rank, and one line for an error that
     a user can correct. Others keep their traceback.
     """
-    escape_unencodable()
+    portable.escape_unencodable()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raises errors instead of printing them
     signals.interruptible()
     log_to_console()

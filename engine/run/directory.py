@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import yaml
 
 from engine import portable
-from engine.errors import UserError, one_line
+from engine.errors import UserError, check_only_one, one_line
 from engine.parallel.distributed import World, report_unresponsive_ranks, run_on_first
 from engine.signals import Stopped
 from engine.snapshots import storage
@@ -168,8 +168,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 
     Raises `UserError` if there is none.
     """
-    if snapshot is not None and run_dir is not None:
-        raise UserError("run_dir= and snapshot=: give only one of them")
+    check_only_one(run_dir=run_dir, snapshot=snapshot)
     if snapshot is not None:
         return snapshot
     run_dir, name = run_dir or newest_run(), SNAPSHOT
@@ -191,8 +190,8 @@ def choose_snapshots(
     """
     if snapshots is None:
         return [choose_snapshot(snapshot, run_dir)]
-    if snapshot is not None or run_dir is not None:
-        raise UserError("snapshots=, and run_dir= or snapshot=: give one of them")
+    check_only_one(snapshots=snapshots, run_dir=run_dir)
+    check_only_one(snapshots=snapshots, snapshot=snapshot)
     if not snapshots:
         raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
     return [choose_snapshot(None, p) if os.path.isdir(p) else p for p in snapshots]

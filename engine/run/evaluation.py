@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from engine.kernels.ops import IGNORE
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass; elsewhere as on a CPU
 MIN_HALVED = 20  # steps of a run that is also evaluated halfway
-IGNORE = -1  # a target that is not scored; minGPT's convention
 
 
 @dataclass

@@ -19,7 +19,7 @@ log = logging.getLogger("gpt")
 HEADROOM = 0.05
 
 
-def is_refused(device: torch.device) -> bool:
+def raises_out_of_memory(device: torch.device) -> bool:
     """Whether exhausted memory raises `torch.OutOfMemoryError`: on GPUs. On a CPU the operating system kills the
     process.
     """
@@ -41,9 +41,10 @@ def fit_micro_batch(
     `plan` unchanged where memory is not refused, and for a sharded model, of which a rank that ran out of memory
     would leave the others waiting.
     """
-    if not is_refused(world.device) or sharding.is_sharded(model):
+    if not raises_out_of_memory(world.device) or sharding.is_sharded(model):
         return plan
     plan = plan.with_micro_batch(known or plan.micro_batch_size)
+    hardware.free_unused(world.device)  # an earlier Trainer of this process
     while True:
         windows = plan.micro_batch_size
         fits = _fits(windows, model, dataset, choices, world.device)

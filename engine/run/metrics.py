@@ -55,6 +55,18 @@ def position(record: dict[str, Any]) -> tuple[int, bool]:
     return record["step"], record["split"] == "val"
 
 
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def format_loss(loss: float | None) -> str:
+    """Four decimals, or "-" for None."""
+    return "-" if loss is None else f"{loss:.4f}"
+
+
 class Metrics:
     """Appends to `metrics.jsonl` in `run_dir` and passes numbers and samples on to `trackers`.
 

@@ -1,7 +1,6 @@
 """Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,8 @@ from engine.errors import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run: each step is cut into `world_size * accumulation` micro-batches, whose sizes
-    differ by at most one window.
+    """The batch arithmetic of a run. A step is cut into `world_size * accumulation` micro-batches, whose sizes differ
+    by at most one window.
     """
 
     windows: int  # training windows of an epoch
@@ -39,16 +38,8 @@ class Plan:
         return plan.with_micro_batch(config.micro_batch_size or config.batch_size)
 
     def with_micro_batch(self, limit: int) -> "Plan":
-        """The same steps in as few micro-batches of at most `limit` windows as possible; if the ranks have equal
-        shares, in equal ones, so that compiled code and CUDA graphs see one shape.
-        """
-        fewest = -(-self.batch_size // (self.world_size * limit))
-        is_uneven = self.batch_size % self.world_size > 0
-        accumulation = next(
-            n
-            for n in itertools.count(fewest)
-            if is_uneven or self.batch_size % (self.world_size * n) == 0
-        )
+        """The same steps in as few micro-batches of at most `limit` windows as possible."""
+        accumulation = -(-self.batch_size // (self.world_size * limit))
         return dataclasses.replace(self, accumulation=accumulation)
 
     @property
@@ -64,11 +55,11 @@ class Plan:
         return self.batch_size * number // count, self.batch_size * (number + 1) // count
 
     def weight(self, rank: int, i: int) -> float:
-        """Weight of the mean loss of a micro-batch: its size over the average size, so that the mean over
-        micro-batches is that over windows; exactly 1 if all have one size.
+        """Weight of the mean loss of a micro-batch: its windows over those of an average rank, so that the sum over
+        a rank's micro-batches, averaged over the ranks, is the mean over the windows of the step.
         """
         first, last = self.micro_batch(rank, i)
-        return (last - first) * self.world_size * self.accumulation / self.batch_size
+        return (last - first) * self.world_size / self.batch_size
 
     @property
     def characters(self) -> int:

@@ -16,13 +16,11 @@ from engine.kernels import build
 from engine.machine.hardware import device_name, peak_flops, peak_memory
 from engine.parallel import distributed
 from engine.parallel.distributed import World
-from engine.run.metrics import Metrics
+from engine.run.metrics import Metrics, duration, format_loss
 from engine.run.plan import Plan
-from engine.run.progress import duration, format_loss
 
 log = logging.getLogger("gpt")
 MANY_PASSES = 50  # over the text
-FEW_CHARACTERS = 16384  # of a step and GPU; with fewer it waits for launches and for other GPUs
 
 
 @dataclass
@@ -64,13 +62,6 @@ class TrainingLog:
             plan.batch_size, ranks, f"{least} or {least + 1}" if rest else least, plan.accumulation,
             plan.block_size, self.unit, f"{plan.characters:,}", self.unit,
         )  # fmt: skip
-        needed = FEW_CHARACTERS * world.size
-        if world.device.type == "cuda" and world.size > 1 and plan.characters < needed:
-            log.info(
-                "batch       each GPU has %s characters a step, too few to keep it busy: use fewer GPUs, or a larger "
-                "trainer.batch_size, about %d",
-                f"{plan.characters // world.size:,}", needed // plan.block_size,
-            )  # fmt: skip
         planned = plan.total_steps * plan.characters
         passes = planned / (plan.windows + plan.block_size)
         log.info(

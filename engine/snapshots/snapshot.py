@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from engine.config.settings import flatten, is_fixed
 from engine.errors import UserError, one_line
@@ -27,14 +28,13 @@ READABLE_FORMATS = (4, 5)  # 4 has no probe_logits
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
+PROBED = 16  # characters at the beginning of a context, and at its end, whose logits are kept
+PROBE_TOLERANCE = 0.03  # of the largest logit; bfloat16 and other devices round by less
+CHANGED = "model.py gives different outputs than when this snapshot was saved; was it edited?"
 
 
 class SnapshotError(UserError):
-    """A file that is not a snapshot, or is damaged."""
-
-
-class OtherVersion(SnapshotError):
-    """An undamaged file that this version of the application cannot read."""
+    """A file that is missing or damaged: an older snapshot may be good."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Snapshot:
     text_digest: str = ""  # SHA-256 of the (truncated) text
     choices: dict[str, Any] = field(default_factory=dict)  # resolved `auto` settings
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, plain types
-    probe_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # see probe.py; may be empty
+    probe_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # see `probe_logits`; may be empty
     shards: dict[str, Any] = field(default_factory=dict)  # where the tensors are instead; see sharded.py
     format: int = FORMAT  # version of this layout
     # fmt: on
@@ -94,7 +94,7 @@ class Snapshot:
         """The inverse of `to_bytes`, tensors on the CPU.
 
         No code in the file is run. Raises `SnapshotError`, calling the content `name`, if it is damaged, and
-        `OtherVersion` if it is not, but is of another format, or no snapshot.
+        another `UserError` if it is not, but is of another format, or no snapshot.
         """
         verify(content, name)
         try:
@@ -108,7 +108,7 @@ class Snapshot:
             what = f"snapshot format {fields.get('format')}; this application reads {readable}"
         except Exception as error:  # a file made by hand can be wrong in any way
             what = f"not a snapshot of this application: {one_line(error)}"
-        raise OtherVersion(f"{name}: {what}")
+        raise UserError(f"{name}: {what}")
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
         """What the settings that were `auto` or null resolved to; empty on another kind of device."""
@@ -201,3 +201,32 @@ def check_can_resume(
     for key, (was, now) in changes.items():
         if was != now and key != "trainer.resume":
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
+
+
+@torch.no_grad()
+def probe_logits(
+    model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str
+) -> torch.Tensor:
+    """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of a context of the ids
+    0, 1, 2, ...; float32 on the CPU. A snapshot holds weights, not code: whoever loads it computes the probe again,
+    and if the logits differ, the model's code has changed since.
+    """
+    ids = torch.arange(block_size, device=device) % vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        logits = model(ids[None])[0][0].float().cpu()
+        return torch.cat((logits[:PROBED], logits[PROBED:][-PROBED:]))
+    finally:
+        model.train(was_training)
+
+
+def has_changed(logits: torch.Tensor, recorded: torch.Tensor) -> bool:
+    """Whether `logits` differ from those `recorded` in a snapshot; False if it has none."""
+    if recorded.numel() == 0:
+        return False
+    logits = logits[: len(recorded)]  # older snapshots have those of the beginning alone
+    if logits.shape != recorded.shape:
+        return True
+    limit = PROBE_TOLERANCE * recorded.abs().max().clamp(min=1.0)
+    return not bool((logits - recorded).abs().max() <= limit)

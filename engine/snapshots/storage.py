@@ -17,15 +17,11 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import UserError, one_line
-from engine.snapshots.snapshot import OtherVersion, Snapshot, SnapshotError
+from engine.snapshots.snapshot import Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 NUMBERED = r"\.step\d+"
 PIECE = 2**22  # bytes read back at once
-
-
-class Unreachable(UserError):
-    """A disk or store that does not answer; nothing is known about the snapshots in it."""
 
 
 def is_local(path: str) -> bool:
@@ -52,17 +48,17 @@ def locate(path: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reaching(path: str, what: str = "reached"):
-    """Turns the errors of any file system into `Unreachable`, naming `path`."""
+    """Turns the errors of any file system into a `UserError` that names `path`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # every file system has its own
-        raise Unreachable(f"{path}: cannot be {what}: {one_line(error)}") from error
+        raise UserError(f"{path}: cannot be {what}: {one_line(error)}") from error
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file at a path or URL. Raises `Unreachable`."""
+    """Whether there is a file at a path or URL. Raises `UserError` if the file system does not answer."""
     with reaching(path):
         file_system, inner = locate(path)
         file_system.invalidate_cache()  # a listing may be older than the file
@@ -70,8 +66,8 @@ def exists(path: str) -> bool:
 
 
 def read(path: str) -> bytes:
-    """The bytes at a path or URL. Raises `SnapshotError` if there is no such file, `Unreachable` if it cannot be
-    read, or not all of it.
+    """The bytes at a path or URL. Raises `SnapshotError` if there is no such file, and another `UserError` if it cannot
+    be read, or not all of it.
     """
     with reaching(path):
         file_system, inner = locate(path)
@@ -82,7 +78,7 @@ def read(path: str) -> bytes:
             why = f": {one_line(error.__cause__)}" if error.__cause__ else ""
             raise SnapshotError(f"{path}: no such snapshot{why}") from error
         content = file_system.cat_file(inner)
-        if len(content) != size:
+        if size not in (None, len(content)):  # not every HTTP server says it
             raise OSError(f"{len(content)} of {size} bytes arrived")
     return content
 
@@ -237,8 +233,7 @@ class SnapshotStorage:
         the latest; None if there is no snapshot.
 
         Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
-        training from scratch would hide the loss; `Unreachable` or `OtherVersion` if one that may be good
-        cannot be read.
+        training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
         """
         damaged: dict[str, str] = {}
         newest: tuple[int, bytes, str] | None = None
@@ -247,8 +242,6 @@ class SnapshotStorage:
                 content = read(path)
                 snapshot = Snapshot.from_bytes(content, path)
                 check_shards(path, snapshot)
-            except OtherVersion:
-                raise
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue

@@ -16,14 +16,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from fsspec.core import OpenFile
 from fsspec.utils import infer_compression
 
 from engine import portable
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.text import sources
-from engine.text.sources import FILE_END, PYDOC, NotUTF8, find_files, read_text
+from engine.text.sources import FILE_END, PYDOC, find_files, read_text
 
 log = logging.getLogger("gpt")
 
@@ -61,13 +60,13 @@ def open_text(config: Any) -> EncodedText:
     if is_small(path):
         ids = io.BytesIO()
         text = [from_text(sources.pydoc_text(), encoding)] if path == PYDOC else None
-        pieces = text or read_pieces(find_files(path), config)
+        pieces = text or read_text(find_files(path), sha256, encoding)
         record = encode_stream(pieces, config, ids)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
-    settings = (config.truncate, sha256, encoding, config.errors, config.shuffle)
+    settings = (config.truncate, sha256, encoding, config.shuffle)
     identity = json.dumps([FORMAT, *settings, *map(sources.version_of, files)])
     stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
     try:
@@ -80,7 +79,7 @@ def open_text(config: Any) -> EncodedText:
             portable.lock(lock, wait=True)  # released on close; another process may encode
             if load(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
-                    pieces = read_pieces(files, config)
+                    pieces = read_text(files, sha256, encoding)
                     record = encode_stream(pieces, config, ids)
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
@@ -90,16 +89,6 @@ def open_text(config: Any) -> EncodedText:
     except OSError as error:
         where = f"data.cache_dir={config.cache_dir}"
         raise UserError(f"{where}: cannot be used: {one_line(error)}") from error
-
-
-def read_pieces(files: list[OpenFile], config: Any) -> Iterator[str]:
-    """`read_text` as a `DataConfig` has it. Of a file that is not UTF-8, the `UserError` names the settings for it."""
-    try:
-        yield from read_text(files, config.sha256, config.encoding, config.errors)
-    except NotUTF8 as error:
-        raise UserError(
-            f"{error}; to train on bytes: data.encoding=bytes; without such files: data.errors=skip"
-        ) from error
 
 
 def load(stem: str) -> EncodedText | None:

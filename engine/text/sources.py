@@ -41,10 +41,6 @@ class Unreadable(UserError):
     """A file that is missing or cannot be read."""
 
 
-class NotUTF8(UserError):
-    """A file that is not text in UTF-8."""
-
-
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
     """Turns the errors of every kind of file system into `Unreadable`, naming the file."""
@@ -128,26 +124,30 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
 
 
 def read_text(
-    files: list[OpenFile],
-    sha256: str | None = None,
-    encoding: str = "utf-8",
-    errors: str = "strict",
+    files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8"
 ) -> Iterator[str]:
     """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks; with the
-    `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file. With
-    `errors` "skip", files that are not UTF-8 are left out, each named in the log; every file is then
-    read twice.
+    `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file.
 
     Raises `UserError` for a file that cannot be read or is not UTF-8 (naming the byte), and at the
     end if the SHA-256 of the content differs from `sha256`.
     """
     digest = hashlib.sha256()
     for file in files:
-        if errors == "skip" and not _is_decodable(file, encoding):
-            continue
-        for piece, text in _decode(file, encoding):
-            if sha256 is not None:
-                digest.update(piece)
+        decoder = codecs.getincrementaldecoder("latin-1" if encoding == "bytes" else "utf-8-sig")()
+        num_bytes = 0
+        for piece in itertools.chain(read_file(file), [b""]):
+            num_bytes += len(piece)
+            digest.update(piece if sha256 is not None else b"")
+            try:
+                text = decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                offset = num_bytes - len(error.object) + error.start
+                raise UserError(
+                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; to train on the bytes "
+                    "of any file: data.encoding=bytes"
+                ) from error
             if text:
                 yield text
         yield FILE_END
@@ -158,32 +158,6 @@ def read_text(
         )
 
 
-def _decode(file: OpenFile, encoding: str) -> Iterator[tuple[bytes, str]]:
-    """Yields the pieces of a file, each with the text that it completes. Raises `NotUTF8`."""
-    decoder = codecs.getincrementaldecoder("latin-1" if encoding == "bytes" else "utf-8-sig")()
-    num_bytes = 0
-    for piece in itertools.chain(read_file(file), [b""]):
-        num_bytes += len(piece)
-        try:
-            yield piece, decoder.decode(piece, final=not piece)
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            offset = num_bytes - len(error.object) + error.start
-            raise NotUTF8(
-                f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}"
-            ) from error
-
-
-def _is_decodable(file: OpenFile, encoding: str) -> bool:
-    try:
-        for _ in _decode(file, encoding):
-            pass
-    except NotUTF8 as error:
-        log.warning("skipped     %s", error)
-        return False
-    return True
-
-
 def pydoc_text() -> str:
     """The text of `pydoc:topics`."""
     from pydoc_data import topics  # takes a quarter of a second
@@ -191,7 +165,7 @@ def pydoc_text() -> str:
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def download(url: str, path: str, sha256: str | None) -> None:
+def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -> None:
     """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed.
 
     Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
@@ -209,7 +183,7 @@ def download(url: str, path: str, sha256: str | None) -> None:
             target.writelines(read_file(files[0]))
             target.flush()
             partial = OpenFile(LocalFileSystem(), target.name, compression=infer_compression(path))
-            for _ in read_text([partial], sha256) if sha256 is not None else ():
+            for _ in read_text([partial], sha256, encoding) if sha256 is not None else ():
                 pass
     except OSError as error:
         raise UserError(
