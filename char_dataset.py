@@ -4,7 +4,7 @@
     train_dataset, test_dataset = dataset.split()
 
 A text is encoded once, into the smallest unsigned integer type that holds its vocabulary, and cut
-into batches by one vectorised gather. A text larger than memory is mapped from a file.
+into batches by one vectorised gather. Large texts are memory-mapped.
 """
 
 import copy
@@ -117,7 +117,7 @@ class CharDataset(Dataset):
         vocabulary: the distinct characters of the (truncated) text, sorted; positions are ids.
         stoi, itos: character to id and back, as in minGPT.
         data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
-            is mapped from a file, read only; never copy it as a whole.
+            is memory-mapped, read-only; never copy it as a whole.
         digest: SHA-256 of the (truncated) text, hexadecimal.
         unit: what an id stands for, "character" or "byte".
 
@@ -182,7 +182,7 @@ class CharDataset(Dataset):
         return part
 
     def to(self, device: torch.device | str) -> "CharDataset":
-        """Moves the encoded text to `device`, so that batches are cut there; returns self."""
+        """Moves the encoded text to `device`, where batches are then gathered; returns self."""
         self.data = self.data.to(device)
         return self
 
@@ -202,7 +202,7 @@ class CharDataset(Dataset):
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `first` to `last` (excluded) of the `num_eval_windows` that lie end to end, in which
+        """Windows `first` to `last` (excluded) of the `num_eval_windows` that do not overlap, in which
         every character but the first is a target once; beyond the end the target is `IGNORE`.
 
         Returns `(x, y)`, int64 of shape (last - first, block_size).
@@ -335,7 +335,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def move_if_small(datasets: Iterable[Any], device: torch.device) -> None:
-    """Moves the texts to the GPU, whose batches are cut there, if they take up to a tenth of its memory."""
+    """Moves the texts to the GPU, if they take up to a tenth of its memory: batches are then gathered there."""
     datasets = list(datasets)
     memory = torch.cuda.get_device_properties(device).total_memory
     if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:

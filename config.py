@@ -1,6 +1,7 @@
 """The configuration: the dataclasses of all groups joined, checked once.
 
-A field's dataclass has its type, default, unit and meaning in one line; `conf/` only what differs.
+Each field is declared once, in its dataclass: type, default, unit and meaning in one line. `conf/` has only values
+that differ from the defaults.
 """
 
 import dataclasses
@@ -50,9 +51,7 @@ class Config:
     # fmt: on
 
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
-        """Takes over the architecture and sizes of a pretrained model, and its context unless
-        `data.block_size` is smaller.
-        """
+        """Copies the architecture and sizes of a pretrained model; the context is the smaller of the two."""
         source = GPTConfig.recorded(architecture).complete()
         block_size = min(self.data.block_size or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}

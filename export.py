@@ -126,7 +126,7 @@ def write_page(paths: list[str], out: str, skip_errors: bool) -> None:
 
 @torch.no_grad()
 def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
-    """What a page has of the model of `snapshot`, read from `path`. Raises `UserError`."""
+    """Serializes the model of `snapshot`, read from `path`, for the page. Raises `UserError`."""
     snapshot = dataclasses.replace(snapshot, model_state=page.rounded(snapshot.model_state))
     try:
         model = load_model(snapshot, "cpu", may_differ=False)

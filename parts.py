@@ -244,7 +244,7 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     with auto.autocast(trainer.choices):
         loss, characters, _ = evaluate(model, final, World(0, 1, 0, 1, device), lambda: None)
     log.info(
-        "final       loss %.4f (%.4f bits per %s) on %s %ss held back until now; %s",
+        "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
     )  # fmt: skip
     step, epoch = trainer.step, trainer.plan.epoch(trainer.step)

@@ -69,7 +69,9 @@ class SampleConfig:
     alternatives: int | None = None  # print the n likeliest for each character
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
-    stride: int | None = None  # of score: characters between windows; null: the context, end to end
+    stride: int | None = (
+        None  # of score: characters between windows; null: the context, so that none overlap
+    )
     device: str = "auto"  # cpu, cuda, auto, or another that torch names: mps, xpu
 
     def __post_init__(self):
@@ -155,7 +157,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
 
 def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
     """Yields a line for each character as it is drawn: the character, then the likeliest `config.alternatives`
-    with the probabilities that the model gives them, before temperature, top_k and top_p. Raises as `sample`.
+    with the probabilities that the model gives them, before temperature, top_k and top_p. Raises
+    `UserError` for a prompt that cannot be used.
     """
     assert config.alternatives is not None
     names = [quoted(character, snapshot.encoding) for character in snapshot.vocabulary]
@@ -298,7 +301,7 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
 
     Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart, and
     each scores what the one before has not seen, its last `stride` characters. These see more than
-    `block_size - stride` characters. With `block_size`, the default, windows lie end to end.
+    `block_size - stride` characters. With `block_size`, the default, windows do not overlap.
 
     Ensemble (Hansen and Salamon, 1990): the probability of a character is the mean of the models'. The
     `snapshots` must have the same vocabulary and context.

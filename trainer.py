@@ -2,7 +2,7 @@
 
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
-It knows nothing of GPT nor of Hydra: `model(x, y)` returns `(anything, loss)`, and a data set is a
+It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, and a data set is a
 `CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`,
 `block_size`, `vocabulary` and `digest`.
 """
@@ -73,7 +73,7 @@ class TrainerConfig:
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
-    threads: int | None = None  # CPU threads per process; null: its share of the cores, in bfloat16 fewer if others are busy
+    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer if others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
@@ -318,7 +318,7 @@ class Trainer:
         return total, norm
 
     def _halve_micro_batch(self, error: torch.OutOfMemoryError) -> None:
-        """Prepares to repeat the step that ran out of memory with half the micro-batch. Raises as `memory.halved`."""
+        """Prepares to repeat the step that ran out of memory with half the micro-batch. Raises `UserError`."""
         may_repeat = self.world.size == 1 and not self.is_updating
         self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
         self.choices["micro_batch_size"] = self.plan.micro_batch_size

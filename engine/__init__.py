@@ -1,4 +1,4 @@
-"""The engine behind the programs at the root: what a user relies on and need not open.
+"""The library behind the programs at the root.
 
 Each package has one purpose, stated in its `__init__.py`. It may use those before it in this order, and none
 imports a program of the root (tests/test_architecture.py):
@@ -10,7 +10,7 @@ imports a program of the root (tests/test_architecture.py):
     text                     where a text is read from, and its encoding as ids
     parallel                 processes: ranks, sharding, launchers, clusters
     optim                    AdamW, Muon, the learning-rate schedule
-    generation               sampling from a model, with a cache of keys and values
+    generation               sampling from a model, with a KV cache
     snapshots                the state of a run: saved atomically, verified, restored
     run                      the run directory: its lock, log, metrics, trackers, evaluation
     sizing                   what model and how many steps fit a text and a time

@@ -1,4 +1,4 @@
-"""Autoregressive sampling with a cache of keys and values.
+"""Autoregressive sampling with a KV cache.
 
     for ids in stream(model, idx, 500, do_sample=True, top_k=20, seed=7): ...
 
@@ -71,9 +71,9 @@ def stream(
             on the device nor on the batch, except for rounding. None: taken from torch's global
             generator, which is otherwise left alone.
         use_cache: False recomputes the whole context for each character: the same result, slower.
-        slide: what the model sees once there are more than `block_size` characters. False: whenever the
-            context is full it begins again with the last half of it, so that the cache can be used. True:
-            always the last `block_size`; every position changes, and all of them are computed again.
+        slide: what the model sees once there are more than `block_size` characters. False: a full context is
+            replaced by its last half, encoded again, and the cache grows from there. True: always the last
+            `block_size`; every position changes, and all of them are computed again.
 
     Raises `UserError`, a ValueError, at the first character, for an empty `idx` or an impossible value.
     """

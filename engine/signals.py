@@ -31,8 +31,8 @@ class Stopped(Exception):
 
 
 def prepare() -> None:
-    """Before the imports, which take seconds: SIGUSR1 is ignored, with nothing to save yet, and SIGINT
-    ends the process without a traceback until `interruptible`.
+    """Call before the imports, which take seconds: ignores SIGUSR1 while there is nothing to save, and lets SIGINT
+    end the process without a traceback until `interruptible`.
 
     On Linux a worker of torchrun also gets SIGTERM when torchrun dies; it would otherwise train on
     and hold the run directory. (If torchrun died before this, the rendezvous fails.)

@@ -29,7 +29,7 @@ EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
-USEFUL_PASSES = 20  # over the text; more only overfit
+USEFUL_PASSES = 20  # over the text, at most: more overfit
 
 
 def get(config: Any, key: str) -> Any:
@@ -208,9 +208,9 @@ def choose_steps(
         trainer.max_minutes = None  # it decided nothing, and does not when the run resumes
     why = f"{fitting:,} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
-        why += "; more would only overfit"
+        why += f"; limited to {USEFUL_PASSES} passes over the text"
     if trainer.max_steps == typed:
-        why += "; as set"
+        why += "; set by the user"
     log.info("sizing      %s steps: %s", f"{trainer.max_steps:,}", why)
     if trainer.eval_every_steps is None:
         trainer.eval_every_steps = math.ceil(trainer.max_steps / number)

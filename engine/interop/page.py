@@ -41,7 +41,7 @@ def describe(
     encoding: str,
     logits: Tensor,
 ) -> dict[str, Any]:
-    """What the page has of a model.
+    """Serializes a model for the page.
 
     Args:
         config: a dictionary of `GPTConfig`'s fields; `weights` are `rounded`.
@@ -87,7 +87,7 @@ def render(models: list[dict[str, Any]]) -> str:
 
 
 def checked_ids(config: dict[str, Any]) -> Tensor:
-    """The ids (T,) of the input whose logits are compared: a whole context, as an edit may concern its end."""
+    """The ids (T,) of the input whose logits are compared: a whole context, as an edit may affect its end only."""
     return 7 * torch.arange(config["block_size"]) % config["vocab_size"]
 
 

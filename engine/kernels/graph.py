@@ -22,7 +22,7 @@ class CapturedStep:
 
     A replay runs the captured kernels again; Python code, control flow included, does not run.
     `loss(micro_batches)`, the same loss by itself, is therefore compared at the first replay and at
-    the 2nd, 4th, 8th and so on. Raises `UserError` if they differ by more than the share `tolerance`, or if `step`
+    the 2nd, 4th, 8th and so on. Raises `UserError` if they differ by more than a relative `tolerance`, or if `step`
     cannot be captured.
     """
 

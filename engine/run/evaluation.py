@@ -69,8 +69,8 @@ class Evaluations:
 def evaluate(
     model: nn.Module, dataset: Any, world: World, check_requests: Callable[[], None]
 ) -> tuple[float, int, list[float | None]]:
-    """The held-out loss, exact: every character of `dataset` but the first is scored once, in windows
-    laid end to end, which the ranks share.
+    """The held-out loss, exact: every character of `dataset` but the first is scored once, in
+    non-overlapping windows, which the ranks share.
 
     Returns (nats per character over all ranks, characters scored, each rank's own loss or None if it
     had no window). Up to rounding the loss depends neither on the world size nor on the batch size.
@@ -87,8 +87,7 @@ def evaluate(
     try:
         for start in range(first, first + most, size):
             check_requests()
-            # A rank without windows left runs a forward pass all the same: gathering the blocks of a
-            # sharded model takes every rank.
+            # Ranks without windows still run a forward pass, because FSDP's all-gather is collective.
             end = min(start + size, last)
             windows = dataset.eval_windows(*((start, end) if start < end else (0, 1)))
             x, y = (z.to(world.device) for z in windows)

@@ -23,7 +23,7 @@ class Plan:
     @classmethod
     def make(cls, config: Any, windows: int, block_size: int, world_size: int) -> "Plan":
         """The plan of a `TrainerConfig`. Micro-batches are as few as `micro_batch_size` allows; the run ends at
-        `max_steps` or `max_epochs`, whichever comes first. Raises as `check_shares`.
+        `max_steps` or `max_epochs`, whichever comes first. Raises `UserError` for fewer windows than ranks.
         """
         if config.max_steps is None and (config.max_minutes or config.max_epochs is None):
             raise UserError(

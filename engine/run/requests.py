@@ -12,9 +12,8 @@ from engine.signals import REQUESTS, SAVE, Stopped
 
 
 class Requests:
-    """Context manager that records signals as requests, on which all ranks agree: each `check` uses the result of
-    the all-reduce (MAX) that the previous one started, so that no step waits for it. A second SIGINT ends the
-    process at once.
+    """Context manager that records signals as requests, on which all ranks agree. Asynchronous: each `check` reads
+    the all-reduce (MAX) that the previous one started, and starts the next. A second SIGINT ends the process at once.
 
     Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
     main thread, where Python allows no handlers, nothing changes.

@@ -1,4 +1,4 @@
-// A GPT in a web worker: plain JavaScript, one character at a time, with a cache of keys and values.
+// A GPT in a web worker: plain JavaScript, one character at a time, with a KV cache.
 //
 // Messages to it have a `kind` and a `call`, which its answers repeat:
 //   load {model}                              -> ready {difference}, from the logits that PyTorch put into the page
@@ -267,7 +267,7 @@ const answers = {
     return {kind: "looked", logits: Array.from(gpt.read(ids, look)), weights: look.weights};
   },
 
-  /** In windows of `block_size`, laid end to end, as training and `sample.py score=` have it. */
+  /** In non-overlapping windows of `block_size`, as training and `sample.py score=` have it. */
   async score({ids, call}) {
     let loss = 0;
     for (let i = 1; i < ids.length; i++) {
