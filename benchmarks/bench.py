@@ -89,9 +89,11 @@ def machine() -> dict:
     """The hardware, versions and date of what is measured now."""
     packages = ("torch", "transformers", "accelerate", "lightning")
     name, cores = hardware.device_name(torch.device("cpu")), len(os.sched_getaffinity(0))
+    # Of AMD's, 25 is Zen 4 where there is bfloat16, and 26 is Zen 5; both are called EPYC.
+    family = re.findall(r"^cpu family\s*: (\d+)$", hardware.cpuinfo(), re.MULTILINE)
     types = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     return {
-        "cpu": f"{name}, {cores} cores",
+        "cpu": ", ".join([name, *(f"family {number}" for number in family[:1]), f"{cores} cores"]),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernels": [name for name, dtype in types.items() if build.library(dtype) is not None],
         "versions": {p: metadata.version(p) for p in packages if util.find_spec(p)},
@@ -206,7 +208,7 @@ def page(text: str, results: dict) -> str:
 
     def tables(found: re.Match) -> str:
         out = [found[1]]
-        for measured in newest(results.get(found[2], [])):
+        for measured in results.get(found[2], []):
             m = measured["machine"]
             with_peers = found[2] in ("step", "generate")
             versions = [f"{k} {v}" for k, v in m["versions"].items() if with_peers or k == "torch"]
@@ -218,14 +220,6 @@ def page(text: str, results: dict) -> str:
         return "\n".join([*out, "", found[3]])
 
     return re.sub(r"(<!-- (\w+) -->).*?(<!-- end -->)", tables, text, flags=re.DOTALL)
-
-
-def newest(measured: list[dict]) -> list[dict]:
-    """The newest of each kind of machine: with a GPU, a CPU that computes in bfloat16, another."""
-    kinds = {}
-    for entry in sorted(measured, key=lambda entry: entry["machine"]["date"]):
-        kinds[entry["machine"]["gpu"], "bfloat16" in entry["machine"]["kernels"]] = entry
-    return [kinds[kind] for kind in sorted(kinds, key=str, reverse=True)]
 
 
 @dataclass
