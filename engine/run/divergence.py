@@ -1,4 +1,4 @@
-"""Divergence check: ends a run whose loss or gradients are no longer finite."""
+"""Divergence check: ends a run whose gradients are no longer finite."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import UserError
-from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.training_log import TrainingLog
 
@@ -16,8 +15,8 @@ MIN_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
 
 @dataclass
 class DivergenceCheck:
-    """Notes the first non-finite step on the device, so that no step waits for it; `check` reads it. All ranks
-    call every method at the same steps.
+    """Notes the first step whose gradient norm is not finite, on the device, so that no step waits for it; `check`
+    reads it. The norm is that over all ranks, so that all come to the same result.
     """
 
     world: World
@@ -26,27 +25,23 @@ class DivergenceCheck:
     log: TrainingLog  # records the divergence in the metrics
 
     def __post_init__(self):
-        # Step, loss and gradient norm of this rank's first bad step; step -1 for none.
+        # Step, this rank's loss and gradient norm of the first bad step; step -1 for none.
         self.bad = torch.full((3,), -1.0, device=self.world.device)
 
     def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Notes the loss and the gradient norm of `step`, scalars on the device."""
         now = torch.stack((torch.full_like(loss, step), loss, grad_norm))
-        is_first = ~now.isfinite().all() & (self.bad[0] < 0)
+        is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
         self.bad = torch.where(is_first, now, self.bad)
 
     def check(self, step: int) -> None:
-        """Raises `UserError` on every rank if a loss or gradient norm up to `step` was not finite on any
-        of them. Waits for the device.
-        """
+        """Raises `UserError` on every rank if a gradient norm up to `step` was not finite. Waits for the device."""
         if self.scaler.is_enabled():
             if self.scaler.get_scale() < MIN_SCALE:
                 raise self.error(step, "float16 gradients overflow at any scale")
             return
-        if distributed.sum_over_ranks((self.bad[0] >= 0).long(), self.world).item():
-            gathered = distributed.gather(self.bad.tolist(), self.world)
-            found = [bad for bad in gathered if bad[0] >= 0]
-            first, loss, norm = min(found, key=lambda bad: (bad[0], math.isfinite(bad[1])))
+        first, loss, norm = self.bad.tolist()
+        if first >= 0:
             raise self.error(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
 
     def error(
