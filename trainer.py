@@ -26,7 +26,7 @@ from engine.config import auto
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep, MicroBatch
-from engine.machine.hardware import flops_per_token
+from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
 from engine.optim.optimizer import set_learning_rate
 from engine.parallel import distributed, sharding
@@ -278,7 +278,9 @@ class Trainer:
                 try:
                     with threads.step(), auto.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     self._halve_micro_batch(error)
                     batches.close()
                     batches = self._batches()
@@ -317,7 +319,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _halve_micro_batch(self, error: torch.OutOfMemoryError) -> None:
+    def _halve_micro_batch(self, error: RuntimeError) -> None:
         """Prepares to repeat the step that ran out of memory with half the micro-batch. Raises `UserError`."""
         may_repeat = self.world.size == 1 and not self.is_updating
         self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
@@ -418,7 +420,13 @@ class Trainer:
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            return evaluate(self.bare, self.test_dataset, self.world, self.requests.check)
+            return evaluate(
+                self.bare,
+                self.test_dataset,
+                self.world,
+                self.requests.check,
+                self.choices.get("micro_batch_size"),
+            )
 
     def _save_is_due(self) -> bool:
         if self.step in (0, self.snapshots.saved_step):  # nothing has been trained since

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from engine.errors import UserError, one_line
+from engine.machine.hardware import is_out_of_memory
 
 WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
 
@@ -79,9 +80,9 @@ class CapturedStep:
             # Prefetch threads may be pinning memory, which a global capture forbids.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.results = self.step(self.inputs)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             cause = one_line(error.__context__ or error).split(" Search for")[0]
             raise UserError(
                 f"CUDA graph capture failed: {cause}. The model may read a number from the GPU (.item(), "

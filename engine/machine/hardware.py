@@ -120,6 +120,11 @@ def peak_memory(device: torch.device) -> int:
     return portable.peak_memory()
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a GPU's memory was exhausted, for torch's allocator or for a library."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def free_unused(device: torch.device) -> None:
     """Frees the memory of objects that are no longer used, and on a GPU what torch keeps of it; peak memory is
     measured from here on.

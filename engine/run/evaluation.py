@@ -67,20 +67,25 @@ class Evaluations:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, dataset: Any, world: World, check_requests: Callable[[], None]
+    model: nn.Module,
+    dataset: Any,
+    world: World,
+    check_requests: Callable[[], None],
+    max_windows: int | None = None,
 ) -> tuple[float, int, list[float | None]]:
     """The held-out loss, exact: every character of `dataset` but the first is scored once, in
     non-overlapping windows, which the ranks share.
 
     Returns (nats per character over all ranks, characters scored, each rank's own loss or None if it
     had no window). Up to rounding the loss depends neither on the world size nor on the batch size.
+    A batch has at most `max_windows`: a GPU that has no memory for more in training may have none here.
     `check_requests()` is called before each batch, equally often on every rank, and may raise.
     """
     first = dataset.num_eval_windows * world.rank // world.size
     last = dataset.num_eval_windows * (world.rank + 1) // world.size
     most = -(-dataset.num_eval_windows // world.size)  # of any rank
     at_once = EVAL_CHARACTERS.get(world.device.type, EVAL_CHARACTERS["cpu"])
-    size = max(1, at_once // dataset.block_size)
+    size = min(max(1, at_once // dataset.block_size), max_windows or at_once)
     losses, counts = [], []  # of the batches
     was_training = model.training
     model.eval()

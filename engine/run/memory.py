@@ -74,7 +74,9 @@ def _fits(
             loss = model(x.to(device), y.to(device))[1]
         loss.backward()
         del reserved
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not hardware.is_out_of_memory(error):
+            raise
         return False
     finally:
         model.zero_grad(set_to_none=True)
@@ -88,7 +90,7 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def halved(plan: Plan, step: int, may_repeat: bool, error: torch.OutOfMemoryError) -> Plan:
+def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan:
     """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` unless the step
     `may_repeat`: it cannot with several ranks, nor once the optimizer has changed a weight.
     """
