@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, run_python, start
+from conftest import ROOT, TINY, start
 
 import model as model_module
 from engine.generation import LayerCache
@@ -64,14 +64,16 @@ def test_a_broken_build_and_another_source_are_built_and_a_compiler_may_have_arg
 ):
     changed = tmp_path / "kernels.c"
     changed.write_text(building.SOURCE.read_text() + "// changed\n")
-    program = (
-        "import pathlib, sys, torch; from engine.kernels import build\n"
+    script = tmp_path / "describe.py"
+    script.write_text(
+        f"import pathlib, sys; sys.path.insert(0, {str(ROOT)!r}); import torch\n"
+        "from engine.kernels import build\n"
         f"build.SOURCE = pathlib.Path(sys.argv[1]); print(build.describe({dtype}))"
     )
     environment = {"CC": "cc -m64", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     built = []
     for source in (building.SOURCE, building.SOURCE, changed):
-        run = run_python(program, str(source), **environment)
+        run = start(str(source), script=str(script), env=environment)
         built.append(Path(run.stdout.rstrip().rpartition(" in ")[2]))
         assert built[-1].stat().st_size > 1000, run.stderr
         built[-1].write_bytes(b"not a library")
