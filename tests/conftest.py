@@ -259,6 +259,20 @@ def some_snapshot(step: int = 5) -> Snapshot:
     )
 
 
+def small_gpt(arch: str = "gpt2", pdrop: float = 0.0, std: float | None = None, **settings) -> GPT:
+    """A small model. With `std` its weights are all drawn anew, that large: none starts at zero,
+    which would hide the others.
+    """
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 12}
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), pdrop)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(arch=arch, model_type=None, **(sizes | dropout | settings)))
+    if std is not None:
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
 def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
     """The snapshot of a small model that has learned something: none of its weights is zero."""
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}

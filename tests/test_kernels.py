@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, start
+from conftest import ROOT, TINY, small_gpt, start
 
 import model as model_module
 from engine.generation import LayerCache
@@ -23,7 +23,7 @@ from engine.kernels import build as building
 from engine.kernels import native as kernels
 from engine.kernels import ops
 from engine.kernels.native import NORM_EPS
-from model import GPT, GPTConfig, LayerNorm, rotary
+from model import GPT, LayerNorm, rotary
 
 ERROR = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # relative to the whole, from rounding
 
@@ -351,14 +351,8 @@ def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
 
 
 def build(arch: str, **settings) -> GPT:
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
-    dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPTConfig(arch=arch, model_type=None, **(sizes | dropout | settings))
-    model = GPT(config)
-    for parameter in model.parameters():  # a head that starts at zero would hide the rest
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    sizes = {"n_embd": 64, "vocab_size": 19, "block_size": 40}
+    return small_gpt(arch, std=0.1, **sizes, **settings)
 
 
 def loss_and_gradient(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import small_gpt
 
 from engine.errors import UserError
 from engine.generation import LayerCache, pick
@@ -14,20 +15,11 @@ ARCHS = ("gpt2", "modern", "shifted")
 PATHS = ("plain", "torch's", "native")
 
 
-def tiny(arch="gpt2", pdrop=0.0, seed=0, **sizes) -> GPT:
-    """A small model with weights large enough that everything in it matters; `shifted` is modern
-    with `token_shift`.
-    """
-    torch.manual_seed(seed)
-    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 12, **sizes}
+def tiny(arch="gpt2", **settings) -> GPT:
+    """A small model in which everything matters; `shifted` is modern with `token_shift`."""
     if arch == "shifted":
-        arch, sizes["token_shift"] = "modern", True
-    config = GPTConfig(arch=arch, embd_pdrop=pdrop, resid_pdrop=pdrop, attn_pdrop=pdrop, **sizes)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    return model.eval()
+        arch, settings["token_shift"] = "modern", True
+    return small_gpt(arch, std=0.3, **{"n_layer": 3, **settings}).eval()
 
 
 def take(path: str, monkeypatch) -> dict[str, int]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, equal, metrics, no_space
+from conftest import ALONE, equal, metrics, no_space, small_gpt
 
 import model as model_module
 from char_dataset import (
@@ -53,21 +53,7 @@ def parts(text_file):
 
 def make(parts, tmp_path, arch="gpt2", pdrop=0.0, optimizer="adamw", **settings) -> Trainer:
     train, test = copy.deepcopy(parts)
-    torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(
-            arch=arch,
-            model_type=None,
-            n_layer=2,
-            n_head=2,
-            n_embd=16,
-            vocab_size=train.vocab_size,
-            block_size=8,
-            embd_pdrop=pdrop,
-            resid_pdrop=pdrop,
-            attn_pdrop=pdrop,
-        )
-    )
+    model = small_gpt(arch, pdrop, vocab_size=train.vocab_size, block_size=8)
     opt = create_optimizer(model, OptimizerConfig(name=optimizer, learning_rate=1e-2))
     tmp_path.mkdir(exist_ok=True)
     config = TrainerConfig(**{**SETTINGS, **settings})
