@@ -6,8 +6,11 @@ Those of one GPU are in test_gpu.py.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +20,7 @@ import pytest
 import torch
 import warm
 
+from engine.parallel.distributed import World
 from engine.snapshots.snapshot import Snapshot
 from model import GPT, GPTConfig
 
@@ -26,6 +30,8 @@ SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "t
 # Of the programs that tests start: threads that wait sleep, as there are more than cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 # A run of a second or two on any machine.
 TINY = [
@@ -44,15 +50,26 @@ TINY = [
     "trainer.threads=1",
     "report=false",  # takes a quarter of a second of each start
 ]
+# One that trains until it is stopped.
+LONG = [
+    *TINY,
+    "trainer.max_steps=100000",
+    "trainer.max_epochs=null",
+    "trainer.eval_every_steps=500",
+    "trainer.log_every_steps=10",
+]
+UNREAD = [*(s for s in TINY if not s.startswith("data")), "data=text"]  # without a text
+# For losses that are compared: nothing is drawn, nothing rounded to bfloat16.
+EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 
 
 # The files that take longest begin first, so that none is left over at the end for one process.
-LONG = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts")
+FIRST = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}.py": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+    order = {f"test_{name}.py": place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
 
 
 # What a finished run that saved once leaves in its directory, beside `tensorboard/`.
@@ -105,6 +122,49 @@ def command(
     return [sys.executable, *module, str(ROOT / script), *map(str, arguments)]
 
 
+def run_python(
+    code: str, *arguments: str, cwd: Path = ROOT, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a Python of its own, which finds the application's modules."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture
+def spawn():
+    """Starts a command, as `subprocess.Popen`; what still runs after the test is killed."""
+    started = []
+    usual = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+    def spawn(line: list, **kwargs) -> subprocess.Popen:
+        started.append(subprocess.Popen(line, **{**usual, **kwargs}))
+        return started[-1]
+
+    yield spawn
+    for process in started:
+        process.kill()
+        process.wait(timeout=30)
+        for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+            pipe.close()
+
+
+@pytest.fixture
+def begin(spawn):
+    """Starts the program as a user would, under torchrun if `nproc`, and does not wait for it."""
+
+    def begin(*arguments: str, nproc: int = 0, **kwargs) -> subprocess.Popen:
+        return spawn(command(*arguments, nproc=nproc), **kwargs)
+
+    return begin
+
+
 def patched_main(folder: Path, patch: str) -> str:
     """A script in `folder` that is main.py, after the code `patch` has changed its modules."""
     script = folder / "patched.py"
@@ -129,6 +189,34 @@ def wait_until(true, process: subprocess.Popen, patience: float = 60) -> None:
             process.kill()
             pytest.fail(process.communicate(timeout=30)[0] or "")
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def read_until(process: subprocess.Popen, text: str, patience: float = 60) -> str:
+    """What a process prints up to `text`; fails with that if it ends or time is up before.
+
+    Nothing is kept back: `communicate()` has the rest.
+    """
+    out, deadline = b"", time.monotonic() + patience
+    while text.encode() not in out:
+        left = max(0, deadline - time.monotonic())
+        is_ready = select.select([process.stdout], [], [], left)[0]
+        piece = os.read(process.stdout.fileno(), 2**16) if is_ready else b""
+        if not piece:
+            pytest.fail(f"no {text!r} in: {out.decode()}")
+        out += piece
+    return out.decode()
+
+
+def lines(run_dir: Path) -> int:
+    """How many lines a run has logged."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
@@ -171,6 +259,20 @@ def some_snapshot(step: int = 5) -> Snapshot:
     )
 
 
+def small_gpt(arch: str = "gpt2", pdrop: float = 0.0, std: float | None = None, **settings) -> GPT:
+    """A small model. With `std` its weights are all drawn anew, that large: none starts at zero,
+    which would hide the others.
+    """
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 12}
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), pdrop)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(arch=arch, model_type=None, **(sizes | dropout | settings)))
+    if std is not None:
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
 def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
     """The snapshot of a small model that has learned something: none of its weights is zero."""
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
@@ -205,18 +307,22 @@ def equal(a: Snapshot, b: Snapshot) -> bool:
     return plain(dataclasses.asdict(a)) == plain(dataclasses.asdict(b))
 
 
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str | int):
     """A file system of `size` bytes below `folder`; skips the test where it cannot be mounted."""
     disk = folder / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
+    if subprocess.run(mount, capture_output=True, timeout=30).returncode:
         pytest.skip("only root can mount a small disk")
     try:
         yield disk
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", str(disk)], check=True, timeout=30)
 
 
 @pytest.fixture

@@ -1,11 +1,16 @@
 """The command lines of the small programs."""
 
+import functools
+import os
 import re
 from dataclasses import dataclass, field
 
 import pytest
-from conftest import start
+from conftest import model_snapshot, start
 
+import export
+import report
+import sample
 from engine.config import arguments
 from engine.config.arguments import field_table
 from engine.errors import UserError
@@ -36,24 +41,82 @@ def test_values_have_the_types_of_their_fields_and_texts_are_taken_as_they_are()
         assert arguments.parse(Config, ["out=1", f"names={value}"]).names == names
 
 
+parse = functools.partial(arguments.parse, Config)
+
+
 @pytest.mark.parametrize(
-    "given, says",
+    "main, given, says",
     [
-        (["out=a", "nunber=1"], "nunber=1: not an argument; did you mean number=?"),
-        (["zz=1"], "zz=1: not an argument; there are out=, text=, number="),
-        (["out"], "out: not an argument"),
-        (["out="], "out=: is empty"),
+        (parse, "out=a nunber=1", "nunber=1: not an argument; did you mean number=?"),
+        (parse, "zz=1", "zz=1: not an argument; there are out=, text=, number="),
+        (parse, "out", "out: not an argument"),
+        (parse, "out=", "out=: is empty"),
+        (parse, "number=x", "number: Value 'x' of type 'str' could not be converted to Integer"),
+        (parse, "out=a text=bad", "text=bad: is bad"),
         (
-            ["out=a", "number=x"],
-            "number: Value 'x' of type 'str' could not be converted to Integer",
+            sample.main,
+            "snapshot=a.pt prompt=漢",
+            "prompt: character '漢' (U+6F22) at position 0 is",
         ),
-        (["out=a", "text=bad"], "text=bad: is bad"),
+        (sample.main, "top_k=0", "top_k=0: must be at least 1"),
+        (sample.main, "alternatives=0", "alternatives=0: must be at least 1"),
+        (sample.main, "alternatives=3 stop=x", "alternatives= and stop=: give only one of them"),
+        (sample.main, "num_samples=0", "num_samples=0: must be at least 1"),
+        (sample.main, "snapshot=a.pt device=tpu", "device=tpu: no such device"),
+        (sample.main, "temperature=-1", "temperature=-1.0: must be 0, or from 0.001 to 1000"),
+        (sample.main, "snapshot=a.pt prompt_file=nowhere", "nowhere: no such file"),
+        (sample.main, "snapshot=a.pt prompt_file=/dev/null", "prompt_file=/dev/null: is empty"),
+        (sample.main, "prompt=a prompt_file=b", "prompt= and prompt_file=: give only one of them"),
+        (sample.main, "prompt=a score=b", "prompt= and score=: give only one of them"),
+        (sample.main, "snapshot=a.pt score=nowhere", "nowhere: no such file"),
+        (sample.main, "snapshot=a.pt score=b stride=0", "stride=0: must be from 1 to the model's"),
+        (
+            sample.main,
+            "snapshot=a.pt score=b stride=25",
+            "must be from 1 to the model's context, 24",
+        ),
+        (sample.main, "stride=4", "stride=: is for score=; give that, too"),
+        (sample.main, "snapshots=[a.pt]", "snapshots=: is for score=; give that, too"),
+        (sample.main, "snapshots=[] score=b", "snapshots=[]: names no snapshot"),
+        (sample.main, "snapshots=[nowhere.pt,a.pt] score=b", "nowhere.pt: no such snapshot"),
+        (
+            sample.main,
+            "snapshot=a.pt score=b snapshots=[a.pt]",
+            "snapshots=, and run_dir= or snapshot=: give one of",
+        ),
+        (sample.main, "snapshot=nowhere.pt", "nowhere.pt: no such snapshot"),
+        (sample.main, "snapshot=/etc/hostname", "/etc/hostname: not a complete snapshot"),
+        (sample.main, "run_dir=nowhere", "there is no snapshot at nowhere/gpt_snapshot.pt"),
+        (sample.main, "", "no run under runs/"),
+        (export.main, "", "out= or page=: give one of them"),
+        (export.main, "page=x out=y", "out= or page=: give one of them"),
+        (export.main, "out=x newest=2", "snapshots=, newest= and open= are for a page="),
+        (export.main, "page=x newest=0", "newest=0: must be at least 1"),
+        (export.main, "out=x snapshot=nowhere.pt", "nowhere.pt: no such snapshot"),
+        (export.main, "out=x run_dir=nowhere", "run_dir=nowhere: there is no snapshot at nowhere/"),
+        (export.main, "out=x", "no run under runs/ has logged anything yet"),
+        (export.main, "out=file snapshot=a.pt", "out=file: already exists"),
+        (export.main, "out=file/x snapshot=a.pt", "out=file/x: cannot be written"),
+        (export.main, "out=/proc/x snapshot=a.pt", "out=/proc/x: cannot be written"),
+        (export.main, "out=s3://x/y", "out=s3://x/y: must be local"),
+        (report.main, "run_dir=nowhere", "nowhere: no run has logged anything there"),
+        (report.main, "chekc", "chekc: not an argument; there are run_dir="),
+        (report.main, "check .", ".: not an argument; there are run_dir=, run_dirs=, out="),
+        (report.main, "check out=a", "out=a: check writes no page; leave it out"),
+        (report.main, "run_dirs=nowhere/*", "nowhere/*: no run has logged anything there"),
+        (report.main, "", "no run under runs/ has logged"),
     ],
 )
-def test_bad_input_gets_one_line(given, says):
-    with pytest.raises(UserError) as caught:
-        arguments.parse(Config, given)
+def test_bad_input_gets_one_line_and_changes_nothing(main, given, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.portable.end_with_the_pipe", lambda: None)  # it would be pytest's
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "a.pt").write_bytes(model_snapshot("\nab").to_bytes())
+    with pytest.raises((UserError, OSError)) as caught:
+        main(given.split())
     assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "file"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @dataclass

@@ -1,12 +1,10 @@
 """Benchmarks: the published page shows the measured figures."""
 
-import itertools
 import json
-import types
 
 from conftest import ROOT, start
 
-from benchmarks import bench, measure
+from benchmarks import bench
 
 
 def test_the_page_is_made_from_the_published_figures():
@@ -21,22 +19,6 @@ def test_only_the_newest_figures_of_each_kind_of_machine_are_shown():
     entries = [{"machine": old | {"date": "2026-01-02"}}, {"machine": old | {"cpu": "B"}}]
     entries.append({"machine": old | {"cpu": "C", "kernels": []}})
     assert bench.newest(entries) == [entries[0], entries[2]]
-
-
-def test_the_clock_is_read_once_for_a_block_of_steps(monkeypatch):
-    def peer(model, dataset, windows, steps, bfloat16, tick):
-        for _ in range(steps):
-            tick()
-
-    reads = itertools.count()  # a second apart
-    clock = types.SimpleNamespace(perf_counter=lambda: float(next(reads)))
-    monkeypatch.setattr(measure, "BLOCK", 5)
-    monkeypatch.setattr(measure, "PEERS", {"peer": peer})
-    monkeypatch.setattr(measure, "time", clock)
-    monkeypatch.setattr(measure, "_transformers_gpt2", lambda *_: None)
-    monkeypatch.setattr(measure, "_matmul_flops", lambda: 1.0)
-    figures = measure.step("8L/8H/512, 32 x 128", "peer, float32")
-    assert figures["characters_per_s"] == 5 * 32 * 128 and next(reads) == 8
 
 
 def test_a_measurement_runs_and_unknown_arguments_are_refused():

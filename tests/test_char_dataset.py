@@ -39,13 +39,6 @@ def test_windows_are_stride_1_and_targets_are_one_character_later(text_file):
         data[len(data)]
 
 
-def test_a_batch_is_its_windows(text_file):
-    data = CharDataset(DataConfig(path=str(text_file), block_size=8))
-    x, y = data.batch(np.array([5, 900, 5]))
-    for row, i in enumerate((5, 900, 5)):
-        assert torch.equal(x[row], data[i][0]) and torch.equal(y[row], data[i][1])
-
-
 # --- split ---
 
 
@@ -177,31 +170,6 @@ def test_a_billion_windows_are_mixed_and_none_comes_twice(stride):
 def test_a_part_shorter_than_a_window_is_refused_by_name(length, train_split, part, tmp_path):
     with pytest.raises(UserError, match=f"data.block_size=8: the {part}.* has 8 characters"):
         dataset("a" * length, tmp_path, block_size=8, train_split=train_split).split()
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"train_split": 0.0},
-        {"train_split": 1.0},
-        {"truncate": 0.0},
-        {"truncate": 1.5},
-        {"block_size": 0},
-        {"path": None},
-        {"path": ""},
-        {"path": []},
-        {"path": ["a.txt", None]},
-        {"path": ["a.txt", ["b.txt"]]},
-        {"url": "c.txt", "path": ["a.txt", "b.txt"]},
-        {"cache_dir": ""},
-        {"cache_dir": "s3://bucket/cache"},
-    ],
-)
-def test_an_impossible_setting_is_named(setting):
-    (name, value), *_ = setting.items()
-    with pytest.raises(UserError) as refused:
-        DataConfig(**setting)
-    assert str(refused.value).startswith(f"data.{name}={value}: ")
 
 
 def test_paths_are_kept_as_plain_text():

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import random
 import re
@@ -16,41 +15,20 @@ from pathlib import Path
 import chaos
 import pytest
 from conftest import (
+    LONG,
     ROOT,
     TINY,
     command,
     equal,
+    lines,
     metrics,
-    patched_main,
+    read_until,
     small_disk,
     start,
     wait_until,
 )
 
 from engine.snapshots.storage import load
-
-LONG = [
-    *TINY,
-    "trainer.max_steps=100000",
-    "trainer.max_epochs=null",
-    "trainer.eval_every_steps=500",
-    "trainer.log_every_steps=10",
-]
-
-
-def begin(*arguments: str, nproc: int = 0, script: str = "main.py") -> subprocess.Popen:
-    return subprocess.Popen(
-        command(*arguments, nproc=nproc, script=script),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def lines(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 @pytest.mark.parametrize("processes, kills", [(2, 1), pytest.param(0, 1, marks=pytest.mark.slow)])
@@ -61,12 +39,11 @@ def test_whatever_is_killed_the_same_command_finishes_the_same_run(tmp_path, pro
     assert tried == survived and survived.total() >= kills
 
 
-def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path):
+def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path, spawn):
     for name, prefix in (("a", []), ("b", ["nohup"])):
         run = tmp_path / name
-        process = subprocess.Popen(
+        process = spawn(
             [*prefix, *command(*LONG, f"run_dir={run}")],
-            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -85,7 +62,7 @@ def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["torchrun", pytest.param("rank 1", marks=pytest.mark.slow)])
-def test_a_run_asked_to_stop_logs_it_and_resumes_there(tmp_path, to):
+def test_a_run_asked_to_stop_logs_it_and_resumes_there(tmp_path, begin, to):
     process = begin(*LONG, f"run_dir={tmp_path}", nproc=2)
     wait_until(lambda: lines(tmp_path) > 5, process)
     ranks = chaos.children(process.pid)
@@ -102,7 +79,7 @@ def test_a_run_asked_to_stop_logs_it_and_resumes_there(tmp_path, to):
     assert f"resuming from {tmp_path}/gpt_snapshot.pt, step {step}" in result.stdout
 
 
-def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path):
+def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.save_every_steps=1")
     wait_until(lambda: lines(tmp_path) > 5, process)
     process.send_signal(signal.SIGSTOP)  # so that both wait for it
@@ -117,7 +94,7 @@ def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_a_request_to_save_before_training_does_no_harm_and_one_after_is_followed(tmp_path):
+def test_a_request_to_save_before_training_does_no_harm_and_one_after_is_followed(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.data_loader_workers=2")
     wait_until(lambda: (tmp_path / "main.log").exists(), process)
     process.send_signal(signal.SIGUSR1)
@@ -130,11 +107,10 @@ def test_a_request_to_save_before_training_does_no_harm_and_one_after_is_followe
     assert "SIGUSR1: saving after step" in out and "SIGTERM: stopped after step" in out
 
 
-def test_a_silent_rank_ends_the_run_and_is_named(tmp_path):
+def test_a_silent_rank_ends_the_run_and_is_named(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.timeout_s=4", nproc=2)
     wait_until(lambda: lines(tmp_path) > 5, process)
     rank_0, rank_1 = chaos.children(process.pid)
-    began = time.monotonic()
     os.kill(rank_1, signal.SIGSTOP)
     out = []
     reader = threading.Thread(target=lambda: out.append(process.stdout.read()))
@@ -142,7 +118,7 @@ def test_a_silent_rank_ends_the_run_and_is_named(tmp_path):
     deadline = time.monotonic() + 30
     while chaos.is_alive(rank_0) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert time.monotonic() - began < 20  # 4 s and what it takes to ask around
+    assert not chaos.is_alive(rank_0)
     os.kill(rank_1, signal.SIGKILL)  # or torchrun would do so, 30 s later
     process.wait(timeout=30)
     reader.join(timeout=30)
@@ -160,18 +136,20 @@ def test_a_rank_that_never_arrives_is_not_waited_for_forever(tmp_path):
     )
 
 
+def files(folder: Path) -> int:
+    return sum(len(names) for _, _, names in os.walk(folder))
+
+
 @pytest.mark.slow
-def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, begin, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     settings = [*TINY, "trainer.compile=true"]
     run = tmp_path / "run"
     for number in (signal.SIGKILL, signal.SIGTERM):
-        process = begin(*settings, f"run_dir={run}")
-        out = ""
-        while "plan " not in out:
-            out += process.stdout.readline()
-            assert process.poll() is None, out
-        time.sleep(1.5)
+        process, before = begin(*settings, f"run_dir={run}"), files(cache)
+        out = read_until(process, "plan ")
+        wait_until(lambda before=before: files(cache) > before, process)
         assert not lines(run)  # the first step is still being compiled
         process.send_signal(number)
         out += process.communicate(timeout=120)[0]
@@ -186,7 +164,7 @@ def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, mo
         assert equal(a, b)
 
 
-def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
+def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path, begin):
     settings = [*LONG, "trainer.max_steps=300", "trainer.save_every_steps=25"]
     whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
@@ -199,10 +177,8 @@ def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path):
             while True:
                 file.write(b"\0" * 4096)
         process.send_signal(signal.SIGCONT)
-        out = ""
-        while "was not written" not in out:
-            out += process.stdout.readline()
-            assert process.poll() is None, out
+        out = read_until(process, "was not written")
+        assert load(str(run / "gpt_snapshot.pt")).step > 0  # what was there is spared
         (disk / "blocker").unlink()
         out += process.communicate(timeout=60)[0]
         assert process.returncode == 0, out
@@ -226,8 +202,8 @@ def adopts_orphans():
 
 
 @pytest.mark.usefixtures("adopts_orphans")
-def test_torchrun_killed_before_its_workers_knew_it_leaves_no_orphans(tmp_path):
-    test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, delay=0)
+def test_torchrun_killed_before_its_workers_knew_it_leaves_no_orphans(tmp_path, begin):
+    test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, begin, delay=0)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +215,7 @@ def test_torchrun_killed_before_its_workers_knew_it_leaves_no_orphans(tmp_path):
         pytest.param(1.5, marks=pytest.mark.slow),
     ],
 )
-def test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, delay):
+def test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, begin, delay):
     process = begin(*LONG, f"run_dir={tmp_path}", nproc=2)
     wait_until(lambda: len(chaos.children(process.pid)) == 2, process)
     time.sleep(delay)
@@ -265,140 +241,39 @@ def test_a_wrapper_between_torchrun_and_python_is_no_dead_launcher(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGINT]
-)
-def test_a_signal_during_the_start_is_quiet(tmp_path, number):
-    for delay in (0.2, 0.6, 1.2):
-        process = begin(*TINY, f"run_dir={tmp_path / str(delay)}")
-        time.sleep(delay)
-        process.send_signal(number)
-        out, _ = process.communicate(timeout=60)
-        assert "Traceback" not in out, out
-        assert (process.returncode == 0) == (number == signal.SIGUSR1), out
+def test_a_sigint_during_the_start_is_quiet(tmp_path, begin):
+    for delay in (0.2, 0.6, None):  # seconds, while it imports; or until it has begun to log
+        process = begin(*LONG, f"run_dir={tmp_path / str(delay)}")
+        out = "" if delay else read_until(process, "run         run in")
+        time.sleep(delay or 0)
+        process.send_signal(signal.SIGINT)
+        out += process.communicate(timeout=60)[0]
+        assert "Traceback" not in out and process.returncode != 0, out
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_silent_before_training_is_named(tmp_path):
+def test_a_peer_that_is_silent_before_training_is_named(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.timeout_s=4", nproc=2)
-    out = ""
-    while "run         run in" not in out:
-        out += process.stdout.readline()
-        assert process.poll() is None, out
+    out = read_until(process, "run         run in")
     rank_1 = chaos.children(process.pid)[1]
     os.kill(rank_1, signal.SIGSTOP)
-    while "error (rank 0)" not in out:
-        line = process.stdout.readline()
-        assert line, out
-        out += line
+    out += read_until(process, "error (rank 0)")
     os.kill(rank_1, signal.SIGKILL)
     out += process.communicate(timeout=60)[0]
     assert f"rank 1 (process {rank_1} on " in out and "has not reported" in out
     assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
 
 
-def test_a_full_disk_that_stays_full_ends_the_run_with_one_line(tmp_path):
-    with small_disk(tmp_path, "4m") as disk:
-        process = begin(*LONG, f"run_dir={disk / 'run'}", "trainer.save_every_steps=50")
-        wait_until(lambda: lines(disk / "run") > 20, process)
-        with open(disk / "blocker", "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 4096)
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "error: step" in out and "3 snapshots in a row could not be written" in out
-        assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
-        assert load(str(disk / "run" / "gpt_snapshot.pt")).step > 0
-
-
-def test_never_does_not_throw_the_run_away_when_torchrun_starts_it_again(tmp_path):
+def test_never_does_not_throw_the_run_away_when_torchrun_starts_it_again(tmp_path, spawn):
     first = start(*TINY, f"run_dir={tmp_path}")
     assert first.returncode == 0, first.stderr
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
     arguments = [*LONG, f"run_dir={tmp_path}", "trainer.save_every_steps=20"]
-    process = subprocess.Popen(
-        [*torchrun, str(ROOT / "main.py"), *arguments, "trainer.resume=never"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    out = ""
-    while "step   100/" not in out and "step    100/" not in out:
-        out += process.stdout.readline()
-        assert process.poll() is None, out
+    process = spawn([*torchrun, str(ROOT / "main.py"), *arguments, "trainer.resume=never"])
+    out = read_until(process, "100/100000")
     os.kill(chaos.children(process.pid)[0], signal.SIGKILL)
-    while "resuming from" not in out:
-        out += process.stdout.readline()
-        assert process.poll() is None, out
+    out += read_until(process, "resuming from")
     process.terminate()
     out += process.communicate(timeout=60)[0]
     assert (tmp_path / "gpt_snapshot.old1.pt").exists()
     assert not (tmp_path / "gpt_snapshot.old2.pt").exists(), out
-
-
-def test_a_stop_in_the_middle_of_an_evaluation_is_logged_in_the_file_too(tmp_path):
-    result = start(*TINY, f"run_dir={tmp_path}", "optimizer.learning_rate=1e38")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert result.stderr.removeprefix("error: ").strip() in (tmp_path / "main.log").read_text()
-
-
-AUDITED = """
-import json, os
-import char_dataset
-get = char_dataset.MicroBatches.__getitem__
-def audited(self, k):
-    order = []
-    batch = self.dataset.batch
-    self.dataset.batch = lambda indices: (order.extend(map(int, indices)), batch(indices))[1]
-    try:
-        return get(self, k)
-    finally:
-        self.dataset.batch = batch
-        with open(f"{os.environ['AUDIT']}-{self.rank}", "a") as file:
-            file.write(json.dumps([k // self.plan.accumulation, self.rank, order]) + "\\n")
-char_dataset.MicroBatches.__getitem__ = audited
-"""
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        ((2, 50), (1, None)),
-        pytest.param(((2, 50), (1, 90), (5, None)), marks=pytest.mark.slow),
-    ],
-)
-def test_other_numbers_of_processes_see_every_window_once_and_the_same_losses(tmp_path, stages):
-    script = patched_main(tmp_path, AUDITED)
-    exact = ["trainer.use_amp=false", *(f"model.{x}_pdrop=0" for x in ("embd", "resid", "attn"))]
-    settings = [*TINY, *exact, "trainer.max_epochs=1", "trainer.max_steps=null"]
-    settings += ["data.truncate=0.004", "trainer.eval_every_steps=40"]
-    whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
-    assert whole.returncode == 0, whole.stderr
-    run = tmp_path / "run"
-    for number, (nproc, until) in enumerate(stages):
-        limit = [f"trainer.max_steps={until}"] if until else []
-        audit = {"AUDIT": str(tmp_path / f"audit-{number}")}
-        result = start(*settings, *limit, f"run_dir={run}", nproc=nproc, script=script, env=audit)
-        assert result.returncode == 0, result.stderr
-        assert ("changed since the snapshot: processes was" in result.stdout) == (number > 0)
-    visits: dict[int, list] = {}
-    for path in tmp_path.glob("audit-*"):
-        for line in path.read_text().splitlines():
-            step, rank, order = json.loads(line)
-            visits.setdefault(step, []).append((rank, order))
-    seen = [
-        window for step in sorted(visits) for _, part in sorted(visits[step]) for window in part
-    ]
-    characters = re.search(r"([\d,]+) characters to train on", whole.stdout)[1]
-    windows = int(characters.replace(",", "")) - 16  # the block size
-    assert len(seen) == 12 * len(visits) and 0 <= len(seen) - windows < 12
-    assert sorted(seen[:windows]) == list(range(windows))
-    for split, tolerance in (("train", 1e-4), ("val", 1e-4)):
-        a, b = (metrics(tmp_path / name, split) for name in ("whole", "run"))
-        ends = [until for _, until in stages]  # which evaluate, too
-        b = [line for line in b if line["step"] not in ends or split == "train"]
-        assert [x["step"] for x in a] == [x["step"] for x in b]
-        for one, other in zip(a, b, strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], abs=tolerance)
-            assert one.get("tokens") == other.get("tokens")

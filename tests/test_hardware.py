@@ -27,18 +27,11 @@ def test_peak_memory_is_in_bytes_and_never_falls():
     "name, flops",
     [
         ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200 MIG 1g.18gb", None),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40", 181e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 5070", 61.7e12),
-        ("NVIDIA GeForce RTX 3070 Ti", 43.5e12),
-        ("AMD Instinct MI300X", 1307.4e12),
-        ("NVIDIA A10G", None),
         ("Tesla V9", None),
     ],
 )

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, RUN_FILES, TINY, metrics, start
-from test_sharding import EXACT
+from conftest import EXACT, ROOT, RUN_FILES, TINY, metrics, start
 
 from engine.snapshots.storage import load
 

@@ -1,31 +1,27 @@
 """Fine-tuning: what a run that starts from pretrained weights takes over, and what it does not."""
 
 import dataclasses
-import json
 import logging
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import TINY, metrics, model_snapshot, start
+from conftest import ALONE, TINY, metrics, model_snapshot, start
 
-import export
 from config import Config
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
-from engine.parallel.distributed import World
 from engine.snapshots.storage import load
 from main import start_from
 from model import GPT
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-EXPORTABLE = {
+MODELS = {
     "gpt2": {"arch": "gpt2"},
     "untied, without biases": {"arch": "gpt2", "bias": False, "tie_weights": False},
     "modern": {"arch": "modern"},
+    "with a token shift": {"arch": "modern", "token_shift": True},
 }
-MODELS = {**EXPORTABLE, "with a token shift": {"arch": "modern", "token_shift": True}}
 
 
 @pytest.fixture
@@ -87,15 +83,6 @@ def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mea
         assert deviation == 0 or not torch.equal(weights[2], weights[3])
 
 
-@pytest.mark.parametrize("settings", EXPORTABLE.values(), ids=EXPORTABLE)
-def test_an_exported_model_gives_the_same_weights_as_its_snapshot(settings, source, tmp_path):
-    path = source(**settings)
-    export.export(load(path), path, str(tmp_path / "exported"))
-    one, other = (tuned("abcdx", begin).state_dict() for begin in (path, tmp_path / "exported"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_a_run_directory_stands_for_its_best_snapshot(source, tmp_path, messages):
     best = model_snapshot("abcd")
     source("gpt_snapshot.pt", bias=False)
@@ -130,15 +117,6 @@ def test_the_context_is_the_shorter_of_the_two(arch, source):
 
 
 # --- refusals ---
-
-
-def test_a_model_that_cannot_be_is_refused(source, tmp_path):
-    path = source()
-    export.export(load(path), path, str(tmp_path / "exported"))
-    file = tmp_path / "exported" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_head": 5}))
-    with pytest.raises(UserError, match=r"model\.n_embd=32: must be divisible by model\.n_head=5"):
-        tuned("abcd", tmp_path / "exported")
 
 
 @pytest.mark.parametrize(

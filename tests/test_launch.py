@@ -1,37 +1,12 @@
 """Ways to start a run: Hydra's own options, Accelerate, a notebook, another system."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, metrics, patched_main, start
+from conftest import TINY, free_port, metrics, patched_main, run_python, start
 
 from engine.snapshots.storage import load
-
-
-def run_python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs `code` in a session that finds the application's modules."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
 
 # --- Hydra's own options ---
 
@@ -75,9 +50,6 @@ def test_a_run_in_a_renamed_directory_resumes_and_its_changes_are_logged(tmp_pat
     assert set(changes) == {"run_dir", "trainer.max_steps"}, result.stdout
 
 
-# --- Accelerate ---
-
-
 # --- a notebook ---
 
 
@@ -88,20 +60,13 @@ first = train(configure(*{TINY}, "run_dir=a"))
 assert train(configure(*{TINY}, "run_dir=a")) == first
 assert train(configure(*{TINY}, "run_dir=b", "trainer.seed=2")) != first
 assert configure().run_name.startswith("shakespeare_")
-from engine.errors import UserError
-try:
-    configure("model.n_layr=3")
-except UserError as error:
-    assert "did you mean model.n_layer?" in str(error), error
-else:
-    raise AssertionError("it has no such field")
 """
-    result = run_python(code, tmp_path)
+    result = run_python(code, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert sum("step 6/6 | held-out" in line for line in lines) == 2
     assert sum("this run is finished" in line for line in lines) == 1
-    assert sum("which fits this machine" in line for line in lines) == 2
+    assert sum("which fits this machine" in line for line in lines) == 1
     assert start(*TINY, "run_dir=c", cwd=tmp_path).returncode == 0
     assert metrics(tmp_path / "a") == metrics(tmp_path / "c")
 
@@ -113,7 +78,7 @@ from main import configure, train
 config = configure(*{TINY}, "run_dir=run")
 notebook_launcher(train, (config,), num_processes=2, use_port="{free_port()}")
 """
-    result = run_python(code, tmp_path, HF_HOME=str(tmp_path))
+    result = run_python(code, cwd=tmp_path, HF_HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert load(str(tmp_path / "run" / "gpt_snapshot.pt")).processes == 2
     assert result.stdout.count("step 6/6 | held-out") == 1
@@ -131,7 +96,7 @@ copy.start()
 copy.join(30)
 assert copy.exitcode == 1, copy
 """
-    result = run_python(code, tmp_path)
+    result = run_python(code, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "this process was forked after torch had started its threads" in result.stderr
 

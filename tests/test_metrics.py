@@ -1,4 +1,4 @@
-"""Watching a run: `metrics.jsonl`, TensorBoard, W&B, and the live line on a terminal."""
+"""Watching a run: `metrics.jsonl`, TensorBoard, and W&B."""
 
 import errno
 import json
@@ -9,15 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import TINY, start
 
 from engine.errors import UserError
-from engine.parallel.distributed import World
 from engine.run import trackers
 from engine.run.metrics import Metrics, read_lines
-from engine.run.plan import Plan
-from engine.run.training_log import TrainingLog
 from trainer import TrainerConfig
 
 
@@ -227,31 +223,7 @@ def test_an_unknown_tracker_and_a_missing_package_are_refused(tmp_path, monkeypa
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UserError, match="wandb is not installed: pip install wandb"):
         TrainerConfig(trackers=["wandb"])
-    TrainerConfig(trackers=[])
-
-
-@pytest.mark.parametrize(
-    "device, ranks, windows, said",
-    [
-        ("cuda", 8, 64, True),
-        ("cuda", 8, 512, False),
-        ("cuda", 1, 16, False),
-        ("cpu", 8, 64, False),
-    ],
-)
-def test_gpus_with_few_characters_each_are_told_of_batches_that_use_them(
-    device, ranks, windows, said, caplog, monkeypatch
-):
-    caplog.set_level("INFO", "gpt")
-    monkeypatch.setattr("engine.run.training_log.device_name", lambda _: "a GPU")
-    world, plan = World(0, ranks, 0, ranks, torch.device(device)), (10**6, 256, windows, ranks, 1)
-    choices = {"amp_dtype": "float32", "compile": False, "deterministic": False}
-    TrainingLog(world, Plan(*plan, 100), 1, 1.0, "character").start(0, choices)
-    advice = (
-        "each GPU has 2,048 characters a step, too few to keep it busy: use fewer GPUs, or a larger"
-    )
-    assert (f"{advice} trainer.batch_size, about 512" in caplog.text) == said
-    assert ("too few" in caplog.text) == said
+    assert TrainerConfig(trackers=[]).trackers == []
 
 
 def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
@@ -284,6 +256,3 @@ def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monk
     assert calls == [1, 2]
     assert caplog.messages == ["wandb: no route to host; disabled for this run"]
     assert [event.step for event in events(tmp_path).Scalars("train/loss")] == [1, 2, 3, 4]
-
-
-# --- the live line ---

@@ -3,28 +3,19 @@
 import shutil
 
 import pytest
-from conftest import ROOT, metrics, start
+from conftest import ROOT, UNREAD, metrics, start
 
 # Written after 6 steps by the revision 7265151 (snapshot format 4), with the settings below.
 OLD = ROOT / "tests" / "fixtures" / "snapshot_format_4"
 SETTINGS = [
-    "experiment=null",
-    "data=text",
+    *UNREAD,
     "data.block_size=16",
     "model=modern",
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.n_embd=16",
     "model.resid_pdrop=0.1",
     "optimizer=muon",
     "optimizer.warmup_steps=0",
     "optimizer.schedule=constant",
-    "trainer.batch_size=12",
-    "trainer.eval_every_steps=3",
-    "trainer.log_every_steps=1",
-    "trainer.threads=1",
     "trainer.use_amp=false",
-    "report=false",
     "samples=false",
     "trainer.trackers=[]",
 ]

@@ -2,15 +2,13 @@
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 
 import pytest
-from conftest import ROOT, TINY, model_snapshot, start
+from conftest import ROOT, TINY, model_snapshot, run_python, start
 from packaging.requirements import Requirement
 
 import export
@@ -152,14 +150,7 @@ def test_the_notebook_runs(tmp_path):
     small = ", ".join(map(repr, TINY))
     code = code.replace('"experiment=shakespeare_quick"', small)
     (tmp_path / "main.py").symlink_to(ROOT / "main.py")  # it has been fetched already
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    result = run_python(code, cwd=tmp_path, timeout=240)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("held-out loss") >= 2 and (tmp_path / "play.html").exists()
     first, edited = (

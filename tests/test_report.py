@@ -124,16 +124,13 @@ def test_drawing_samples_changes_no_state():
     assert model.training and torch.get_num_threads() == 2
 
 
-def test_a_resumed_run_records_its_start_and_continues_its_seconds(tmp_path):
+def test_a_resumed_run_records_its_start(tmp_path):
     for steps in (2, 4):
         result = start(*TINY, f"trainer.max_steps={steps}", f"run_dir={tmp_path}")
         assert result.returncode == 0, result.stderr
     run = Run(str(tmp_path))
     assert [(start["step"], start["total_steps"]) for start in run.starts] == [(0, 2), (2, 4)]
     assert run.recipe is None and "data=pydoc" in run.starts[1]["overrides"]
-    logged = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    seconds = [json.loads(line)["seconds"] for line in logged]
-    assert seconds == sorted(seconds) and len(set(seconds)) > 4 and run.seconds == seconds[-1]
     assert run.step == run.total_steps == 4 and run.last_loss == run.val[-1]["loss"]
     assert run.changes[-2:] == ["trainer.max_steps=2", "trainer.max_steps=4"]  # of both starts
     assert render([run], {}).count("python main.py experiment=null data=pydoc") == 2
@@ -149,16 +146,8 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     assert len(warnings) == 1 and "Is a directory" in warnings[0]
 
 
-def test_a_run_can_be_read_while_it_is_written_but_not_if_it_is_damaged(tmp_path):
+def test_a_run_whose_records_are_damaged_or_missing_is_refused_by_their_name(tmp_path):
     some_run(tmp_path)
-    history = tmp_path / "metrics.jsonl"
-    whole = history.read_text()
-    history.write_text(whole + '{"step": 1600, "spl')
-    assert Run(str(tmp_path)).step == 1500
-    history.write_text(f"oops\n{whole}")
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged"):
-        Run(str(tmp_path))
-    history.write_text(whole)
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(UserError, match=rf"^{tmp_path}/config\.yaml: cannot be read: "):
         render([Run(str(tmp_path))], {})
@@ -182,7 +171,7 @@ def test_a_run_that_has_not_logged_its_speed_has_a_page_and_a_reference(tmp_path
     for line in (line for run in runs for line in run.train):
         del line["lr"], line["tokens_per_s"], line["grad_norm"]
     assert [chart.title for chart in draw_charts(runs[:1], ["run"], {})] == ["Loss"]
-    assert "1.4" in render(runs[:1], {})
+    assert "1.5017" in render(runs[:1], {})  # the held-out loss
     assert make_reference(runs)[1]["characters_per_s"] is None
 
 
@@ -324,7 +313,7 @@ def test_name_and_loss_of_runs_with_long_names_are_on_the_screen(tmp_path, width
 
 def test_a_lone_evaluation_is_a_dot(tmp_path):
     html = render([some_run(tmp_path, steps=500)], {})
-    assert re.search(r'class="line dots" style="--h: 215" d="M500 1\.746\d*h0"', html)
+    assert re.search(r'class="line dots"[^>]* d="M500 1\.746', html)
 
 
 def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):
@@ -367,6 +356,8 @@ def test_the_band_is_around_the_recorded_mean(tmp_path, card):
 def test_a_run_that_diverged_is_not_on_track(tmp_path, capsys, often):
     result = start(*TINY, "optimizer.learning_rate=1e38", f"trainer.{often}", f"run_dir={tmp_path}")
     assert result.returncode == 1 and "training has diverged" in result.stderr
+    (line,) = result.stderr.splitlines()  # also in the file, from an evaluation, too
+    assert line.removeprefix("error: ") in (tmp_path / "main.log").read_text()
     assert report.main(["check", f"run_dir={tmp_path}"]) == 1
     assert "It diverges: step" in capsys.readouterr().out
     assert report.main([f"run_dir={tmp_path}"]) == 0
@@ -377,24 +368,62 @@ def falls(step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "changed, on_track, says",
+    "changed, has_reference, on_track, says",
     [
-        ({}, True, "held-out loss at step 1500 is 1.5017, within the reference, 1.5017 ± 0.0252."),
-        ({"steps": 700}, True, "held-out loss at step 500 is 1.7463, within"),
-        ({"steps": 300}, True, "training loss at step 300"),
-        ({"held_out": lambda s: falls(s) + 0.2}, False, "step 1500 is 1.7017, above the reference"),
-        ({"held_out": lambda s: falls(s) - 0.2}, True, "step 1500 is 1.3017, below the reference"),
-        ({"held_out": lambda s: 4.17}, False, "The held-out loss, 4.1700, is worse than guessing"),
-        ({"losses": lambda s: 4.17, "steps": 400}, False, "The training loss, 4.1700, is worse"),
-        ({"losses": lambda s: None if s == 900 else 2.0}, False, "It diverges: step 900: the loss"),
-        ({"held_out": lambda s: 1.6 + s / 2000}, False, "It overfits: the held-out loss was lowes"),
+        ({}, True, True, "step 1500 is 1.5017, within the reference, 1.5017 ± 0.0252."),
+        ({"steps": 700}, True, True, "held-out loss at step 500 is 1.7463, within"),
+        ({"steps": 300}, True, True, "training loss at step 300"),
+        (
+            {"held_out": lambda s: falls(s) + 0.2},
+            True,
+            False,
+            "1500 is 1.7017, above the reference",
+        ),
+        ({"held_out": lambda s: falls(s) - 0.2}, True, True, "1500 is 1.3017, below the reference"),
+        (
+            {"held_out": lambda s: 4.17},
+            True,
+            False,
+            "held-out loss, 4.1700, is worse than guessing",
+        ),
+        ({"losses": lambda s: 4.17, "steps": 400}, True, False, "training loss, 4.1700, is worse"),
+        (
+            {"losses": lambda s: None if s == 900 else 2.0},
+            True,
+            False,
+            "It diverges: step 900: the",
+        ),
+        ({"held_out": lambda s: 1.6 + s / 2000}, True, False, "It overfits: the held-out loss was"),
+        (
+            {"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 2000},
+            False,
+            False,
+            "It overfits: the held-out",
+        ),
+        (
+            {"losses": lambda s: 1 + s / 9000, "held_out": lambda s: 1.6 + s / 2000},
+            False,
+            True,
+            "There is no reference",
+        ),
+        (
+            dict.fromkeys(("losses", "held_out"), lambda s: 2 + abs(s - 800) / 1000),
+            False,
+            False,
+            "It diverges: the held-out",
+        ),
+        (  # it rises by no more than noise
+            {"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 90000},
+            False,
+            True,
+            "There is no reference",
+        ),
     ],
 )
-def test_a_run_is_judged_in_words(tmp_path, card, changed, on_track, says):
-    verdict, words = check(some_run(tmp_path / "run", **changed), card)
-    assert verdict == ("on track" if on_track else OFF_TRACK) and any(
-        says in sentence for sentence in words
-    ), words
+def test_a_run_is_judged_in_words(tmp_path, card, changed, has_reference, on_track, says):
+    verdict, words = check(some_run(tmp_path / "run", **changed), card if has_reference else {})
+    assert verdict == ("on track" if on_track else OFF_TRACK)
+    assert any(says in sentence for sentence in words), words
 
 
 def test_a_recipe_that_overfits_on_purpose_is_on_track(tmp_path, card):
@@ -430,21 +459,6 @@ def test_a_run_that_is_not_comparable_with_the_reference_is_judged_on_its_own(
     says = f"The reference does not apply to {says}: the run is judged on its own."
     assert verdict == "on track" and words[-1] == says
     assert draw_charts([run], ["run"], card)[0].band is None
-
-
-@pytest.mark.parametrize(
-    "losses, held_out, says",
-    [
-        (lambda s: 1 - s / 9000, lambda s: 1.6 + s / 2000, "overfits"),
-        (lambda s: 1 + s / 9000, lambda s: 1.6 + s / 2000, ""),
-        (lambda s: 2 + abs(s - 800) / 1000, lambda s: 2 + abs(s - 800) / 1000, "diverges"),
-        (lambda s: 1 - s / 9000, lambda s: 1.6 + s / 90000, ""),  # no more than noise
-    ],
-)
-def test_a_run_without_a_reference_is_judged_on_its_own(tmp_path, losses, held_out, says):
-    verdict, words = check(some_run(tmp_path, losses=losses, held_out=held_out), {})
-    assert verdict == (OFF_TRACK if says else "on track")
-    assert words[0].startswith(f"It {says}: the held-out" if says else "There is no reference")
 
 
 def test_the_band_is_students_prediction_interval_around_the_mean():
@@ -517,31 +531,6 @@ def test_the_published_references_match_the_recipes():
 # --- the command line ---
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["run_dir=nowhere"], "nowhere: no run has logged anything there"),
-        (["chekc"], "chekc: not an argument; there are run_dir="),
-        (["check", "."], ".: not an argument; there are run_dir=, run_dirs=, out="),
-        (["check", "out=a"], "out=a: check writes no page; leave it out"),
-        (["run_dirs=nowhere/*"], "nowhere/*: no run has logged anything there"),
-        ([], "no run under runs/ has logged"),
-    ],
-)
-def test_bad_input_gets_one_line(arguments, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        report.main(arguments)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_the_newest_run_is_found(tmp_path, monkeypatch):
-    some_run(tmp_path / "runs" / "sweep" / "0")
-    monkeypatch.chdir(tmp_path)
-    assert report.main([]) == 0
-    assert Path("runs/sweep/0/report.html").exists()
-
-
 def test_a_missing_run_is_refused_with_the_newest(tmp_path, monkeypatch):
     some_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
@@ -555,15 +544,6 @@ def test_a_missing_run_is_refused_with_the_newest(tmp_path, monkeypatch):
 
 def test_every_setting_in_the_list_exists():
     assert set(SCHEMA.keys) >= FIXED | INCOMPARABLE | IRRELEVANT
-
-
-def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
-    (tmp_path / "page.html").mkdir()
-    monkeypatch.setattr(report, "render", lambda *_: "text")
-    for out in (tmp_path / "page.html", tmp_path / "nowhere" / "page.html"):
-        with pytest.raises(OSError, match=f"{out}"):
-            report.write(["run"], str(out))
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_report_replaces_a_report_and_no_other_file(tmp_path):

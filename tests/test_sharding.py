@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, some_snapshot, start
+from conftest import ALONE, EXACT, ROOT, TINY, metrics, no_space, some_snapshot, start
 
 import export
 from engine.errors import UserError
-from engine.parallel.distributed import World
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full, remove_unused
 from engine.snapshots.storage import beside, check_shards, load, set_aside
 from trainer import TrainerConfig
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 MUON = ["optimizer=muon", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
-EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 FSDP = "trainer.strategy=fsdp"
 SHARDED = "trainer.snapshot_format=sharded"
 
@@ -107,9 +104,14 @@ def test_a_run_resumes_under_either_strategy_and_format_with_any_number_of_proce
         (4, 3, [FSDP, SHARDED, "trainer.micro_batch_size=2"]),
         (6, 0, []),
     ]
+    before = None
     for last, nproc, settings in stages:
         out = begin(run, *MUON, f"trainer.max_steps={last}", *settings, nproc=nproc)
         assert (", sharded" in out) == (FSDP in settings)
+        now = max(nproc, 1)
+        changed = f"changed since the snapshot: processes was {before}, is {now}"
+        assert (changed in out) == (before not in (None, now))
+        before = now
     # Each end of a stage evaluates, too; what is logged at a step is the same.
     losses = {(line["step"], line["split"]): line["loss"] for line in metrics(run)}
     for line in metrics(alone):
@@ -241,12 +243,9 @@ def test_numbered_snapshots_and_those_set_aside_keep_their_shards(snapshots):
 
 
 def test_shards_that_cannot_be_written_are_a_failed_save(snapshots, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
     save(snapshots, 1, best=True)
     with monkeypatch.context() as patch:
-        patch.setattr("engine.snapshots.manager.save_shards", fail)
+        patch.setattr("engine.snapshots.manager.save_shards", no_space)
         save(snapshots, 2)
     assert (snapshots.failures, snapshots.saved_step) == (1, 1)
     assert "step 2: the snapshot was not written" in caplog.text

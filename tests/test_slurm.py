@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, start, wait_until
-from test_crashes import LONG, lines
+from conftest import ALONE, LONG, ROOT, TINY, lines, metrics, start, wait_until
 
 from engine.errors import UserError
 from engine.parallel import distributed, slurm
@@ -129,40 +128,28 @@ def test_a_task_that_is_shown_one_gpu_takes_that_one(monkeypatch, variable):
     assert distributed.join_processes().device == torch.device("cuda", 0)
 
 
-# --- srun, sbatch ---
+# --- the batch script ---
 
 # Starts TASKS processes of this machine with the variables of a step, passes SIGUSR2 and SIGTERM on
 # to them, and ends with the highest of their statuses, as srun does.
 FAKE_SRUN = """#!{python}
 import os, signal, socket, subprocess, sys
-command, tasks, files = sys.argv[1:], int(os.environ["TASKS"]), {{}}
+command, tasks = sys.argv[1:], int(os.environ["TASKS"])
 while command[0].startswith("--"):
-    option = command.pop(0)
-    if option in ("--output", "--error"):
-        files[option] = command.pop(0).replace("%j", os.environ["SLURM_JOB_ID"])
+    command.pop(0)
 step = {{
     "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_NODEID": "0",
     "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_TASKS_PER_NODE": str(tasks),
 }}
 def start(task):
     numbers = {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}}
-    out, err = (
-        open(files[option].replace("%t", str(task)), "a") if option in files else None
-        for option in ("--output", "--error")
-    )
-    environment = {{**os.environ, **step, **numbers}}
-    return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+    return subprocess.Popen(command, env={{**os.environ, **step, **numbers}})
 started = [start(task) for task in range(tasks)]
 for number in (signal.SIGUSR2, signal.SIGTERM):
     signal.signal(number, lambda number, _: [task.send_signal(number) for task in started])
 open(os.environ["SRUN_PID"], "w").write(str(os.getpid()))
 statuses = [task.wait() for task in started]
 sys.exit(max(status if status >= 0 else 128 - status for status in statuses))
-"""
-# Runs the script at once.
-FAKE_SBATCH = """#!/bin/sh
-bash "$1" > /dev/null 2>&1 &
-echo "Submitted batch job $SLURM_JOB_ID"
 """
 
 
@@ -173,8 +160,6 @@ def cluster(tmp_path) -> dict[str, str]:
     folder.mkdir()
     (folder / "srun").write_text(FAKE_SRUN.format(python=sys.executable))
     (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol\n')
-    (folder / "sbatch").write_text(FAKE_SBATCH)
-    (folder / "sacct").write_text("#!/bin/sh\n")
     (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     for path in folder.iterdir():
         path.chmod(0o755)
@@ -190,20 +175,20 @@ def cluster(tmp_path) -> dict[str, str]:
     }
 
 
-def submit(run: Path, cluster: dict[str, str], *arguments) -> subprocess.Popen:
-    return subprocess.Popen(
-        ["bash", ROOT / "docs" / "slurm.sbatch", *arguments, f"run_dir={run}"],
-        cwd=ROOT,
-        env={**os.environ, **cluster},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def submit(spawn, cluster):
+    """Submits a job that trains in the directory `run`."""
+
+    def submit(run: Path, *arguments) -> subprocess.Popen:
+        script = ["bash", ROOT / "docs" / "slurm.sbatch"]
+        return spawn([*script, *arguments, f"run_dir={run}"], env={**os.environ, **cluster})
+
+    return submit
 
 
-def stopped(run: Path, cluster: dict[str, str], number: signal.Signals) -> int:
+def stopped(submit, run: Path, cluster: dict[str, str], number: signal.Signals) -> int:
     """Submits a job and signals it while it trains; returns the step at which it stopped."""
-    job = submit(run, cluster, *LONG)
+    job = submit(run, *LONG)
     wait_until(lambda: lines(run) > 5, job)
     os.kill(int(Path(cluster["SRUN_PID"]).read_text()), number)
     out, _ = job.communicate(timeout=60)
@@ -213,27 +198,26 @@ def stopped(run: Path, cluster: dict[str, str], number: signal.Signals) -> int:
     return step
 
 
-def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_resumes(cluster, tmp_path):
+def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_resumes(submit, cluster, tmp_path):
     run = tmp_path / "run"
-    step = stopped(run, cluster, signal.SIGUSR2)
+    step = stopped(submit, run, cluster, signal.SIGUSR2)
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
-    again = submit(run, cluster, *LONG, f"trainer.max_steps={step + 5}")
+    again = submit(run, *LONG, f"trainer.max_steps={step + 5}")
     out, _ = again.communicate(timeout=60)
     assert again.returncode == 0, out
     assert f"resuming from {run}/gpt_snapshot.pt, step {step}" in out
     assert metrics(run)[-1]["step"] == step + 5
 
 
-def test_a_job_that_is_preempted_or_cancelled_does_not_put_itself_back(cluster, tmp_path):
-    assert stopped(tmp_path / "run", cluster, signal.SIGTERM) > 0
+def test_a_job_that_is_preempted_or_cancelled_does_not_put_itself_back(submit, cluster, tmp_path):
+    assert stopped(submit, tmp_path / "run", cluster, signal.SIGTERM) > 0
     assert not (tmp_path / "scontrol").exists()
 
 
 def test_a_job_that_slurm_starts_again_is_a_restart(monkeypatch):
-    world = distributed.World(0, 1, 0, 1, torch.device("cpu"))
-    assert not distributed.is_restart(world)
+    assert not distributed.is_restart(ALONE)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert distributed.is_restart(world)
+    assert distributed.is_restart(ALONE)
 
 
 def test_a_sweep_under_srun_is_refused(tmp_path):

@@ -5,8 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import TINY, metrics, start, wait_until
-from test_crashes import LONG, begin, lines
+from conftest import LONG, TINY, lines, metrics, start, wait_until
 
 from engine.config.overrides import job_name
 from engine.reports.history import Run
@@ -86,7 +85,7 @@ def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_p
     ]
 
 
-def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(tmp_path):
+def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(tmp_path, begin):
     process = begin("-m", *LONG, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}")
     wait_until(lambda: any(lines(p) > 5 for p in tmp_path.glob("run.sweep/*/")), process)
     process.send_signal(signal.SIGTERM)

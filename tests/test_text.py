@@ -12,7 +12,6 @@ import lzma
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,14 +22,28 @@ import chaos
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, command, metrics, small_disk, start, wait_until
+from conftest import (
+    ALONE,
+    ROOT,
+    UNREAD,
+    command,
+    metrics,
+    read_until,
+    run_python,
+    small_disk,
+    start,
+    wait_until,
+)
 from omegaconf import OmegaConf
 
 from char_dataset import CharDataset, DataConfig, prepare_text
+from config import Config
 from engine.errors import UserError
+from engine.snapshots.snapshot import Snapshot
 from engine.text import encoding, sources
 from engine.text.encoding import load
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, find_files, read_text
+from parts import load_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
 TEXTS = {
@@ -176,21 +189,17 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("extension", COMPRESS)
-def test_a_compressed_text_is_its_content(extension, make, tmp_path):
+def test_a_compressed_text_is_its_content_and_refused_if_it_was_cut_off(extension, make, tmp_path):
     config = make("", f"text{extension}", sha256=hashlib.sha256(TEXT.encode()).hexdigest())
     (tmp_path / f"text{extension}").write_bytes(COMPRESS[extension](TEXT.encode()))
     data = CharDataset(config)
     assert data.decode(data.data) == TEXT
     (tmp_path / "plain.txt").write_text("plain ")
     assert read([str(tmp_path / "plain.txt"), config.path]) == "plain " + TEXT
-
-
-@pytest.mark.parametrize("extension", COMPRESS)
-def test_a_compressed_text_that_was_cut_off_is_refused(extension, tmp_path):
-    path = tmp_path / f"text{extension}"
-    path.write_bytes(COMPRESS[extension](os.urandom(3000).hex().encode())[:-9])
-    with pytest.raises(UserError, match=f"text{extension}: cannot be read: .*end"):
-        read(str(path))
+    cut = tmp_path / f"cut{extension}"
+    cut.write_bytes(COMPRESS[extension](os.urandom(3000).hex().encode())[:-9])
+    with pytest.raises(UserError, match=f"cut{extension}: cannot be read: .*end"):
+        read(str(cut))
 
 
 def test_a_compression_that_is_not_read_is_named(tmp_path):
@@ -297,7 +306,9 @@ def test_a_url_of_several_files_is_refused(books):
         prepare_text(config)
 
 
-def test_only_the_default_text_falls_back_to_the_embedded_one(tmp_path, monkeypatch, caplog):
+def test_only_the_default_text_falls_back_to_the_embedded_one_and_a_run_keeps_it(
+    tmp_path, monkeypatch, caplog
+):
     default = OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml")
     assert default.url == SHAKESPEARE_URL
 
@@ -313,6 +324,12 @@ def test_only_the_default_text_falls_back_to_the_embedded_one(tmp_path, monkeypa
         prepare_text(DataConfig(path=default.path, url="https://example.org/mirror.txt"))
     with pytest.raises(UserError, match=r"another text: data=text data.path=my.txt$"):
         DataConfig(path="my.txt", url=default.url, sha256=default.sha256)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "input.txt").write_text("is here now")
+    assert prepare_text(DataConfig(**default)).path == default.path
+    run = Config(data=DataConfig(**default))
+    load_text(run, Snapshot({}, {}, config={"data": {"path": PYDOC}}), ALONE)
+    assert run.data.path == PYDOC and "this run was started on pydoc:topics" in caplog.text
 
 
 def test_shakespeare_is_the_text_that_its_digest_promises(shakespeare):
@@ -482,7 +499,7 @@ def test_a_full_disk_leaves_nothing_behind(make, tmp_path):
         assert cached(config) == []
 
 
-def test_two_processes_encode_a_text_once(make, passes):
+def test_two_processes_encode_a_text_once(make, passes, spawn):
     config = make(TEXTS["mixed"])
     os.makedirs(config.cache_dir)
     script = (
@@ -494,25 +511,15 @@ def test_two_processes_encode_a_text_once(make, passes):
     )
     with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, config.path, config.cache_dir],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout.readline().startswith("encoding ")
-            assert cached(config) == []  # it waits for the lock
-            fcntl.lockf(lock, fcntl.LOCK_UN)
-            out, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
+        process = spawn([sys.executable, "-c", script, config.path, config.cache_dir])
+        read_until(process, "encoding ")
+        assert cached(config) == []  # it waits for the lock
+        fcntl.lockf(lock, fcntl.LOCK_UN)
+    out, _ = process.communicate(timeout=60)
     assert out.split()[-1] == CharDataset(config).digest and passes == []
 
 
 # --- whole processes ---
-
-UNREAD = [*(s for s in TINY if not s.startswith("data")), "data=text"]  # without a text
 
 
 def write_large(path, num_bytes: int = 80 * 2**20) -> None:
@@ -531,13 +538,12 @@ def test_encoding_takes_little_memory_whatever_the_size_of_the_text(tmp_path):
         "CharDataset(config).split()\n"
         "print(peak() - before)\n"
     )
-    arguments = [str(tmp_path / "a.txt"), str(tmp_path)]
-    printed = subprocess.check_output([sys.executable, "-c", script, *arguments], cwd=ROOT)
-    assert int(printed) < 50 * 1024, f"{printed} KiB"
+    run = run_python(script, str(tmp_path / "a.txt"), str(tmp_path))
+    assert int(run.stdout) < 50 * 1024, f"{run.stdout} KiB {run.stderr}"
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_an_encoding_that_was_killed_is_done_again_and_shared(nproc, tmp_path):
+def test_an_encoding_that_was_killed_is_done_again_and_shared(nproc, tmp_path, spawn):
     write_large(tmp_path / "a.txt")
     settings = [
         *UNREAD,
@@ -547,9 +553,7 @@ def test_an_encoding_that_was_killed_is_done_again_and_shared(nproc, tmp_path):
         "data.train_split=0.9999",
         f"run_dir={tmp_path / 'run'}",
     ]
-    process = subprocess.Popen(
-        command(*settings, nproc=nproc), cwd=ROOT, stdout=-1, text=True, start_new_session=True
-    )
+    process = spawn(command(*settings, nproc=nproc), start_new_session=True)
     try:
         wait_until(lambda: list(tmp_path.glob("cache/*.tmp")), process)
     finally:
@@ -557,26 +561,19 @@ def test_an_encoding_that_was_killed_is_done_again_and_shared(nproc, tmp_path):
         process.communicate(timeout=30)
     assert not list(tmp_path.glob("cache/*.ids"))
 
-    process = subprocess.Popen(
-        command(*settings, "trainer.max_steps=100000", "trainer.max_epochs=null", nproc=nproc),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        # The first line: rank 0 opens the file before the other rank catches SIGTERM.
-        log = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: log.exists() and log.stat().st_size, process)
-        [built] = tmp_path.glob("cache/*.ids")
-        assert not list(tmp_path.glob("cache/*.tmp"))
-        for pid in chaos.children(process.pid) if nproc else [process.pid]:
-            with open(f"/proc/{pid}/maps") as maps:
-                mapped = [line.split() for line in maps if str(built) in line]
-            assert mapped and all(fields[1] == "r--s" for fields in mapped)  # one copy for all
-        process.terminate()
-        out, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    endless = [*settings, "trainer.max_steps=100000", "trainer.max_epochs=null"]
+    process = spawn(command(*endless, nproc=nproc))
+    # The first line: rank 0 opens the file before the other rank catches SIGTERM.
+    log = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: log.exists() and log.stat().st_size, process)
+    [built] = tmp_path.glob("cache/*.ids")
+    assert not list(tmp_path.glob("cache/*.tmp"))
+    for pid in chaos.children(process.pid) if nproc else [process.pid]:
+        with open(f"/proc/{pid}/maps") as maps:
+            mapped = [line.split() for line in maps if str(built) in line]
+        assert mapped and all(fields[1] == "r--s" for fields in mapped)  # one copy for all
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
     assert out.count("encoding    ") == 1 and "SIGTERM: stopped after step" in out
 
 
