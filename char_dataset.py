@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from engine.errors import UserError, check_option, check_range
 from engine.kernels.ops import IGNORE
 from engine.run.plan import Plan
-from engine.text.encoding import from_text, is_small, open_text, quoted, to_text
+from engine.text.encoding import fits_in_memory, from_text, open_text, quoted, to_text
 from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
 
 log = logging.getLogger("gpt")
@@ -102,7 +102,7 @@ def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) ->
                 error, PYDOC, os.path.abspath(config.path),
             )  # fmt: skip
             return pydoc
-    if not is_small(config.path):
+    if not fits_in_memory(config.path):
         open_text(config)
     return config
 

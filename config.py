@@ -24,7 +24,7 @@ from engine.config.overrides import GROUPS, check_overrides, explain
 from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.optim.optimizer import OptimizerConfig
-from engine.parallel.distributed import World, gather, launched_size
+from engine.parallel.distributed import World, all_gather, launched_size
 from engine.run.plan import check_shares
 from engine.snapshots.storage import is_local
 from model import ARCHITECTURE, GPTConfig
@@ -118,7 +118,7 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
     local = ("data.path", "data.cache_dir", "run_dir", "trainer.threads")
     own = plain(config)
     own["data"]["sha256"] = text_digest
-    first, *others = map(flatten, gather(own, world))
+    first, *others = map(flatten, all_gather(own, world))
     for other in others:
         for key in sorted(first):
             if first[key] != other[key] and key not in local:

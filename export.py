@@ -36,7 +36,7 @@ from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
 from model import GPT
-from sample import load_model, opening
+from sample import default_prompt, load_model
 
 
 @dataclass
@@ -129,12 +129,12 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
     """Serializes the model of `snapshot`, read from `path`, for the page. Raises `UserError`."""
     snapshot = dataclasses.replace(snapshot, model_state=page.rounded(snapshot.model_state))
     try:
-        model = load_model(snapshot, "cpu", may_differ=False)
+        model = load_model(snapshot, "cpu", strict=True)
         settings = dataclasses.asdict(model.config)
         return page.describe(
             snapshot.config.get("run_name", "run"),
             facts(snapshot, model),
-            opening(snapshot.vocabulary),
+            default_prompt(snapshot.vocabulary),
             settings,
             snapshot.model_state,
             snapshot.vocabulary,
@@ -169,7 +169,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     if `out` cannot be written.
     """
     try:
-        model = load_model(snapshot, "cpu", may_differ=False)
+        model = load_model(snapshot, "cpu", strict=True)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     settings, vocabulary = dataclasses.asdict(model.config), snapshot.vocabulary
@@ -222,7 +222,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     name = snapshot.config.get("run_name", "run")
     trust = ", trust_remote_code=True" if config.token_shift else ""  # for shifted.py
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
-    prompt = json.dumps(opening(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
+    prompt = json.dumps(default_prompt(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from config import Config, check, compose, help_text, plain, validate
 from engine import portable
-from engine.config.overrides import with_recipe
+from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
 from engine.parallel import distributed
@@ -47,14 +47,14 @@ from model import create_optimizer
 from parts import (
     build_model,
     choose_sizes,
-    conclude,
+    finish_run,
     load_text,
     log_model,
+    read_init_weights,
     record_run,
     split_text,
-    start_from,
 )
-from sample import draw
+from sample import sample_during_training
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -65,7 +65,7 @@ def configure(*overrides: str) -> DictConfig:
     notebook. Raises `UserError`.
     """
     log_to_console()
-    return compose(with_recipe(list(overrides)))
+    return compose(add_default_recipe(list(overrides)))
 
 
 def train(composed: DictConfig) -> float | None:
@@ -88,7 +88,7 @@ def run_training(config: Config, started: float) -> float | None:
     with open_run(config.run_dir, config.trainer.snapshot_path, world):
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
-        pretrained = start_from(config, snapshots.found, world)
+        pretrained = read_init_weights(config, snapshots.found, world)
         text = load_text(config, snapshots.found, world)
         choose_sizes(config, text, snapshots, world, started)
         train_text, held_out = split_text(config, text)
@@ -102,7 +102,7 @@ def run_training(config: Config, started: float) -> float | None:
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size
         draw_samples = functools.partial(
-            draw, bare, train_text.vocabulary, world.device, config.data.encoding
+            sample_during_training, bare, train_text.vocabulary, world.device, config.data.encoding
         )
         trainer = Trainer(
             config.trainer,
@@ -120,8 +120,8 @@ def run_training(config: Config, started: float) -> float | None:
             on_start=lambda: record_run(config, trainer),
         )
         loss = trainer.train()
-        if world.is_first:
-            conclude(config, trainer, final)
+        if world.is_rank_0:
+            finish_run(config, trainer, final)
     return loss
 
 
@@ -149,14 +149,14 @@ def run() -> None:
     arguments = sys.argv[1:]
     with command_line():
         if {"-h", "--help"} & set(arguments):
-            portable.end_with_the_pipe()
+            portable.restore_sigpipe()
             print(__doc__, help_text(), sep="\n")
             return
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)
-        sys.argv[1:] = with_recipe(arguments)
+        sys.argv[1:] = add_default_recipe(arguments)
         check(sys.argv[1:])
-        portable.accept_hydra()
+        portable.patch_argparse()
         main()
     distributed.leave(0)
 

@@ -22,15 +22,15 @@ from char_dataset import MAX_COUNTED, CharDataset, compare_characters, prepare_t
 from config import Config, check_ranks_agree, plain
 from engine import sizing
 from engine.config import auto
-from engine.config.overrides import key_of, without
+from engine.config.overrides import override_key, without
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.interop.pretrained import read_pretrained
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_on_each_host, run_on_first
+from engine.parallel.distributed import World, run_on_each_host, run_on_rank_0
 from engine.reports.history import Run
-from engine.reports.reference import rising, worse_than_frequencies
+from engine.reports.reference import overfitting_warning, unigram_warning
 from engine.run.directory import CONFIG, ENVIRONMENT, REPORT, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics, read_lines, write_lines
@@ -45,7 +45,7 @@ log = logging.getLogger("gpt")
 TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
-def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Snapshot | None:
+def read_init_weights(config: Config, snapshot: Snapshot | None, world: World) -> Snapshot | None:
     """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
     without them, and for a run that resumes from its own `snapshot`.
     """
@@ -62,7 +62,7 @@ def start_from(config: Config, snapshot: Snapshot | None, world: World) -> Snaps
         log.info("init_from   was used at the start; resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
-    pretrained = run_on_first(lambda: read_pretrained(source), world)
+    pretrained = run_on_rank_0(lambda: read_pretrained(source), world)
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
         raise UserError(
@@ -93,7 +93,7 @@ def choose_sizes(
 
     def seconds_left() -> float:
         end = started + 60 * (config.trainer.max_minutes or 0.0)
-        return min(distributed.gather(end - time.monotonic(), world))
+        return min(distributed.all_gather(end - time.monotonic(), world))
 
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
@@ -114,9 +114,9 @@ def choose_sizes(
     elif sizing.is_needed(config):
         chosen = sizing.choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
         if HydraConfig.initialized():
-            own = (f"{key_of(override)}=" for override in chosen)
+            own = (f"{override_key(override)}=" for override in chosen)
             typed = without(HydraConfig.get().overrides.task, *own)
-            named = {"run_name", "run_dir"} & {*map(key_of, typed)}
+            named = {"run_name", "run_dir"} & {*map(override_key, typed)}
             chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
         log.info("sizing      to choose the same: %s", shlex.join(chosen))
     config.model = with_sizes(config)
@@ -133,7 +133,7 @@ def time_steps(trainer: Trainer) -> float:
         for loss, _ in steps:
             loss.item()  # waits for the device
             times.append(time.perf_counter() - started)
-            times[-1] = max(distributed.gather(times[-1], trainer.world))
+            times[-1] = max(distributed.all_gather(times[-1], trainer.world))
             # The first steps with a CUDA graph are its capture and checks.
             fewest = 18 if trainer.world.device.type == "cuda" else 4
             if len(times) > fewest and times[-1] > TRIAL_S:
@@ -262,7 +262,7 @@ def log_failure(action: str) -> Iterator[None]:
         log.warning("cannot %s: %s", action, one_line(error))
 
 
-def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
+def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
     if final is not None:
         with log_failure("score the final part of the text"):
@@ -275,7 +275,7 @@ def conclude(config: Config, trainer: Trainer, final: CharDataset | None) -> Non
             log.info("report      %s", relative_path(path))
     with log_failure("judge the run"):
         run = Run(config.run_dir)
-        for problem in filter(None, (rising(run), worse_than_frequencies(run))):
+        for problem in filter(None, (overfitting_warning(run), unigram_warning(run))):
             log.warning("%s", problem)
     snapshots = trainer.snapshots
     if snapshots.best is not None:

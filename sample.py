@@ -69,9 +69,7 @@ class SampleConfig:
     alternatives: int | None = None  # print the n likeliest for each character
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
-    stride: int | None = (
-        None  # of score: characters between windows; null: the context, so that none overlap
-    )
+    stride: int | None = None  # of score: characters between windows; null: the context
     device: str = "auto"  # cpu, cuda, auto, or another that torch names: mps, xpu
 
     def __post_init__(self):
@@ -99,9 +97,9 @@ class SampleConfig:
         return {"temperature": self.temperature or 1.0, "do_sample": self.temperature > 0, **same}
 
 
-def load_model(snapshot: Snapshot, device: str = "auto", may_differ: bool = True) -> GPT:
+def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -> GPT:
     """The trained model of a snapshot, in evaluation mode; warns if its outputs differ from those of the
-    run, or, unless it `may_differ`, raises `UserError`; also for weights that are not finite or do not fit.
+    run, or, if `strict`, raises `UserError`; also for weights that are not finite or do not fit.
     """
     model = GPT(GPTConfig.recorded(snapshot.model_config))
     try:
@@ -118,13 +116,13 @@ def load_model(snapshot: Snapshot, device: str = "auto", may_differ: bool = True
     model = model.to(device).eval()
     probe = probe_logits(model, model.config.vocab_size, model.config.block_size, device)
     if has_changed(probe, snapshot.probe_logits):
-        if not may_differ:
+        if strict:
             raise UserError(f"{CHANGED} Restore that model.py; sample.py runs this one")
         print(f"[{CHANGED}]", file=sys.stderr)
     return model
 
 
-def is_small(model: GPT, num_texts: int) -> bool:
+def needs_one_thread(model: GPT, num_texts: int) -> bool:
     """Whether one step of generating `num_texts` texts is too little work for several threads."""
     return num_texts * sum(p.numel() for p in model.parameters()) < MIN_THREADED_WORK
 
@@ -139,7 +137,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     model = load_model(snapshot, config.device)
     ids = ids.to(model.tok_emb.weight.device)
     batch_size = min(config.num_samples, max(1, BATCH_CHARACTERS // model.config.block_size))
-    if is_small(model, batch_size):
+    if needs_one_thread(model, batch_size):
         torch.set_num_threads(1)
     stop = from_text(config.stop or "", encoding)
     if unknown := [character for character in stop if character not in vocabulary]:
@@ -150,9 +148,9 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         if config.num_samples == 1:
             rows: list[Any] = [(vocabulary[int(ids)] for ids in new)]
         else:
-            rows = until_all(new, stop, vocabulary)
+            rows = sample_until_stop(new, stop, vocabulary)
         for row in rows:
-            yield decode_pieces(itertools.chain([prompt], before(row, stop)), encoding)
+            yield decode_pieces(itertools.chain([prompt], cut_at_stop(row, stop)), encoding)
 
 
 def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
@@ -175,7 +173,7 @@ def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
         yield f"{names[int(drawn)]:<6} {row}"
 
 
-def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
+def sample_until_stop(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
     """The text of each row of `new`, drawn until every row has had the string `stop`."""
     drawn: list[str] = []  # of each step, a character of each row
     running: set[int] = set()
@@ -189,7 +187,7 @@ def until_all(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[s
     return ["".join(row) for row in zip(*drawn, strict=True)]
 
 
-def before(pieces: Iterable[str], stop: str) -> Iterator[str]:
+def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
     """The characters before the string `stop`; all without it."""
     held = ""  # may be the beginning of `stop`
     for piece in pieces:
@@ -248,7 +246,7 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
         elif config.prompt is not None:
             prompt = from_text(config.prompt, encoding)
         else:
-            prompt = opening(vocabulary)
+            prompt = default_prompt(vocabulary)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
     if not prompt:
@@ -259,19 +257,21 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
         raise UserError(f"{name}: {error}") from error
 
 
-def opening(vocabulary: str) -> str:
+def default_prompt(vocabulary: str) -> str:
     """The default prompt."""
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
-def draw(model: GPT, vocabulary: str, device: torch.device, encoding: str) -> list[str]:
+def sample_during_training(
+    model: GPT, vocabulary: str, device: torch.device, encoding: str
+) -> list[str]:
     """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
     a sharded model must call it.
     """
     num_texts, num_characters = 2, 120
-    first = torch.tensor([[vocabulary.index(opening(vocabulary))]]).to(device)
+    first = torch.tensor([[vocabulary.index(default_prompt(vocabulary))]]).to(device)
     threads = torch.get_num_threads()
-    if is_small(model, num_texts):
+    if needs_one_thread(model, num_texts):
         torch.set_num_threads(1)
     try:
         options = SampleConfig().options()
@@ -383,7 +383,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
 
 
 def main(arguments: list[str]) -> int:
-    portable.end_with_the_pipe()
+    portable.restore_sigpipe()
     portable.escape_unencodable()
     try:
         config = parse(SampleConfig, arguments)

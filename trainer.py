@@ -238,7 +238,7 @@ class Trainer:
             report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"),
         ):
             try:
-                distributed.run_on_first(self._open_files, self.world)
+                distributed.run_on_rank_0(self._open_files, self.world)
                 self.requests.finish()  # of an earlier call to `train`, which was stopped
                 self.training_log.start(self.step, self.choices)
                 # The initial weights are pretrained, or the run was stopped before this evaluation.
@@ -270,7 +270,7 @@ class Trainer:
         self.model.train()
         may_adapt = self.world.size == 1 and self.config.threads is None
         may_adapt &= ops.sums_ignore_threads(self.bare, self.choices["amp_dtype"])
-        threads = AdaptiveThreads(is_fixed=not may_adapt)
+        threads = AdaptiveThreads(enabled=may_adapt)
         try:
             while self.step < self.plan.total_steps:
                 distributed.seed_step(self.config.seed, self.step, self.world)
@@ -286,7 +286,7 @@ class Trainer:
                     batches = self._batches()
                     continue
                 self.step += 1
-                self.divergence.note(self.step, loss, norm)
+                self.divergence.record(self.step, loss, norm)
                 yield loss, norm
         finally:
             threads.close()
@@ -407,7 +407,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             best = self.snapshots.best
-            self.evaluations.note(self.step, loss, best)
+            self.evaluations.record(self.step, loss, best)
             self.training_log.log_evaluation(
                 self.step, loss, characters, rank_losses, seconds, best
             )

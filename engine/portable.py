@@ -48,13 +48,13 @@ def signals(*names: str) -> list[signal.Signals]:
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
-def end_with_the_pipe() -> None:
+def restore_sigpipe() -> None:
     """Ends the process in silence when nobody reads its output any more, as in `--help | head`."""
     for number in signals("SIGPIPE"):
         signal.signal(number, signal.SIG_DFL)
 
 
-def accept_hydra() -> None:
+def patch_argparse() -> None:
     """Python 3.14 checks help texts when a parser is built, and refuses one of Hydra 1.3, which is no string."""
     if hasattr(argparse.ArgumentParser, "_check_help"):
         argparse.ArgumentParser._check_help = lambda parser, action: None

@@ -43,7 +43,7 @@ def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[li
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        mean = distributed.sum_over_ranks(loss.detach().clone(), world) / world.size
+        mean = distributed.all_reduce_sum(loss.detach().clone(), world) / world.size
         results.append([mean.item() if share else loss.item(), norm.item()])
     return results
 
@@ -108,18 +108,18 @@ scaler.update()
 after = {n: sharding.full_tensor(p) for n, p in model.named_parameters()}
 seen["inf"] = {
     "kept": all(torch.equal(before[n], after[n]) for n in before),
-    "scales": distributed.gather(scaler.get_scale(), world),
+    "scales": distributed.all_gather(scaler.get_scale(), world),
 }
 
 # The states travel: sharded, whole on rank 0, and back.
-state = sharding.gather_on_first(model.state_dict(), world)
+state = sharding.gather_on_rank_0(model.state_dict(), world)
 full = [v.full_tensor() for v in model.state_dict().values()]
-if world.is_first:
+if world.is_rank_0:
     seen["whole"] = all(torch.equal(a, b) for a, b in zip(state.values(), full, strict=True))
 back = [sharding.shard_like(f, v) for f, v in zip(full, model.state_dict().values(), strict=True)]
 pairs = zip(back, model.state_dict().values(), strict=True)
 seen["shared"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
-if world.is_first:
+if world.is_rank_0:
     print(json.dumps(seen))
 sys.stdout.flush()
 distributed.leave(0)

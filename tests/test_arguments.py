@@ -56,7 +56,7 @@ parse = functools.partial(arguments.parse, Config)
         (
             sample.main,
             "snapshot=a.pt prompt=漢",
-            "prompt: character '漢' (U+6F22) at position 0 is",
+            "prompt: character '漢' at position 0 is",
         ),
         (sample.main, "top_k=0", "top_k=0: must be at least 1"),
         (sample.main, "alternatives=0", "alternatives=0: must be at least 1"),
@@ -75,22 +75,22 @@ parse = functools.partial(arguments.parse, Config)
             "snapshot=a.pt score=b stride=25",
             "must be from 1 to the model's context, 24",
         ),
-        (sample.main, "stride=4", "stride=: is for score=; give that, too"),
-        (sample.main, "snapshots=[a.pt]", "snapshots=: is for score=; give that, too"),
+        (sample.main, "stride=4", "stride= requires score="),
+        (sample.main, "snapshots=[a.pt]", "snapshots= requires score="),
         (sample.main, "snapshots=[] score=b", "snapshots=[]: names no snapshot"),
         (sample.main, "snapshots=[nowhere.pt,a.pt] score=b", "nowhere.pt: no such snapshot"),
         (
             sample.main,
             "snapshot=a.pt score=b snapshots=[a.pt]",
-            "snapshots=, and run_dir= or snapshot=: give one of",
+            "snapshots= and snapshot=: give only one of them",
         ),
         (sample.main, "snapshot=nowhere.pt", "nowhere.pt: no such snapshot"),
         (sample.main, "snapshot=/etc/hostname", "/etc/hostname: not a complete snapshot"),
         (sample.main, "run_dir=nowhere", "there is no snapshot at nowhere/gpt_snapshot.pt"),
         (sample.main, "", "no run under runs/"),
-        (export.main, "", "out= or page=: give one of them"),
-        (export.main, "page=x out=y", "out= or page=: give one of them"),
-        (export.main, "out=x newest=2", "snapshots=, newest= and open= are for a page="),
+        (export.main, "", "nothing to write: give out= or page="),
+        (export.main, "page=x out=y", "out= and page=: give only one of them"),
+        (export.main, "out=x newest=2", "snapshots= and newest= require page="),
         (export.main, "page=x newest=0", "newest=0: must be at least 1"),
         (export.main, "out=x snapshot=nowhere.pt", "nowhere.pt: no such snapshot"),
         (export.main, "out=x run_dir=nowhere", "run_dir=nowhere: there is no snapshot at nowhere/"),
@@ -109,7 +109,7 @@ parse = functools.partial(arguments.parse, Config)
 )
 def test_bad_input_gets_one_line_and_changes_nothing(main, given, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.portable.end_with_the_pipe", lambda: None)  # it would be pytest's
+    monkeypatch.setattr("engine.portable.restore_sigpipe", lambda: None)  # it would be pytest's
     (tmp_path / "file").write_text("mine")
     (tmp_path / "a.pt").write_bytes(model_snapshot("\nab").to_bytes())
     with pytest.raises((UserError, OSError)) as caught:

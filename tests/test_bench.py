@@ -14,13 +14,6 @@ def test_the_page_is_made_from_the_published_figures():
     assert page == bench.page(page, results)
 
 
-def test_only_the_newest_figures_of_each_kind_of_machine_are_shown():
-    old = {"cpu": "A", "gpu": None, "kernels": ["bfloat16"], "date": "2026-01-01"}
-    entries = [{"machine": old | {"date": "2026-01-02"}}, {"machine": old | {"cpu": "B"}}]
-    entries.append({"machine": old | {"cpu": "C", "kernels": []}})
-    assert bench.newest(entries) == [entries[0], entries[2]]
-
-
 def test_a_measurement_runs_and_unknown_arguments_are_refused():
     run = start(
         "growth", "width", "64", script="benchmarks/measure.py", env={"PYTHONPATH": str(ROOT)}

@@ -143,7 +143,7 @@ def failing(self, micro_batches):
     limit = 0 if self.step == 3 and self.world.rank == 1 else limit
     return step(self, micro_batches)
 model.GPT.forward, trainer.Trainer._train_step = refusing, failing
-trainer.memory.is_refused = lambda device: True
+trainer.memory.raises_out_of_memory = lambda device: True
 """,
     )
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
@@ -268,7 +268,9 @@ def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monk
 
     monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # one window at a time
     gathered, polls = [], [0, 0]
-    monkeypatch.setattr(distributed, "gather", lambda value, _: [gathered.append(value) or value])
+    monkeypatch.setattr(
+        distributed, "all_gather", lambda value, _: [gathered.append(value) or value]
+    )
 
     def poll(rank):
         polls[rank] += 1

@@ -13,7 +13,7 @@ from config import Config
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
 from engine.snapshots.storage import load
-from main import start_from
+from main import read_init_weights
 from model import GPT
 
 MODELS = {
@@ -46,7 +46,7 @@ def configured(source, block_size: int = 128) -> Config:
 def tuned(vocabulary: str, source, block_size: int = 128) -> GPT:
     """The model that a run from `source` on a text of this vocabulary starts with."""
     config = configured(source, block_size)
-    pretrained = start_from(config, None, ALONE)
+    pretrained = read_init_weights(config, None, ALONE)
     config.model.vocab_size = len(vocabulary)
     torch.manual_seed(config.trainer.seed)
     model = GPT(config.model)
@@ -96,7 +96,7 @@ def test_a_run_directory_stands_for_its_best_snapshot(source, tmp_path, messages
 
 def test_architecture_and_sizes_are_those_of_the_source_whatever_the_recipe_says(source, messages):
     config = configured(source(arch="gpt2", bias=False, tie_weights=False))
-    start_from(config, None, ALONE)
+    read_init_weights(config, None, ALONE)
     m = config.model
     assert (m.arch, m.n_layer, m.n_head, m.n_embd) == ("gpt2", 2, 4, 32)
     assert (m.bias, m.tie_weights, m.block_size, config.data.block_size) == (False, False, 24, 24)

@@ -13,7 +13,7 @@ from conftest import ALONE, LONG, ROOT, RUN_FILES, TINY, command, metrics, start
 
 from char_dataset import DataConfig
 from config import SCHEMA, Config, compose, validate
-from engine.config.overrides import with_recipe
+from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.snapshots.storage import load
 from model import GPTConfig, OptimizerConfig
@@ -153,9 +153,9 @@ def test_an_optimizer_that_is_named_comes_with_its_own_settings():
 @pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])
 def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monkeypatch):
     monkeypatch.setattr("engine.config.overrides.computes_in_bfloat16", lambda _: has_bfloat16)
-    chosen = with_recipe(["trainer.device=cpu", "data=pydoc"])
+    chosen = add_default_recipe(["trainer.device=cpu", "data=pydoc"])
     assert chosen == [f"experiment=shakespeare_{recipe}", "trainer.device=cpu", "data=pydoc"]
-    chosen = with_recipe(["trainer.device=cpu", "data=text", "data.path=x"])
+    chosen = add_default_recipe(["trainer.device=cpu", "data=text", "data.path=x"])
     assert chosen[0] == "experiment=auto"
 
 
@@ -170,7 +170,7 @@ def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monk
     ],
 )
 def test_what_ends_a_run_is_what_was_typed(typed, added):
-    chosen = with_recipe(["trainer.device=cpu", *typed.split()])
+    chosen = add_default_recipe(["trainer.device=cpu", *typed.split()])
     assert chosen[1:] == [*added.split(), "trainer.device=cpu", *typed.split()]
 
 
@@ -392,7 +392,7 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
     config.data = DataConfig(path=str(text_file), block_size=8)
     other = {"data": {"sha256": "of another text"}}
     monkeypatch.setattr(
-        "config.gather", lambda own, _: [own, own | {"data": own["data"] | other["data"]}]
+        "config.all_gather", lambda own, _: [own, own | {"data": own["data"] | other["data"]}]
     )
     with pytest.raises(UserError, match=r"data\.sha256: the ranks differ, \w+ and of another text"):
         load_text(config, None, ALONE)

@@ -12,9 +12,10 @@ import time
 import pytest
 from conftest import ALONE, ROOT, TINY, equal, free_port, metrics, some_snapshot, start
 
+from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot
-from engine.snapshots.storage import SnapshotStorage, Unreachable, load, set_aside
+from engine.snapshots.storage import SnapshotStorage, load, set_aside
 from trainer import TrainerConfig
 
 fsspec = pytest.importorskip("fsspec")
@@ -202,9 +203,9 @@ def test_a_network_that_fails_while_reading_is_no_damage_and_no_new_start(files,
         write(files, step)
     before = names()
     network.fail(fault)
-    with pytest.raises(Unreachable, match=r"s\.pt: cannot be reached"):
+    with pytest.raises(UserError, match=r"s\.pt: cannot be reached"):
         files.find()
-    with pytest.raises(Unreachable):
+    with pytest.raises(UserError):
         load(files.path)
     network.fail("", 0)
     assert names() == before
@@ -240,7 +241,7 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
             try:
                 write(files, 3, best=True)
                 done = True
-            except (OSError, Unreachable):
+            except (OSError, UserError):
                 done = False
         files.prepare()
         content, where = files.find()

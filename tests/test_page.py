@@ -15,7 +15,7 @@ from config import compose
 from engine.errors import UserError
 from engine.interop import page
 from engine.kernels import ops
-from engine.snapshots.probe import probe_logits
+from engine.snapshots.snapshot import probe_logits
 from model import rotary
 from sample import load_model
 

@@ -1,6 +1,5 @@
 import pytest
 
-from engine.optim.schedule import learning_rate_factor
 from model import OptimizerConfig
 
 TABLE = [  # schedule, warm-up, floor, cool-down, {step of 100: factor}
@@ -21,11 +20,11 @@ def test_the_schedule_is_that_of_the_table(schedule, warmup, floor, cooldown, po
         schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor, cooldown_ratio=cooldown
     )
     for step, factor in points.items():
-        assert learning_rate_factor(step, 100, config) == pytest.approx(factor)
+        assert config.learning_rate_factor(step, 100) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 def test_a_warm_up_longer_than_the_run_is_clamped_to_it(schedule):
     config = OptimizerConfig(schedule=schedule, warmup_steps=1000)
-    factors = [learning_rate_factor(step, 10, config) for step in range(10)]
+    factors = [config.learning_rate_factor(step, 10) for step in range(10)]
     assert factors == sorted(factors) and factors[-1] == pytest.approx(10 / 11)

@@ -262,7 +262,7 @@ def test_a_disk_that_not_all_ranks_see_is_a_failed_save(snapshots, monkeypatch, 
         listings.append(value)
         return [value, ["__1_0.distcp"]]
 
-    monkeypatch.setattr("engine.snapshots.sharded.gather", gather)
+    monkeypatch.setattr("engine.snapshots.sharded.all_gather", gather)
     save(snapshots, 1)
     assert len(listings[0]) == 2 and snapshots.failures == 1
     assert "not every rank can read the same files" in caplog.text

@@ -107,7 +107,7 @@ class Touch:
 def test_code_in_a_snapshot_is_not_run(tmp_path):
     victim = tmp_path / "made"
     for protocol in (0, 2, 4, 5):
-        with pytest.raises(SnapshotError, match=r"s\.pt: not a snapshot of this application"):
+        with pytest.raises(UserError, match=r"s\.pt: not a snapshot of this application"):
             Snapshot.from_bytes(with_pickle(pickle.dumps(Touch(str(victim)), protocol)), "s.pt")
     assert not victim.exists()
 
@@ -148,7 +148,7 @@ def swell(name: str, data: bytes) -> bytes:
 )
 def test_a_file_of_another_kind_is_refused_in_one_line_before_memory_is_taken(content, says):
     content = content()
-    with little_memory(2**29), pytest.raises(SnapshotError, match=f"^s.pt: .*{says}"):
+    with little_memory(2**29), pytest.raises(UserError, match=f"^s.pt: .*{says}"):
         Snapshot.from_bytes(content, "s.pt")
 
 
@@ -169,7 +169,7 @@ def test_garbage_with_a_right_digest_is_refused_whatever_it_is():
         whole += module.hashlib.sha256(whole).hexdigest().encode()
         try:
             Snapshot.from_bytes(whole, "s.pt")
-        except SnapshotError as error:
+        except UserError as error:
             assert str(error).startswith("s.pt: ") and "\n" not in str(error)
 
 

@@ -40,7 +40,7 @@ class Machine:
 def test_threads_leave_cores_to_busy_processes_and_come_back(monkeypatch):
     torch.set_num_threads(4)
     machine = Machine(monkeypatch)
-    adaptive = AdaptiveThreads(is_fixed=False)
+    adaptive = AdaptiveThreads(enabled=True)
     assert set(machine.run(adaptive, 30, cores=4)) == {4}
     numbers = machine.run(adaptive, 60, cores=2.3)
     assert numbers[0] == 4 and max(numbers[12:]) == 3  # tried, and taken away again
@@ -55,7 +55,7 @@ def test_threads_leave_cores_to_busy_processes_and_come_back(monkeypatch):
 def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
     torch.set_num_threads(2)
     machine = Machine(monkeypatch)
-    adaptive = AdaptiveThreads(is_fixed=bool(preempted))
+    adaptive = AdaptiveThreads(enabled=not preempted)
     for _ in range(10):
         with adaptive.step():
             machine.now, machine.preempted = machine.now + 1, machine.preempted + preempted

@@ -317,9 +317,9 @@ def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they
         assert [w for first, last in cuts for w in range(first, last)] == list(range(batch))
         sizes = [last - first for first, last in cuts]
         assert max(sizes) == plan.micro_batch_size <= (limit or batch)
-        assert max(sizes) - min(sizes) <= (1 if batch % size else 0)
+        assert max(sizes) - min(sizes) <= 1
         weights = [Fraction(plan.weight(*p)).limit_denominator(batch) for p in places]
-        assert [w * batch / len(places) for w in weights] == sizes and sum(weights) == len(places)
+        assert [w * batch / size for w in weights] == sizes and sum(weights) == size
 
 
 # --- the step ---
@@ -589,8 +589,10 @@ def test_patience_ends_a_run_that_resumes_only_with_more_of_it(parts, tmp_path, 
 class Refusing:
     """An allocator that refuses: the model's forward pass in training runs out of memory over `limit` windows."""
 
+    error: Exception = torch.OutOfMemoryError()
+
     def __init__(self, monkeypatch, limit: int):
-        monkeypatch.setattr("engine.run.memory.is_refused", lambda device: True)
+        monkeypatch.setattr("engine.run.memory.raises_out_of_memory", lambda device: True)
         self.limit, self.forward, self.seen = limit, GPT.forward, []
         monkeypatch.setattr(GPT, "forward", lambda model, *args, **more: self(model, *args, **more))
 
@@ -598,7 +600,7 @@ class Refusing:
         if model.training:
             self.seen.append(len(x))
             if len(x) > self.limit:
-                raise torch.OutOfMemoryError
+                raise self.error
         return self.forward(model, x, *args, **more)
 
 
@@ -619,14 +621,17 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
         make(parts, tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")]
+)
 def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
-    parts, tmp_path, monkeypatch, caplog
+    parts, tmp_path, monkeypatch, caplog, error
 ):
     given = make(parts, tmp_path / "given", micro_batch_size=3)
     given.train()
     memory = Refusing(monkeypatch, limit=12)
     trainer = make(parts, tmp_path / "halved")
-    memory.limit = 5
+    memory.limit, memory.error = 5, error
     trainer.train()
     assert "step 1: out of memory with 12 windows at once; retrying with 6" in caplog.text
     assert torch.equal(weights(trainer), weights(given))

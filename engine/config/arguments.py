@@ -86,7 +86,7 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        portable.end_with_the_pipe()
+        portable.restore_sigpipe()
         print((sys.modules[program.__module__].__doc__ or "").strip())
         for config in configs:
             print(f"\n{config.__doc__}\n\n{field_table(config)}")

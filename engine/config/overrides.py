@@ -40,7 +40,7 @@ USUAL_NAMES = {
 }
 
 
-def key_of(override: str) -> str:
+def override_key(override: str) -> str:
     """`trainer.seed` of `+trainer.seed=1`."""
     return override.split("=", 1)[0].lstrip("+~")
 
@@ -50,11 +50,11 @@ def without(overrides: Iterable[str], *prefixes: str) -> list[str]:
     return [o for o in overrides if not o.lstrip("+~").startswith(prefixes)]
 
 
-def with_recipe(arguments: list[str]) -> list[str]:
+def add_default_recipe(arguments: list[str]) -> list[str]:
     """`arguments`, with the recipe that fits this machine unless they name one. A time that is typed replaces
     the recipe's steps, and steps that are typed replace the time of `experiment=auto`.
     """
-    typed = {key_of(argument): argument.partition("=")[2] for argument in arguments}
+    typed = {override_key(argument): argument.partition("=")[2] for argument in arguments}
     recipe = typed.get("experiment")
     added = []
     if recipe is None and "--hydra-help" not in typed:
@@ -97,7 +97,7 @@ def job_name(overrides: list[str], swept: str = "") -> str:
     all without it), and a digest of all.
     """
     own = sorted(overrides)
-    shown = ",".join(o for o in own if not swept or key_of(o) in swept.split()) or "defaults"
+    shown = ",".join(o for o in own if not swept or override_key(o) in swept.split()) or "defaults"
     digest = hashlib.sha256(",".join(own).encode()).hexdigest()
     return re.sub(r"[^\w.,=+-]", "_", shown)[:100] + f"-{digest[:8]}"
 
@@ -122,7 +122,9 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
     """
     known = [*keys, *GROUPS]
     by_last_name = {key.rpartition(".")[2]: key for key in reversed(known)}
-    pretrained = [a for a in arguments if key_of(a) == "init_from" and not a.endswith("=null")]
+    pretrained = [
+        a for a in arguments if override_key(a) == "init_from" and not a.endswith("=null")
+    ]
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]

@@ -12,10 +12,10 @@ from engine import portable
 log = logging.getLogger("gpt")
 PERIOD = 1.0  # seconds of steps between decisions
 # Other processes are busy if both are exceeded:
-LOST = 0.4  # cores, of those that the threads ask for
-PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
+MIN_LOST = 0.4  # cores, of those that the threads ask for
+MIN_PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
 RETRY = (2.0, 32.0)  # seconds until one more thread is tried: at first, and after trials in vain
-IN_VAIN = 10.0  # seconds within which a thread that was tried is taken away again
+PROBE_S = 10.0  # seconds within which a thread that was tried is taken away again
 
 
 class AdaptiveThreads:
@@ -24,10 +24,10 @@ class AdaptiveThreads:
     so a thread that waits for a core holds up all others.
     """
 
-    def __init__(self, is_fixed: bool):
-        self.is_fixed, self.most = is_fixed, torch.get_num_threads()
+    def __init__(self, enabled: bool):
+        self.enabled, self.most = enabled, torch.get_num_threads()
         self.was_logged = False
-        self.changed, self.tried = time.perf_counter(), -IN_VAIN
+        self.changed, self.tried = time.perf_counter(), -PROBE_S
         self.retry = RETRY[0]
         # Of the steps since the last decision.
         self.seconds = self.cpu_seconds = self.preemptions = 0.0
@@ -43,7 +43,7 @@ class AdaptiveThreads:
         self.seconds += now - start
         self.cpu_seconds += time.process_time() - cpu
         self.preemptions += portable.preemptions() - preemptions
-        if not self.is_fixed and self.seconds >= PERIOD:
+        if self.enabled and self.seconds >= PERIOD:
             self._adapt(now)
             self.seconds = self.cpu_seconds = self.preemptions = 0.0
 
@@ -52,21 +52,21 @@ class AdaptiveThreads:
         # Threads that wait for others spin, so that alone they use all of their cores.
         lost = threads - self.cpu_seconds / self.seconds
         preemptions = self.preemptions / self.seconds
-        if threads > 1 and lost > LOST and preemptions > PREEMPTIONS:
+        if threads > 1 and lost > MIN_LOST and preemptions > MIN_PREEMPTIONS:
             torch.set_num_threads(threads - 1)
-            was_tried = now - self.tried < IN_VAIN
+            was_tried = now - self.tried < PROBE_S
             self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
-            self.changed, self.tried = now, -IN_VAIN
+            self.changed, self.tried = now, -PROBE_S
             if not self.was_logged:
                 log.info("threads     %d of %d: other processes are busy", threads - 1, self.most)
                 self.was_logged = True
         elif threads < self.most and now - self.changed > (
-            IN_VAIN if self.changed == self.tried else self.retry
+            PROBE_S if self.changed == self.tried else self.retry
         ):
             torch.set_num_threads(threads + 1)
             self.changed = self.tried = now
 
     def close(self) -> None:
         """Gives back all threads."""
-        if not self.is_fixed:
+        if self.enabled:
             torch.set_num_threads(self.most)

@@ -46,7 +46,7 @@ class World:
     store: dist.Store | None = field(default=None, repr=False, compare=False)
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is rank 0, the one process that writes and prints."""
         return self.rank == 0
 
@@ -64,7 +64,7 @@ def launched_rank() -> int:
 def is_restart(world: World) -> bool:
     """Whether torchrun has restarted the processes of any host, or SLURM their job."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(gather(any(os.environ.get(name, "0") != "0" for name in counts), world))
+    return any(all_gather(any(os.environ.get(name, "0") != "0" for name in counts), world))
 
 
 def join_processes(
@@ -188,7 +188,7 @@ def seed_step(seed: int, step: int, world: World) -> None:
         torch.get_device_module(world.device).manual_seed(own)
 
 
-def gather(value: Any, world: World) -> list[Any]:
+def all_gather(value: Any, world: World) -> list[Any]:
     """Every rank's `value` (plain, picklable), in the order of ranks, on every rank."""
     if world.size == 1:
         return [value]
@@ -197,7 +197,7 @@ def gather(value: Any, world: World) -> list[Any]:
     return values
 
 
-def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:
+def all_reduce_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Sums `tensor` over all ranks, in place; returns it."""
     if world.size > 1:
         dist.all_reduce(tensor)
@@ -212,7 +212,7 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
         return
     # As integers, whose sum is exact in any order.
     sums = [p.detach().float().view(torch.int32).sum() for p in model.parameters()]
-    checksums = gather(int(torch.stack(sums).sum()), world)
+    checksums = all_gather(int(torch.stack(sums).sum()), world)
     if others := [str(rank) for rank, own in enumerate(checksums) if own != checksums[0]]:
         log.warning(
             "step %d: the weights of rank %s differ from those of rank 0 (a hardware fault, or other devices or "
@@ -221,27 +221,27 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
         )  # fmt: skip
 
 
-def run_on_first(action: Callable[[], Any], world: World) -> Any:
+def run_on_rank_0(action: Callable[[], Any], world: World) -> Any:
     """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank. A `UserError` or
     `OSError` there is raised as a `UserError` on every rank.
     """
-    outcome = [_attempt(action) if world.is_first else (None, None)]
+    outcome = [_attempt(action) if world.is_rank_0 else (None, None)]
     if world.size > 1:
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
     return _first_result(outcome)
 
 
 def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on the first process of every host; returns and raises as `run_on_first`. A download
+    """Runs `action` on the first process of every host; returns and raises as `run_on_rank_0`. A download
     may take longer than ranks wait for each other, so they exchange whether it is done.
     """
     if world.size == 1:
-        return run_on_first(action, world)
+        return run_on_rank_0(action, world)
     own = action if world.local_rank == 0 else lambda: None
     attempt = ThreadPoolExecutor(1).submit(_attempt, own)
-    while not all(gather(attempt.done(), world)):
+    while not all(all_gather(attempt.done(), world)):
         wait([attempt], timeout=1)
-    return _first_result(gather(attempt.result(), world))
+    return _first_result(all_gather(attempt.result(), world))
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -96,17 +96,17 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def gather_on_first(state: dict[str, Any], world: World) -> dict[str, Any]:
+def gather_on_rank_0(state: dict[str, Any], world: World) -> dict[str, Any]:
     """A nested dictionary of tensors with full ones in place of shards, one gathered at a time, in rank
     0's host memory; None in their place on other ranks. Every rank must call it.
     """
     result: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, dict):
-            result[name] = gather_on_first(value, world)
+            result[name] = gather_on_rank_0(value, world)
         elif is_dtensor(value):
             full = value.full_tensor()
-            result[name] = full.cpu() if world.is_first else None
+            result[name] = full.cpu() if world.is_rank_0 else None
         else:
             result[name] = value
     return result

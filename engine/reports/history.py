@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from engine.config.overrides import key_of, without
+from engine.config.overrides import override_key, without
 from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError
 from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config
@@ -83,7 +83,7 @@ class Run:
     def changes(self) -> list[str]:
         """The overrides of all starts that affect the loss by more than another seed does."""
         typed = dict.fromkeys(o for start in self.starts for o in start["overrides"] or ())
-        return [o for o in without(typed, "experiment=") if key_of(o) not in IRRELEVANT]
+        return [o for o in without(typed, "experiment=") if override_key(o) not in IRRELEVANT]
 
 
 def name_runs(runs: list[Run]) -> list[str]:

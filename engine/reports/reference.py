@@ -9,7 +9,7 @@ import os
 import statistics
 from typing import Any
 
-from engine.config.overrides import key_of
+from engine.config.overrides import override_key
 from engine.config.settings import is_incomparable
 from engine.reports.history import Run
 
@@ -42,7 +42,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
     if reference is None or any(problems):
-        problems += [worse_than_frequencies(run), rising(run)]
+        problems += [unigram_warning(run), overfitting_warning(run)]
     changed = f"It overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
     verdict = OFF_TRACK if any(problems) else ON_TRACK if run.step >= FIRST_JUDGED else TOO_FEW
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
@@ -57,7 +57,9 @@ def find_reference(run: Run, references: References) -> tuple[dict[str, Any] | N
     reference = references.get(run.recipe or "")
     if reference is None:
         return None, f"There is no reference for {recipe_name(run)}: the run is judged on its own."
-    unlike = [o for o in run.changes if key_of(o) == "model" or is_incomparable(key_of(o))]
+    unlike = [
+        o for o in run.changes if override_key(o) == "model" or is_incomparable(override_key(o))
+    ]
     if run.starts[-1]["text_sha256"] != reference["text_sha256"]:
         unlike.append("another text")
     if unlike:
@@ -84,7 +86,7 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
     )
 
 
-def rising(run: Run) -> str:
+def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile,
     and diverges if it rose too, by more than batches differ.
     """
@@ -105,7 +107,7 @@ def rising(run: Run) -> str:
     )
 
 
-def worse_than_frequencies(run: Run) -> str:
+def unigram_warning(run: Run) -> str:
     """A sentence if the newest held-out loss, or the newest training losses if nothing was evaluated, are above that
     of guessing by the characters' frequencies.
     """

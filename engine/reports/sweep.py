@@ -50,12 +50,12 @@ class Sweep(Callback):
         recipe or run_name, and names the jobs by their swept overrides.
         """
         sweep_dir, given = config.hydra.sweep.dir, config.hydra.overrides
-        own = [f"hydra.sweep.dir={quoted(sweep_dir)}"]
+        own = [f"hydra.sweep.dir={hydra_quote(sweep_dir)}"]
         parsed = OverridesParser.create().parse_overrides(list(given.task))
         swept = " ".join(sorted(o.key_or_group for o in parsed if o.is_sweep_override()))
         if swept and not any(o.startswith("hydra.sweep.subdir=") for o in given.hydra):
             name = f'${{job_name:${{hydra.overrides.task}},"{swept}"}}'
-            own.append(f"hydra.sweep.subdir={quoted(name)}")
+            own.append(f"hydra.sweep.subdir={hydra_quote(name)}")
         with read_write(config), open_dict(config):
             given.hydra.extend(own)
         # Not on_multirun_end: Hydra calls it only if no job failed and the sweep was not stopped.
@@ -69,7 +69,7 @@ class Sweep(Callback):
         write_status(config, "finished" if done else "failed")
 
 
-def quoted(value: str) -> str:
+def hydra_quote(value: str) -> str:
     """`value` as Hydra reads it back, whatever is in it."""
     return QuotedString(value, Quote.single).with_quotes()
 

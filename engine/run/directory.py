@@ -13,7 +13,7 @@ import yaml
 
 from engine import portable
 from engine.errors import UserError, check_only_one, one_line
-from engine.parallel.distributed import World, report_unresponsive_ranks, run_on_first
+from engine.parallel.distributed import World, report_unresponsive_ranks, run_on_rank_0
 from engine.signals import Stopped
 from engine.snapshots import storage
 
@@ -57,7 +57,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
                 beside = os.path.join(folder, f".{name}{LOCK}")
                 stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
 
-        run_on_first(lock, world)
+        run_on_rank_0(lock, world)
         stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))
         yield
 

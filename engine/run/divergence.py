@@ -28,7 +28,7 @@ class DivergenceCheck:
         # Step, this rank's loss and gradient norm of the first bad step; step -1 for none.
         self.bad = torch.full((3,), -1.0, device=self.world.device)
 
-    def note(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Notes the loss and the gradient norm of `step`, scalars on the device."""
         now = torch.stack((torch.full_like(loss, step), loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)

@@ -55,7 +55,7 @@ class Evaluations:
         is_last = step == total
         return is_last or is_halfway or self.plan.is_due(step, self.every_steps, every_epochs)
 
-    def note(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
+    def record(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
         """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""
         self.last = (loss, step)
         self.since_best = 0 if best is None or loss < best[0] else self.since_best + 1
@@ -105,7 +105,7 @@ def evaluate(
     # Summed in Python's floats: not every device has float64.
     means = torch.stack(losses).tolist() if losses else []
     total = sum(mean * count for mean, count in zip(means, counts, strict=True))
-    results = distributed.gather((total, sum(counts)), world)
+    results = distributed.all_gather((total, sum(counts)), world)
     characters = sum(count for _, count in results)
     rank_losses = [loss / count if count else None for loss, count in results]
     return sum(loss for loss, _ in results) / characters, characters, rank_losses

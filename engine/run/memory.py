@@ -49,7 +49,7 @@ def fit_micro_batch(
         windows = plan.micro_batch_size
         fits = _fits(windows, model, dataset, choices, world.device)
         hardware.free_unused(world.device)  # libraries take memory beside torch's
-        if all(distributed.gather(fits, world)):
+        if all(distributed.all_gather(fits, world)):
             choices["micro_batch_size"] = windows
             return plan
         log.info("memory      %d windows at once need more than the GPU has", windows)

@@ -124,7 +124,7 @@ class TrainingLog:
     ) -> None:
         """One line of training: the mean of each rank's loss, nats per character."""
         # On the host: not every device has float64.
-        total = distributed.sum_over_ranks(rank_loss.cpu().double(), self.world)
+        total = distributed.all_reduce_sum(rank_loss.cpu().double(), self.world)
         loss = total.item() / self.world.size
         if not self.metrics:
             return

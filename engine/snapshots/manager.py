@@ -74,8 +74,8 @@ class SnapshotManager:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
         # In two steps, as a slow store may take longer than ranks wait in a broadcast.
         find = functools.cache(self.storage.find)
-        distributed.run_on_each_host(lambda: self.world.is_first and bool(find()), self.world)
-        found = distributed.run_on_first(find, self.world)
+        distributed.run_on_each_host(lambda: self.world.is_rank_0 and bool(find()), self.world)
+        found = distributed.run_on_rank_0(find, self.world)
         if found is None:
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
@@ -155,7 +155,7 @@ class SnapshotManager:
         except (OSError, UserError) as error:  # of shards, raised on every rank
             written.set_exception(error)
         else:
-            if self.world.is_first:
+            if self.world.is_rank_0:
                 copied = snapshot.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True))
                 written = self._thread.submit(
                     lambda: self.storage.write(copied.to_bytes(), copied.step, latest, best)
@@ -165,10 +165,10 @@ class SnapshotManager:
     def _collect(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with full tensors, on rank 0, or without any, which every rank has written."""
         if self.config.snapshot_format == "sharded":
-            distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
+            distributed.run_on_rank_0(lambda: remove_unused(self.storage), self.world)
             return save_shards(self.path, snapshot, self.world)
         states = {"model_state": snapshot.model_state, "optimizer_state": snapshot.optimizer_state}
-        return dataclasses.replace(snapshot, **sharding.gather_on_first(states, self.world))
+        return dataclasses.replace(snapshot, **sharding.gather_on_rank_0(states, self.world))
 
     def wait(self) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in
@@ -177,7 +177,7 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        error = distributed.run_on_first(saving.error, self.world)
+        error = distributed.run_on_rank_0(saving.error, self.world)
         if not error:
             self.saved_step, self.best = saving.saved_step, saving.best
             self.failures, self._last_error = 0, ""
@@ -202,12 +202,12 @@ class SnapshotManager:
                 f"{self.path}: the snapshot of step {step} was not written{self._last_error}; fix "
                 "the cause, and the same command resumes from the newest one"
             )
-        distributed.run_on_first(lambda: remove_unused(self.storage), self.world)
+        distributed.run_on_rank_0(lambda: remove_unused(self.storage), self.world)
 
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
-        if saving is not None and self.world.is_first and (error := saving.error()):
+        if saving is not None and self.world.is_rank_0 and (error := saving.error()):
             self._log_failure(saving.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
-from engine.parallel.distributed import World, gather, run_on_first
+from engine.parallel.distributed import World, all_gather, run_on_rank_0
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 from engine.snapshots.storage import SnapshotStorage, is_local, load, shards_folder
 
@@ -35,7 +35,7 @@ def run_folder(path: str) -> str:
 
 
 @contextlib.contextmanager
-def naming_rank(folder: str) -> Iterator[None]:
+def checkpoint_errors(folder: str) -> Iterator[None]:
     """Turns an error of torch.distributed.checkpoint, raised on every rank, into one line."""
     from torch.distributed.checkpoint import CheckpointException
 
@@ -61,13 +61,13 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
     unique = f"{snapshot.step:08d}-{uuid.uuid4().hex[:8]}"
-    name = run_on_first(lambda: f"{run_folder(path)}/{unique}", world)
+    name = run_on_rank_0(lambda: f"{run_folder(path)}/{unique}", world)
     folder = shards_folder(path, name)
-    with naming_rank(folder):
+    with checkpoint_errors(folder):
         writer = checkpoint.FileSystemWriter(folder, sync_files=True)
         checkpoint.save(state, storage_writer=writer, no_dist=world.size == 1)
     # `glob` finds nothing, and raises nothing, where a folder cannot be read; the others gather.
-    listings = gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)), world)
+    listings = all_gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)), world)
     files = digests(listings[0], folder, world)
     if not files or None in files.values() or any(names != listings[0] for names in listings):
         raise SnapshotError(
@@ -112,7 +112,7 @@ def read_shards(
             model_state[name] = tensor
         else:
             optimizer_state.setdefault(name, {})[key[0]] = tensor
-    with naming_rank(folder):
+    with checkpoint_errors(folder):
         checkpoint.load(state, storage_reader=reader, no_dist=world.size == 1)
     return model_state, optimizer_state
 
@@ -127,7 +127,7 @@ def digests(names: list[str], folder: str, world: World) -> dict[str, list[Any] 
                 own[name] = [file.tell(), digest]
         except OSError:
             own[name] = None
-    return {name: found for part in gather(own, world) for name, found in part.items()}
+    return {name: found for part in all_gather(own, world) for name, found in part.items()}
 
 
 def remove_unused(storage: SnapshotStorage) -> None:

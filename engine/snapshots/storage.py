@@ -47,7 +47,7 @@ def locate(path: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def reaching(path: str, what: str = "reached"):
+def storage_errors(path: str, what: str = "reached"):
     """Turns the errors of any file system into a `UserError` that names `path`."""
     try:
         yield
@@ -59,7 +59,7 @@ def reaching(path: str, what: str = "reached"):
 
 def exists(path: str) -> bool:
     """Whether there is a file at a path or URL. Raises `UserError` if the file system does not answer."""
-    with reaching(path):
+    with storage_errors(path):
         file_system, inner = locate(path)
         file_system.invalidate_cache()  # a listing may be older than the file
         return file_system.exists(inner)
@@ -69,7 +69,7 @@ def read(path: str) -> bytes:
     """The bytes at a path or URL. Raises `SnapshotError` if there is no such file, and another `UserError` if it cannot
     be read, or not all of it.
     """
-    with reaching(path):
+    with storage_errors(path):
         file_system, inner = locate(path)
         file_system.invalidate_cache()
         try:
@@ -93,7 +93,7 @@ def set_aside(paths: list[str], word: str = "old") -> list[str]:
     candidates = ([beside(path, f"{word}{n}") for path in paths] for n in itertools.count(1))
     moved = next(names for names in candidates if not any(map(exists, names)))
     for old, new in zip(paths, moved, strict=True):
-        with reaching(old, "renamed"):
+        with storage_errors(old, "renamed"):
             if is_local(old):
                 os.rename(old, new)
             else:
@@ -126,7 +126,7 @@ class SnapshotStorage:
         """Creates the folder of the snapshots, and removes the temporary files of a killed writer. Raises
         `UserError` if a file cannot be written or copied there; not every kind of store can copy.
         """
-        with reaching(self.path, "written"):
+        with storage_errors(self.path, "written"):
             if is_local(self.path):
                 os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
             for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
@@ -211,7 +211,7 @@ class SnapshotStorage:
         folder, _, name = self.path.rpartition("/")
         root, extension = os.path.splitext(name)
         pattern = re.compile(rf"{re.escape(root)}(?:{kind}){re.escape(extension)}")
-        with reaching(self.path):
+        with storage_errors(self.path):
             self.file_system.invalidate_cache()
             try:
                 parent = locate(self.path)[1].rpartition("/")[0]
@@ -260,7 +260,7 @@ class SnapshotStorage:
         for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
         if path != self.path:  # a run that has finished would not write it again
-            with reaching(self.path, "written"):
+            with storage_errors(self.path, "written"):
                 self._copy(path, self.path)
         return content, path
 

@@ -40,7 +40,7 @@ class EncodedText(NamedTuple):
     digest: str  # SHA-256 of the text in UTF-8, hexadecimal
 
 
-def is_small(path: str | list[str]) -> bool:
+def fits_in_memory(path: str | list[str]) -> bool:
     """Whether the text is a plain local file of up to `LARGE` bytes, or Python's own."""
     if path == PYDOC:
         return True
@@ -57,7 +57,7 @@ def open_text(config: Any) -> EncodedText:
     `sha256`, and for a cache that cannot be used.
     """
     path, sha256, encoding = config.path, config.sha256, config.encoding
-    if is_small(path):
+    if fits_in_memory(path):
         ids = io.BytesIO()
         text = [from_text(sources.pydoc_text(), encoding)] if path == PYDOC else None
         pieces = text or read_text(find_files(path), sha256, encoding)

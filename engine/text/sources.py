@@ -42,7 +42,7 @@ class Unreadable(UserError):
 
 
 @contextlib.contextmanager
-def reading(name: str) -> Iterator[None]:
+def file_errors(name: str) -> Iterator[None]:
     """Turns the errors of every kind of file system into `Unreadable`, naming the file."""
     try:
         yield
@@ -72,7 +72,7 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
             timeout = aiohttp.ClientTimeout(sock_connect=10, sock_read=60)
             # Block size 0 reads one stream: not every server supports ranges.
             options = {"client_kwargs": {"timeout": timeout}, "block_size": 0}
-        with reading(name):
+        with file_errors(name):
             fsspec.core.url_to_fs(name, **options)[0].invalidate_cache()  # drop cached listings
             matches = fsspec.open_files(name, "rb", compression="infer", **options)
         if not matches:
@@ -81,18 +81,18 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
     return files
 
 
-def is_local(file: OpenFile) -> bool:
+def is_local_file(file: OpenFile) -> bool:
     return isinstance(file.fs, LocalFileSystem)
 
 
 def name_of(file: OpenFile) -> str:
     """The name of a file in messages."""
-    return file.path.removeprefix(f"{os.getcwd()}/") if is_local(file) else file.full_name
+    return file.path.removeprefix(f"{os.getcwd()}/") if is_local_file(file) else file.full_name
 
 
 def version_of(file: OpenFile) -> list[str]:
     """Identity of a file and its content: name, size, time, hash, as far as its file system has them."""
-    with reading(name_of(file)):
+    with file_errors(name_of(file)):
         info = file.fs.info(file.path)
     return [file.full_name, *(f"{key}={info[key]}" for key in sorted(info) if VERSION.search(key))]
 
@@ -102,7 +102,7 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     logs progress every few seconds. Raises `Unreadable`, also for a truncated file.
     """
     name = name_of(file)
-    with reading(name):
+    with file_errors(name):
         if file.compression == "zip":  # fsspec would read the first file in it
             raise UserError(
                 f"{name}: use zip://NAME::{name}, or zip://*::{name} for all files in it"
@@ -119,7 +119,7 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
                     share = f" ({count / size:.0%})" if size else ""
                     log.info("reading     %s: %s MB%s", name, f"{count / 1e6:,.0f}", share)
                 yield piece
-            if size not in (None, count) and not is_local(file):
+            if size not in (None, count) and not is_local_file(file):
                 raise EOFError(f"{count} of {size} bytes received")
 
 
