@@ -78,6 +78,8 @@ class DataConfig:
         if self.shuffle is not None:
             check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
         check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
+        if not self.cache_dir or "://" in self.cache_dir:
+            raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 
 
 def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:

@@ -65,13 +65,13 @@ class Config:
 
 BASE = OmegaConf.structured(Config)
 BASE.model = OmegaConf.structured(GPTConfig)  # not an instance, which has filled in what is null
+KEYS = [*flatten(cast(dict, OmegaConf.to_container(BASE)))]  # dotted
 ConfigStore.instance().store(name="base_config", node=BASE)
 
 
 def check(overrides: list[str]) -> None:
     """Raises `UserError` for overrides as they were typed: see `check_overrides`."""
-    keys = list(flatten(cast(dict, OmegaConf.to_container(BASE))))
-    check_overrides(overrides, keys, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
+    check_overrides(overrides, KEYS, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
 
 
 def compose(overrides: list[str]) -> DictConfig:
@@ -95,7 +95,10 @@ def validate(composed: DictConfig) -> Config:
     if config.model.block_size is not None or config.model.vocab_size is not None:
         raise UserError("model.block_size and vocab_size follow from data.block_size and the text")
     config.model.block_size = config.data.block_size
-    if "/" in config.run_name or config.run_name.strip() in ("", ".", ".."):
+    for name in ("run_name", "run_dir", "init_from"):
+        if getattr(config, name) is not None and not getattr(config, name).strip():
+            raise UserError(f"{name}: must not be empty")
+    if "/" in config.run_name or config.run_name in (".", ".."):
         raise UserError(
             f"run_name={config.run_name}: must be a name without a slash; run_dir= may be any directory"
         )

@@ -9,7 +9,6 @@ It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, a
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import time
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
+from engine.config.settings import as_plain
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep, MicroBatch
@@ -176,13 +176,10 @@ class Trainer:
         self.model = sharding.wrap(model, self.world, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
         device = self.world.device
-        own: dict[str, Any] = {"trainer": config, "model": getattr(bare, "config", None)}
+        own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
-        settings = {
-            k: dataclasses.asdict(v) for k, v in own.items() if hasattr(v, "__dataclass_fields__")
-        }
-        # In plain types, which a snapshot can hold.
-        self.run_config = json.loads(json.dumps(settings | (run_config or {}), default=str))
+        own = {name: value for name, value in own.items() if dataclasses.is_dataclass(value)}
+        self.run_config = as_plain(own | (run_config or {}))
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step, self.is_updating = 0, False
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
@@ -420,13 +417,8 @@ class Trainer:
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            return evaluate(
-                self.bare,
-                self.test_dataset,
-                self.world,
-                self.requests.check,
-                self.choices.get("micro_batch_size"),
-            )
+            limit = self.choices.get("micro_batch_size")  # found by trial
+            return evaluate(self.bare, self.test_dataset, self.world, self.requests.check, limit)
 
     def _save_is_due(self) -> bool:
         if self.step in (0, self.snapshots.saved_step):  # nothing has been trained since

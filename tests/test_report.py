@@ -17,7 +17,7 @@ from conftest import TINY, metrics, start
 import report
 from benchmarks import reference
 from benchmarks.reference import band, make_reference
-from config import SCHEMA, compose
+from config import KEYS, compose
 from engine.config.settings import FIXED, INCOMPARABLE, IRRELEVANT
 from engine.errors import UserError
 from engine.reports.charts import draw_charts, ticks
@@ -26,7 +26,7 @@ from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references
 from engine.run.directory import choose_snapshot
 from model import GPT, GPTConfig
-from sample import draw
+from sample import sample_during_training
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -117,8 +117,8 @@ def test_drawing_samples_changes_no_state():
     model = GPT(GPTConfig(model_type=None, **sizes)).train()
     torch.set_num_threads(2)
     before = torch.random.get_rng_state()
-    texts = draw(model, "\nabc", torch.device("cpu"))
-    assert texts == draw(model, "\nabc", torch.device("cpu"))
+    texts = sample_during_training(model, "\nabc", torch.device("cpu"), "utf-8")
+    assert texts == sample_during_training(model, "\nabc", torch.device("cpu"), "utf-8")
     assert [len(text) for text in texts] == [120] * 2 and set("".join(texts)) <= set("\nabc")
     assert torch.equal(before, torch.random.get_rng_state())
     assert model.training and torch.get_num_threads() == 2
@@ -131,7 +131,7 @@ def test_a_resumed_run_records_its_start(tmp_path):
     run = Run(str(tmp_path))
     assert [(start["step"], start["total_steps"]) for start in run.starts] == [(0, 2), (2, 4)]
     assert run.recipe is None and "data=pydoc" in run.starts[1]["overrides"]
-    assert run.step == run.total_steps == 4 and run.last_loss == run.val[-1]["loss"]
+    assert run.step == run.total_steps == 4
     assert run.changes[-2:] == ["trainer.max_steps=2", "trainer.max_steps=4"]  # of both starts
     assert render([run], {}).count("python main.py experiment=null data=pydoc") == 2
 
@@ -543,7 +543,7 @@ def test_a_missing_run_is_refused_with_the_newest(tmp_path, monkeypatch):
 
 
 def test_every_setting_in_the_list_exists():
-    assert set(SCHEMA.keys) >= FIXED | INCOMPARABLE | IRRELEVANT
+    assert set(KEYS) >= FIXED | INCOMPARABLE | IRRELEVANT
 
 
 def test_a_report_replaces_a_report_and_no_other_file(tmp_path):

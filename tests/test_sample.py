@@ -292,7 +292,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
             score(config, model_snapshot(VOCABULARY))
         return str(caught.value)
 
-    says = f"score={path}: character 'x' (U+0078) at position 100 is not in the vocabulary"
+    says = f"score={path}: character 'x' at position 100 is not among the 10"
     assert refused("ab" * 50 + "xyz").startswith(says)
     assert "characters in it: 1;" in refused("a") and "characters in it: 0;" in refused("")
 
@@ -369,7 +369,10 @@ def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
     result = sample(f"run_dir={tmp_path / 'run'}", "alternatives=9", "max_new_tokens=2")
     assert {"0xc3", "0x9f", "0xb6"} <= set(result.stdout.split()), result.stdout
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=Ü")
-    assert "prompt: byte 0x9c at 1 is not among the 8 bytes of the training text" in result.stderr
+    assert (
+        "prompt: byte 0x9c at position 1 is not among the 8 bytes of the training text"
+        in result.stderr
+    )
     result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")
     assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout
 
@@ -383,5 +386,5 @@ def test_a_share_of_another_text_than_the_trained_one_is_refused(run_dir):
 
 def test_a_stop_that_can_never_be_drawn_is_refused(run_dir):
     snapshot = load(f"{run_dir}/gpt_snapshot.pt")
-    with pytest.raises(UserError, match="stop=€: the model never draws '€'"):
+    with pytest.raises(UserError, match="stop='€': the model never draws '€'"):
         list(sampling.sample(SampleConfig(stop="€"), snapshot))

@@ -35,7 +35,7 @@ def test_a_sweep_ends_with_its_table(tmp_path):
         assert (found.step, found.job["status"]) == (6, "finished")
         best = found.best
         assert (best["loss"], best["step"]) == (min(losses), losses[min(losses)])
-        assert found.last_loss == [*losses][-1] and found.characters_per_s > 0
+        assert found.characters_per_s > 0
     shown = table(jobs)
     assert shown[1].startswith("learning_rate=0.01 ") and max(map(len, shown)) < 80
     best = f"sample      python sample.py run_dir={jobs[0].path}"

@@ -1,5 +1,7 @@
 """Settings by dotted key: which ones a resumed run may not change, and which ones affect the loss."""
 
+import dataclasses
+import json
 from typing import Any
 
 # These decide which characters a step sees, and which are scored.
@@ -46,6 +48,15 @@ def is_fixed(key: str) -> bool:
 def is_incomparable(key: str) -> bool:
     """Whether losses of runs that differ in the setting `key` cannot be compared."""
     return key in INCOMPARABLE or (key.startswith("model.") and key not in IRRELEVANT)
+
+
+def as_plain(value: Any) -> Any:
+    """The same in plain types, which a snapshot can hold: dataclasses as dictionaries, the rest as text."""
+
+    def plain(x: Any) -> Any:
+        return vars(x) if dataclasses.is_dataclass(x) else str(x)
+
+    return json.loads(json.dumps(value, default=plain))
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
