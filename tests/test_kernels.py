@@ -387,7 +387,7 @@ def test_what_the_kernels_are_not_written_for_is_computed_all_the_same(dtype, mo
 
     x, weight, bias = torch.randn(272, 64).to(dtype), torch.randn(64, 64), torch.randn(64)
     for given in (
-        (x[:260], weight, bias),
+        (x[:260].clone(), weight, bias),
         (x[:, :40], weight[:, :40].contiguous(), bias),
         (x, weight[:43], bias[:43]),
         (x, weight.t(), bias),
@@ -396,10 +396,13 @@ def test_what_the_kernels_are_not_written_for_is_computed_all_the_same(dtype, mo
         (x.float(), weight, bias),
         (x.double(), weight.double(), bias.double()),
     ):
-        right = F.linear(*(z.double() for z in given))
+        g = torch.randn(len(given[0]), len(given[1]))
+        right = results(F.linear, *(z.double() for z in given), g=g)
         for amp in (torch.bfloat16, torch.float16) if dtype is torch.bfloat16 else (None,):
-            with torch.no_grad(), torch.autocast("cpu", amp, enabled=amp is not None):
-                found.append((ops.linear(*given), right))
+            with torch.autocast("cpu", amp, enabled=amp is not None):
+                found += zip(results(ops.linear, *given, g=g), right, strict=True)
+                with torch.no_grad():
+                    found.append((ops.linear(*given), right[0]))
 
     x = torch.randn(2, 64).to(dtype)
     found.append((ops.rms_norm(x, 0.1), F.rms_norm(x.double(), (64,), eps=0.1)))
@@ -417,6 +420,8 @@ def test_what_the_kernels_are_not_written_for_is_computed_all_the_same(dtype, mo
     for other in (cos.double(), cos.t().contiguous().t(), cos.clone().requires_grad_()):
         y = attention(qkv, 2, (other, sin), None, 0.0)
         assert y.requires_grad == other.requires_grad
+        if other.requires_grad:
+            assert torch.autograd.grad(y.sum(), other, retain_graph=True)[0].any()
         found.append((y, right))
     dropped = [attention(qkv, 2, None, None, 0.5) for _ in range(2)]
     assert not torch.equal(*dropped)
