@@ -416,8 +416,8 @@ class Trainer:
         """
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
+        limit = self.choices.get("micro_batch_size")  # found by trial
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            limit = self.choices.get("micro_batch_size")  # found by trial
             return evaluate(self.bare, self.test_dataset, self.world, self.requests.check, limit)
 
     def _save_is_due(self) -> bool:
