@@ -355,8 +355,8 @@ class MicroBatches:
     """Item k is the k-th micro-batch of `rank` in the whole run, also after resuming.
 
     Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, in order
-    of rank and micro-batch, as `plan` cuts them. An empty micro-batch has the window that comes next, with
-    weight 0.
+    of rank and micro-batch, as `plan` cuts them. An empty micro-batch computes on the
+    next window, with weight 0, so that every rank makes the same collectives.
     """
 
     def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):

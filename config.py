@@ -23,7 +23,7 @@ from engine.config.arguments import field_table
 from engine.config.overrides import GROUPS, check_overrides, explain
 from engine.config.settings import flatten
 from engine.errors import UserError
-from engine.optim.optimizer import OptimizerConfig
+from engine.optim import OptimizerConfig
 from engine.parallel.distributed import World, all_gather, launched_size
 from engine.run.plan import check_shares
 from engine.snapshots.storage import is_local
@@ -69,14 +69,14 @@ KEYS = [*flatten(cast(dict, OmegaConf.to_container(BASE)))]  # dotted
 ConfigStore.instance().store(name="base_config", node=BASE)
 
 
-def check(overrides: list[str]) -> None:
+def check_typed(overrides: list[str]) -> None:
     """Raises `UserError` for overrides as they were typed: see `check_overrides`."""
     check_overrides(overrides, KEYS, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
 
 
 def compose(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes from `conf/` and `overrides`. Raises `UserError`."""
-    check(overrides)
+    check_typed(overrides)
     try:
         with hydra.initialize_config_dir(CONF, version_base="1.3"):
             return hydra.compose("config", overrides)
@@ -119,7 +119,7 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
     hardware, for which different recipes are chosen.
     """
     local = ("data.path", "data.cache_dir", "run_dir", "trainer.threads")
-    own = plain(config)
+    own = dataclasses.asdict(config)
     own["data"]["sha256"] = text_digest
     first, *others = map(flatten, all_gather(own, world))
     for other in others:
@@ -129,11 +129,6 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
                     f"{key}: the ranks differ, {first[key]} and {other[key]}; start all with the same text "
                     "and command, and name the recipe: experiment=NAME"
                 )
-
-
-def plain(config: Config) -> dict:
-    """The configuration as nested dictionaries of plain types, for a snapshot or a YAML file."""
-    return dataclasses.asdict(config)
 
 
 def help_text() -> str:

@@ -16,6 +16,7 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
+import dataclasses
 import functools
 import logging
 import os
@@ -30,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from config import Config, check, compose, help_text, plain, validate
+from config import Config, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
@@ -114,7 +115,7 @@ def run_training(config: Config, started: float) -> float | None:
             sample=draw_samples if config.samples else None,
             probe=functools.partial(probe_logits, bare, *shape, world.device),
             world=world,
-            run_config=plain(config),
+            run_config=dataclasses.asdict(config),
             snapshots=snapshots,
             is_pretrained=pretrained is not None,
             on_start=lambda: record_run(config, trainer),
@@ -155,7 +156,7 @@ def run() -> None:
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)
         sys.argv[1:] = add_default_recipe(arguments)
-        check(sys.argv[1:])
+        check_typed(sys.argv[1:])
         portable.patch_argparse()
         main()
     distributed.leave(0)

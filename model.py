@@ -24,7 +24,7 @@ from engine import generation
 from engine.errors import UserError, check_option, check_range
 from engine.generation import LayerCache
 from engine.kernels import ops
-from engine.optim.optimizer import OptimizerConfig, create_optimizer
+from engine.optim import OptimizerConfig, create_optimizer
 from engine.parallel import sharding
 
 __all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
@@ -126,9 +126,12 @@ class GPTConfig:
 
 
 # What `init_from` does not take over from a pretrained model; all other fields are its architecture.
-FREE = {"model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop"}
-FREE |= {"activation_checkpointing"}
-ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not in FREE)
+NOT_ARCHITECTURE = {
+    "model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_checkpointing",
+}  # fmt: skip
+ARCHITECTURE = tuple(
+    field.name for field in fields(GPTConfig) if field.name not in NOT_ARCHITECTURE
+)
 
 
 class Linear(nn.Linear):

@@ -12,14 +12,13 @@ import shlex
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from char_dataset import MAX_COUNTED, CharDataset, compare_characters, prepare_text
-from config import Config, check_ranks_agree, plain
+from config import Config, check_ranks_agree
 from engine import sizing
 from engine.config import auto
 from engine.config.overrides import override_key, without
@@ -31,6 +30,7 @@ from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_on_each_host, run_on_rank_0
 from engine.reports.history import Run
 from engine.reports.reference import overfitting_warning, unigram_warning
+from engine.run import memory
 from engine.run.directory import CONFIG, ENVIRONMENT, REPORT, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics, read_lines, write_lines
@@ -46,7 +46,7 @@ TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
 def read_init_weights(config: Config, snapshot: Snapshot | None, world: World) -> Snapshot | None:
-    """The pretrained weights that `config.init_from` names, whose architecture `config` then has; None
+    """Reads the pretrained weights that `config.init_from` names, and sets the architecture in `config` to theirs. None
     without them, and for a run that resumes from its own `snapshot`.
     """
     source = config.init_from
@@ -97,7 +97,7 @@ def choose_sizes(
 
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
-        trial.model = with_sizes(trial)
+        trial.model = sized_model(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
         model = build_model(trial, None, world)
         optimizer = create_optimizer(model, trial.optimizer)
@@ -119,8 +119,8 @@ def choose_sizes(
             named = {"run_name", "run_dir"} & {*map(override_key, typed)}
             chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
         log.info("sizing      to choose the same: %s", shlex.join(chosen))
-    config.model = with_sizes(config)
-    warn_of_memory(config, world)
+    config.model = sized_model(config)
+    memory.warn_if_too_little(config.model, config.trainer, world)
 
 
 def time_steps(trainer: Trainer) -> float:
@@ -142,7 +142,7 @@ def time_steps(trainer: Trainer) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
-def with_sizes(config: Config) -> GPTConfig:
+def sized_model(config: Config) -> GPTConfig:
     """The model's configuration, checked, with the context of the data. Raises `UserError`."""
     block_size = config.data.block_size
     return dataclasses.replace(config.model, model_type=None, block_size=block_size)
@@ -170,23 +170,6 @@ def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharData
     return train_text, held_out
 
 
-def warn_of_memory(config: Config, world: World) -> None:
-    """Warns if training on this host's CPUs may need more memory than is free: the operating system would kill it."""
-    model, trainer = cast(Any, config.model), cast(Any, config.trainer)
-    share = -(-trainer.batch_size // world.size)
-    characters = min(trainer.micro_batch_size or share, share) * model.block_size
-    weights = 12 * model.n_layer * model.n_embd**2 + 2 * model.vocab_size * model.n_embd
-    # Weights, gradients and averages; what the backward pass needs, of each block or of one; the logits.
-    blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
-    each = 16 * weights + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
-    needed, free = world.local_size * each, hardware.free_memory()
-    if world.device.type == "cpu" and free is not None and needed > free:
-        log.warning(
-            "training needs about %.1f GB of memory and %.1f GB are free: set trainer.micro_batch_size=%d or "
-            "less, or a smaller model", needed / 1e9, free / 1e9, max(1, characters // model.block_size // 2),
-        )  # fmt: skip
-
-
 def log_model(config: Config, model: torch.nn.Module) -> None:
     sharded, optimizer = ", sharded" * sharding.is_sharded(model), config.optimizer
     log.info("parameters  %s%s", f"{sum(p.numel() for p in model.parameters()):,}", sharded)
@@ -202,7 +185,7 @@ def record_run(config: Config, trainer: Trainer) -> None:
     that they computed is kept.
     """
     with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
-        OmegaConf.save(plain(config), file)
+        OmegaConf.save(dataclasses.asdict(config), file)
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     world, choices = trainer.world, trainer.choices
     start = {

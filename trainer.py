@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
-from engine.config.settings import as_plain
+from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep, MicroBatch
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
-from engine.optim.optimizer import set_learning_rate
+from engine.optim import set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, report_unresponsive_ranks
 from engine.run import memory, trackers
@@ -185,7 +185,8 @@ class Trainer:
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
         found = self.snapshots.found
         if found:
-            check_can_resume(found, self.snapshots.path, self.run_config, train_dataset, self.world)
+            path, defaults = self.snapshots.path, defaults_of(own)
+            check_can_resume(found, path, self.run_config, defaults, train_dataset, self.world)
         earlier = found.choices_on(device.type) if found else {}
         flops = self.plan.total_steps * self.plan.characters * flops_per_token(bare)
         flops /= self.world.size if device.type == "cuda" else 1

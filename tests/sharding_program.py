@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.nn as nn
 
-from engine.optim.optimizer import OptimizerConfig, create_optimizer
+from engine.optim import OptimizerConfig, create_optimizer
 from engine.parallel import distributed, sharding
 from model import GPT, GPTConfig
 

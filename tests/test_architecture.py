@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-DOOR = {path.stem for path in ROOT.glob("*.py")}
+PROGRAMS = {path.stem for path in ROOT.glob("*.py")}
 # In the order of engine/__init__.py: each may use those before it.
 ORDER = ast.get_docstring(ast.parse((ROOT / "engine" / "__init__.py").read_text()))
 PACKAGES = ", ".join(re.findall(r"^    ((?:\w+, )*\w+)  ", ORDER, re.MULTILINE)).split(", ")
@@ -36,14 +36,14 @@ def test_no_import_goes_round_in_a_circle():
     tuple(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError
 
 
-def test_the_engine_does_not_know_the_programs_and_rooms_use_those_before_them():
+def test_the_engine_does_not_know_the_programs_and_packages_use_those_before_them():
     wrong = []
     for name, imported in IMPORTS.items():
         if not name.startswith("engine."):
             continue
         package = name.split(".")[1]
         for other in imported:
-            if other.split(".")[0] in DOOR:
+            if other.split(".")[0] in PROGRAMS:
                 wrong.append(f"{name} imports {other}")
             if other.startswith("engine.") and PACKAGES.index(other.split(".")[1]) > PACKAGES.index(
                 package
@@ -52,7 +52,7 @@ def test_the_engine_does_not_know_the_programs_and_rooms_use_those_before_them()
     assert wrong == []
 
 
-def test_every_room_is_in_the_order_and_says_what_it_is_for():
+def test_every_package_is_in_the_order_and_says_what_it_is_for():
     packages = {path.stem for path in (ROOT / "engine").iterdir() if not path.name.startswith("__")}
     assert sorted(packages) == sorted(PACKAGES)
     for path in (ROOT / "engine").glob("*/__init__.py"):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import model as model_module
 from config import compose, validate
 from engine.kernels import ops
-from engine.optim.optimizer import set_learning_rate
+from engine.optim import set_learning_rate
 from model import GPT, create_optimizer
 
 LAUNCHES, GIGABYTES = 318, 2.14  # of experiment=shakespeare_gpu

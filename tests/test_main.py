@@ -15,9 +15,10 @@ from char_dataset import DataConfig
 from config import KEYS, Config, compose, validate
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
+from engine.run import memory
 from engine.snapshots.storage import load
 from model import GPTConfig, OptimizerConfig
-from parts import load_text, warn_of_memory
+from parts import load_text
 from trainer import TrainerConfig
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -406,6 +407,8 @@ def test_a_run_that_needs_more_memory_than_is_free_is_warned_of(tmp_path):
     config.model.vocab_size = 100
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
-        patch.setattr("parts.log.warning", lambda text, *values: lines.append(text % values))
-        warn_of_memory(config, ALONE)
+        patch.setattr(
+            "engine.run.memory.log.warning", lambda text, *values: lines.append(text % values)
+        )
+        memory.warn_if_too_little(config.model, config.trainer, ALONE)
     assert re.match(r"training needs about \d+\.\d GB of memory", lines[0]) and "=32768" in lines[0]

@@ -5,8 +5,7 @@ import torch
 from conftest import small_gpt
 
 from engine.machine import hardware
-from engine.optim.muon import Muon
-from engine.optim.optimizer import OptimizerConfig, create_optimizer
+from engine.optim import Muon, OptimizerConfig, create_optimizer
 
 
 @pytest.mark.parametrize("bfloat16, tolerance", [(True, 2e-4), (False, 2e-3)])

@@ -1,5 +1,6 @@
 """Sizing: what is null is chosen for a text and a time; given values are kept; the choice is kept."""
 
+import dataclasses
 import shlex
 
 import pytest
@@ -12,7 +13,6 @@ from engine.config.overrides import text_name
 from engine.config.settings import flatten
 from engine.errors import UserError
 from main import configure
-from parts import plain
 
 OWN = [
     "data=text",
@@ -43,14 +43,14 @@ def choose(
         lambda: 60 * minutes,
         lambda: sizing.step_characters(config) * sizing.character_flops(config) / flops,
     )
-    return flatten(plain(config)), overrides
+    return flatten(dataclasses.asdict(config)), overrides
 
 
 def test_everything_is_chosen_and_the_overrides_choose_the_same():
     chosen, overrides = choose()
     assert [key for key in (*sizing.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
     composed = configure("experiment=auto", "data=text", "data.path=x.txt", *overrides)
-    again = flatten(plain(validate(composed)))
+    again = flatten(dataclasses.asdict(validate(composed)))
     differ = {key for key in chosen if chosen[key] != again[key]}
     assert differ == {
         "trainer.max_minutes",
@@ -116,7 +116,7 @@ def resumed(chosen: dict, *overrides: str) -> dict:
         recorded.get(group, {})[name] = value
     config = validate(configure("experiment=auto", "data=text", "data.path=x.txt", *overrides))
     sizing.recall(config, recorded)
-    return flatten(plain(config))
+    return flatten(dataclasses.asdict(config))
 
 
 def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluations():
@@ -174,9 +174,9 @@ def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start()
 def test_a_time_with_a_named_recipe_sets_the_steps_alone(tmp_path):
     composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
     config = validate(composed)
-    before = flatten(plain(config))
+    before = flatten(dataclasses.asdict(config))
     sizing.choose(config, 1_000_000, 1, lambda: 60.0, lambda: 0.01)
-    after = flatten(plain(config))
+    after = flatten(dataclasses.asdict(config))
     assert {key for key in after if after[key] != before[key]} == {"trainer.max_steps"}
     assert 4500 < after["trainer.max_steps"] < 6000
 

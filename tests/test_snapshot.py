@@ -182,9 +182,15 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
     now = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 9}}
 
     def resume(config: dict, text_digest: str) -> None:
-        check_can_resume(saved, "s.pt", config, SimpleNamespace(digest=text_digest), ALONE)
+        defaults = {"model.n_layer": 1, "model.gain": 1.0}
+        text = SimpleNamespace(digest=text_digest)
+        check_can_resume(saved, "s.pt", config, defaults, text, ALONE)
 
     resume(now, "ab")
+    now["model"]["gain"] = 1.0  # a setting that the snapshot does not know had its default
+    resume(now, "ab")
+    with pytest.raises(UserError, match="model.gain was 1.0, is 3.0"):
+        resume({"model": {"gain": 3.0}}, "ab")
     now["model"]["n_layer"] = 3
     now["trainer"]["batch_size"] = 4
     with pytest.raises(

@@ -59,6 +59,16 @@ def as_plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=plain))
 
 
+def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of dataclasses by dotted key, but those that are None or made by a function."""
+    return {
+        f"{name}.{field.name}": field.default
+        for name, config in configs.items()
+        for field in dataclasses.fields(config)
+        if isinstance(field.default, bool | int | float | str)
+    }
+
+
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, with dotted keys."""
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of a GPU: finds the largest micro-batch that fits, and retries a failed step with half of it."""
+"""Memory: the largest micro-batch that fits on a GPU; a failed step repeated with half of it; a CPU estimate."""
 
 import logging
 from typing import Any
@@ -108,3 +108,21 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan
         step, windows, smaller.micro_batch_size,
     )  # fmt: skip
     return smaller
+
+
+def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
+    """Warns if training on this host's CPUs, of the model of a `GPTConfig` by a `TrainerConfig`, may need more memory
+    than is free: the operating system would kill it.
+    """
+    share = -(-trainer.batch_size // world.size)
+    characters = min(trainer.micro_batch_size or share, share) * model.block_size
+    weights = 12 * model.n_layer * model.n_embd**2 + 2 * model.vocab_size * model.n_embd
+    # Weights, gradients and averages; what the backward pass needs, of each block or of one; the logits.
+    blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
+    each = 16 * weights + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
+    needed, free = world.local_size * each, hardware.free_memory()
+    if world.device.type == "cpu" and free is not None and needed > free:
+        log.warning(
+            "training needs about %.1f GB of memory and %.1f GB are free: set trainer.micro_batch_size=%d or "
+            "less, or a smaller model", needed / 1e9, free / 1e9, max(1, characters // model.block_size // 2),
+        )  # fmt: skip

@@ -1,8 +1,8 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
 A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS`. `package` is
-what it imports, None for nothing. `history` names its file or folder in the run directory, which a run
-from scratch renames; None if a new run does not append to it. `log` gets finite numbers, not always the same
+what it imports, None for nothing. `history` is the file or folder in the run directory that a run from
+scratch renames; None: nothing to rename. `log` gets finite numbers, not always the same
 ones; a resumed run logs the steps after its snapshot again. The final loss goes to metrics.jsonl alone.
 """
 

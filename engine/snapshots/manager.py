@@ -187,9 +187,8 @@ class SnapshotManager:
         self._log_failure(saving.step, error)
         if self.failures >= self.config.max_save_failures:
             raise UserError(
-                f"step {saving.step}: {self.failures} snapshots in a row could not be written "
-                f"(trainer.max_save_failures): {error}; fix the cause, and the same command resumes from "
-                "the newest one"
+                f"step {saving.step}: failed saves in a row: {self.failures} (trainer.max_save_failures): {error}; "
+                "fix the cause, and run the same command again"
             )
 
     def finish(self, step: int) -> None:
@@ -199,8 +198,8 @@ class SnapshotManager:
         self.wait()
         if self.saved_step != step:
             raise UserError(
-                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; fix "
-                "the cause, and the same command resumes from the newest one"
+                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; fix the cause, and run "
+                "the same command again"
             )
         distributed.run_on_rank_0(lambda: remove_unused(self.storage), self.world)
 
@@ -211,10 +210,10 @@ class SnapshotManager:
             self._log_failure(saving.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
+        intact = "" if self.saved_step is None else "; the snapshots saved before are intact"
         log.warning(
-            "step %d: the snapshot was not written to %s: %s; the snapshots saved before are intact",
-            step, self.path, error,
-        )  # fmt: skip
+            "step %d: the snapshot was not written to %s: %s%s", step, self.path, error, intact
+        )
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

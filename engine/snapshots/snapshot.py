@@ -177,12 +177,18 @@ def verify(content: bytes | memoryview, name: str) -> None:
 
 
 def check_can_resume(
-    snapshot: Snapshot, path: str, config: dict[str, Any], dataset: Any, world: World
+    snapshot: Snapshot,
+    path: str,
+    config: dict[str, Any],
+    defaults: dict[str, Any],
+    dataset: Any,
+    world: World,
 ) -> None:
     """Raises `UserError` if the run in `snapshot`, at `path`, cannot resume with these settings and this
-    text, naming what differs. Logs what has changed otherwise.
+    text, naming what differs. Logs what has changed otherwise. A setting that is newer than the snapshot had its
+    value in `defaults`, flat.
     """
-    old, new = flatten(snapshot.config), flatten(config)
+    old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
     refused = [
