@@ -189,7 +189,7 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
     resume(now, "ab")
     now["model"]["gain"] = 1.0  # a setting that the snapshot does not know had its default
     resume(now, "ab")
-    with pytest.raises(UserError, match="model.gain was 1.0, is 3.0"):
+    with pytest.raises(UserError, match=r"model.gain was 1.0, is 3.0"):
         resume({"model": {"gain": 3.0}}, "ab")
     now["model"]["n_layer"] = 3
     now["trainer"]["batch_size"] = 4
