@@ -266,10 +266,10 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
     except KeyError as error:
         character = error.args[0]
     unit = "byte" if encoding == "bytes" else "character"
-    position = start + text.index(character)
+    shown = quoted(character, encoding) + f" (U+{ord(character):04X})" * (unit == "character")
     raise UserError(
-        f"{unit} {quoted(character, encoding)} at position {position} is not among the {len(vocabulary)} {unit}s "
-        "of the training text"
+        f"{unit} {shown} at position {start + text.index(character)} is not among the {len(vocabulary)} {unit}s of "
+        "the training text"
     )
 
 

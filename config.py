@@ -92,8 +92,9 @@ def validate(composed: DictConfig) -> Config:
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    if config.model.block_size is not None or config.model.vocab_size is not None:
-        raise UserError("model.block_size and vocab_size follow from data.block_size and the text")
+    for name, source in (("block_size", "data.block_size"), ("vocab_size", "the text")):
+        if (value := getattr(config.model, name)) is not None:
+            raise UserError(f"model.{name}={value}: follows from {source}; leave it null")
     config.model.block_size = config.data.block_size
     for name in ("run_name", "run_dir", "init_from"):
         if getattr(config, name) is not None and not getattr(config, name).strip():

@@ -28,7 +28,7 @@ import torch
 
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, check_range, one_line
-from engine.files import atomic_write, is_own_page
+from engine.files import atomic_write, is_page_of
 from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
 from engine.run.directory import choose_snapshot, choose_snapshots, runs
@@ -57,7 +57,7 @@ class ExportConfig:
         name, path = ("out", self.out) if self.out else ("page", self.page or "")
         if not is_local(path):
             raise UserError(f"{name}={path}: must be local")
-        if os.path.lexists(path) and not (self.page and is_own_page(path)):
+        if os.path.lexists(path) and not (self.page and is_page_of(path, "export.py")):
             raise UserError(f"{name}={path}: already exists; give another name, or remove it")
         check_range("newest", self.newest, 1)
         newest = self.newest > 1

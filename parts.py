@@ -224,16 +224,18 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     best = snapshots.storage.best if snapshots.best is not None else snapshots.path
     snapshot = load_full(best)
     model = load_model(snapshot, device.type)
+    alone, limit = World(0, 1, 0, 1, device), trainer.choices.get("micro_batch_size")
     with auto.autocast(trainer.choices):
-        loss, characters, _ = evaluate(model, final, World(0, 1, 0, 1, device), lambda: None)
+        loss, characters, _ = evaluate(model, final, alone, lambda: None, limit)
     log.info(
         "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
     )  # fmt: skip
     step, epoch = trainer.step, trainer.plan.epoch(trainer.step)
-    metrics = Metrics(snapshots.run_dir, step, trackers=())
-    metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
-    metrics.close()
+    with log_failure("write the final loss"):
+        metrics = Metrics(snapshots.run_dir, step, trackers=())
+        metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
+        metrics.close()
 
 
 @contextlib.contextmanager
@@ -248,8 +250,7 @@ def log_failure(action: str) -> Iterator[None]:
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
     if final is not None:
-        with log_failure("score the final part of the text"):
-            score_final(trainer, final)
+        score_final(trainer, final)
     if config.report:
         with log_failure(f"write {REPORT}"):
             import report  # with jinja2, which only it needs

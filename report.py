@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one
-from engine.files import atomic_write, is_own_page
+from engine.files import atomic_write, is_page_of
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references
@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
     if not is_check:
         folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
         out = config.out or os.path.join(folder, REPORT)
-        if os.path.lexists(out) and not is_own_page(out):
-            raise UserError(f"out={out}: already exists; give another name, or remove it")
+        if os.path.lexists(out) and not is_page_of(out, "report.py"):
+            raise UserError(f"{out}: already exists, and is no report; remove it, or give out=FILE")
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         print(relative_path(write(run_dirs, out)))
         return 0

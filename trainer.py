@@ -8,7 +8,6 @@ It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, a
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import time
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
-from engine.config.settings import as_plain, defaults_of
+from engine.config.settings import as_plain, defaults_of, is_dataclass
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep, MicroBatch
@@ -178,7 +177,7 @@ class Trainer:
         device = self.world.device
         own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
-        own = {name: value for name, value in own.items() if dataclasses.is_dataclass(value)}
+        own = {name: value for name, value in own.items() if is_dataclass(value)}
         self.run_config = as_plain(own | (run_config or {}))
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
         self.step, self.is_updating = 0, False
@@ -350,9 +349,11 @@ class Trainer:
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """The mean loss of a step's micro-batches, without training on them."""
+        """The loss of a step, as `_train_step` returns it, without training on its micro-batches."""
+        weights = [self.plan.weight(self.world.rank, i) for i in range(self.plan.accumulation)]
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            return torch.stack([self.model(x, y)[1] for x, y in micro_batches]).mean()
+            losses = [self.model(x, y)[1] for x, y in micro_batches]
+        return sum(w * loss for w, loss in zip(weights, losses, strict=True))
 
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]

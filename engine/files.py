@@ -29,10 +29,10 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
             os.remove(temporary)
 
 
-def is_own_page(path: str) -> bool:
-    """Whether a file is a page that report.py or export.py wrote, which they may replace."""
+def is_page_of(path: str, program: str) -> bool:
+    """Whether a file is a page that `program` (report.py or export.py) wrote, and may replace."""
     try:
         with open(path, encoding="utf-8") as file:
-            return "<!-- character-level GPT: written by " in file.read(1000)
+            return f"<!-- character-level GPT: written by {program} -->" in file.read(1000)
     except (OSError, UnicodeDecodeError):
         return False

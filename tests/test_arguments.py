@@ -56,7 +56,7 @@ parse = functools.partial(arguments.parse, Config)
         (
             sample.main,
             "snapshot=a.pt prompt=漢",
-            "prompt: character '漢' at position 0 is",
+            "prompt: character '漢' (U+6F22) at position 0 is",
         ),
         (sample.main, "top_k=0", "top_k=0: must be at least 1"),
         (sample.main, "alternatives=0", "alternatives=0: must be at least 1"),

@@ -179,7 +179,7 @@ def test_paths_are_kept_as_plain_text():
 
 def test_an_unknown_character_is_named(text_file):
     data = CharDataset(DataConfig(path=str(text_file), block_size=8))
-    with pytest.raises(UserError, match=r"character 'É' at position 2 is not among"):
+    with pytest.raises(UserError, match=r"character 'É' \(U\+00C9\) at position 2 is not among"):
         data.encode("abÉ")
 
 

@@ -292,7 +292,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
             score(config, model_snapshot(VOCABULARY))
         return str(caught.value)
 
-    says = f"score={path}: character 'x' at position 100 is not among the 10"
+    says = f"score={path}: character 'x' (U+0078) at position 100 is not among the 10"
     assert refused("ab" * 50 + "xyz").startswith(says)
     assert "characters in it: 1;" in refused("a") and "characters in it: 0;" in refused("")
 

@@ -325,6 +325,14 @@ def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they
 # --- the step ---
 
 
+def test_a_graph_is_compared_with_the_loss_of_the_step_whatever_the_micro_batches(parts, tmp_path):
+    trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
+    micro_batches = [*trainer._micro_batches(trainer._batches())]
+    assert [len(x) for x, _ in micro_batches] == [3, 4]
+    expected = trainer._loss(micro_batches)
+    assert trainer._train_step(micro_batches)[0].item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_accumulation_equals_the_large_batch(parts, tmp_path):
     whole = make(parts, tmp_path / "a")
     pieces = make(parts, tmp_path / "b", micro_batch_size=4)

@@ -50,11 +50,16 @@ def is_incomparable(key: str) -> bool:
     return key in INCOMPARABLE or (key.startswith("model.") and key not in IRRELEVANT)
 
 
+def is_dataclass(value: Any) -> bool:
+    """Whether `value` is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def as_plain(value: Any) -> Any:
     """The same in plain types, which a snapshot can hold: dataclasses as dictionaries, the rest as text."""
 
     def plain(x: Any) -> Any:
-        return vars(x) if dataclasses.is_dataclass(x) else str(x)
+        return dataclasses.asdict(x) if is_dataclass(x) else str(x)
 
     return json.loads(json.dumps(value, default=plain))
 

@@ -40,6 +40,7 @@ def read_pretrained(source: str) -> Snapshot:
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
+        assert found.model_config  # or it raises
         log.info("init_from   %s, %s", path, found)
         return dataclasses.replace(found, optimizer_state={})
     except UserError as error:

@@ -38,9 +38,14 @@ class Plan:
         return plan.with_micro_batch(config.micro_batch_size or config.batch_size)
 
     def with_micro_batch(self, limit: int) -> "Plan":
-        """The same steps in as few micro-batches of at most `limit` windows as possible."""
-        accumulation = -(-self.batch_size // (self.world_size * limit))
-        return dataclasses.replace(self, accumulation=accumulation)
+        """The same steps in as few micro-batches of at most `limit` windows as possible; in equal ones, one shape for
+        compiled code, if that takes less than twice as many.
+        """
+        fewest = -(-self.batch_size // (self.world_size * limit))
+        equal = (
+            n for n in range(fewest, 2 * fewest) if self.batch_size % (self.world_size * n) == 0
+        )
+        return dataclasses.replace(self, accumulation=next(equal, fewest))
 
     @property
     def micro_batch_size(self) -> int:

@@ -34,7 +34,7 @@ CHANGED = "model.py gives different outputs than when this snapshot was saved; w
 
 
 class SnapshotError(UserError):
-    """A file that is missing or damaged: an older snapshot may be good."""
+    """A snapshot that is missing, damaged or incomplete."""
 
 
 @dataclass
