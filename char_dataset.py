@@ -27,8 +27,17 @@ from torch.utils.data import Dataset
 from engine.errors import UserError, check_option, check_range
 from engine.kernels.ops import IGNORE
 from engine.run.plan import Plan
-from engine.text.encoding import fits_in_memory, from_text, open_text, quoted, to_text
-from engine.text.sources import PYDOC, SHAKESPEARE_URL, Unreadable, download
+from engine.text import (
+    PYDOC,
+    SHAKESPEARE_URL,
+    Unreadable,
+    download,
+    fits_in_memory,
+    from_text,
+    open_text,
+    quoted,
+    to_text,
+)
 
 log = logging.getLogger("gpt")
 MAX_COUNTED = 2**26  # characters

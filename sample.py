@@ -40,8 +40,7 @@ from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text.encoding import from_text, quoted, to_text
-from engine.text.sources import find_files, read_text
+from engine.text import find_files, from_text, quoted, read_text, to_text
 from model import GPT, GPTConfig
 
 MIN_THREADED_WORK = 10_000_000  # texts x parameters; below, one CPU thread is faster

@@ -11,11 +11,11 @@ from conftest import TINY, command, model_snapshot, start
 
 import sample as sampling
 from char_dataset import CharDataset, DataConfig
+from engine import text as text_files
 from engine.errors import UserError
 from engine.run import directory as run_directory
 from engine.run.directory import choose_snapshot
 from engine.snapshots.storage import load
-from engine.text import sources as text_files
 from model import GPT, GPTConfig
 from sample import SampleConfig, score
 

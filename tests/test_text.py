@@ -38,11 +38,10 @@ from omegaconf import OmegaConf
 
 from char_dataset import CharDataset, DataConfig, prepare_text
 from config import Config
+from engine import text as text_files
 from engine.errors import UserError
 from engine.snapshots.snapshot import Snapshot
-from engine.text import encoding, sources
-from engine.text.encoding import load
-from engine.text.sources import PYDOC, SHAKESPEARE_URL, find_files, read_text
+from engine.text import PYDOC, SHAKESPEARE_URL, find_files, load_cached, read_text
 from parts import load_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
@@ -79,9 +78,9 @@ def make(tmp_path, monkeypatch):
     """Makes texts of 1,000 bytes large ones, read in small pieces; returns how to write and
     configure one.
     """
-    monkeypatch.setattr(encoding, "LARGE", 1000)
-    monkeypatch.setattr(sources, "PIECE", 777)
-    monkeypatch.setattr(encoding, "CHUNK", 501)
+    monkeypatch.setattr(text_files, "LARGE", 1000)
+    monkeypatch.setattr(text_files, "PIECE", 777)
+    monkeypatch.setattr(text_files, "CHUNK", 501)
 
     def make(text: str, name: str = "text.txt", **settings) -> DataConfig:
         content = text.encode()
@@ -97,13 +96,13 @@ def make(tmp_path, monkeypatch):
 @pytest.fixture
 def passes(monkeypatch) -> list[str]:
     """The names of the files that are read, one for each time."""
-    names, read_file = [], sources.read_file
+    names, read_file = [], text_files.read_file
 
     def counted(file):
         names.append(os.path.basename(file.path))
         return read_file(file)
 
-    monkeypatch.setattr(sources, "read_file", counted)
+    monkeypatch.setattr(text_files, "read_file", counted)
     return names
 
 
@@ -142,7 +141,7 @@ def test_files_are_named_relative_to_the_working_directory(books, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
 def test_characters_and_errors_may_lie_across_the_borders_of_pieces(size, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE", size)
+    monkeypatch.setattr(text_files, "PIECE", size)
     path = tmp_path / "text.txt"
     path.write_bytes(TEXT.encode())
     assert read(str(path)) == TEXT
@@ -233,13 +232,13 @@ def test_a_server_without_ranges_is_read_to_the_end(site, tmp_path):
     text = TEXT * 2000
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.gz").write_bytes(gzip.compress(TEXT.encode()))
-    assert len(text.encode()) > 4 * sources.PIECE
+    assert len(text.encode()) > 4 * text_files.PIECE
     assert read([f"{site}/a.txt", f"{site}/b.gz"]) == text + TEXT
 
 
 def test_a_long_read_logs_its_progress(site, tmp_path, monkeypatch, caplog):
     (tmp_path / "a.txt").write_bytes(b"x" * 2_000_000)
-    monkeypatch.setattr(sources, "PROGRESS_S", 0)
+    monkeypatch.setattr(text_files, "PROGRESS_S", 0)
     with caplog.at_level(logging.INFO, "gpt"):
         read(f"{site}/a.txt")
     assert caplog.messages[-1] == f"reading     {site}/a.txt: 2 MB (100%)"
@@ -300,7 +299,7 @@ def test_only_the_default_text_falls_back_to_the_embedded_one_and_a_run_keeps_it
     assert default.url == SHAKESPEARE_URL
 
     def refuse(*_):
-        raise sources.Unreadable("no network")
+        raise text_files.Unreadable("no network")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("char_dataset.download", refuse)
@@ -335,7 +334,7 @@ def test_a_text_is_encoded_alike_in_memory_and_in_the_cache(name, truncate, make
     text = TEXTS[name][: int(len(TEXTS[name]) * truncate)]
     vocabulary = "".join(sorted(set(text)))
     for limit in (1000, 2**20):
-        monkeypatch.setattr(encoding, "LARGE", limit)
+        monkeypatch.setattr(text_files, "LARGE", limit)
         data = CharDataset(config)
         assert data.vocabulary == vocabulary
         assert data.digest == hashlib.sha256(text.encode()).hexdigest()
@@ -348,7 +347,7 @@ def test_a_text_is_encoded_alike_in_memory_and_in_the_cache(name, truncate, make
 
 @pytest.mark.parametrize("limit", [1000, 2**20])
 def test_bytes_are_characters_of_their_own(limit, make, monkeypatch):
-    monkeypatch.setattr(encoding, "LARGE", limit)
+    monkeypatch.setattr(text_files, "LARGE", limit)
     config = make("", encoding="bytes")
     content = bytes(range(255, 0, -1)) * 9
     Path(config.path).write_bytes(content)
@@ -365,7 +364,7 @@ def test_bytes_are_characters_of_their_own(limit, make, monkeypatch):
 def test_items_are_shuffled_whole_after_truncating_and_always_alike(
     limit, shuffle, make, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(encoding, "LARGE", limit)
+    monkeypatch.setattr(text_files, "LARGE", limit)
     separator = {"lines": "\n", "paragraphs": "\n\n", "files": ""}[shuffle]
     items = [f"<item {i}, a line{separator and '.' * (i % 7)}>{separator}" for i in range(90)]
     if shuffle == "paragraphs":
@@ -442,7 +441,7 @@ def test_a_text_of_twice_the_memory_is_mapped(tmp_path, monkeypatch):
     with open(f"{stem}.json", "w") as file:
         record = {"vocabulary": "ab", "type": "uint8", "characters": 2 * memory, "digest": "0"}
         json.dump(record, file)
-    monkeypatch.setattr("char_dataset.open_text", lambda *_: load(stem))
+    monkeypatch.setattr("char_dataset.open_text", lambda *_: load_cached(stem))
     _, test = CharDataset(DataConfig(path="zeros.txt", block_size=8)).split()
     x, _ = test.batch(np.array([0, len(test) - 1]))
     assert len(test) > 0.19 * memory and x.shape == (2, 8) and not x.any()
@@ -463,7 +462,7 @@ def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, make, 
     with open(config.path, "wb") as file:
         file.write(content)
     for limit in (1000, 10**6):
-        monkeypatch.setattr(encoding, "LARGE", limit)
+        monkeypatch.setattr(text_files, "LARGE", limit)
         for _ in range(2):  # a cache must not hide it
             with pytest.raises(UserError) as refused:
                 CharDataset(config)
@@ -491,9 +490,9 @@ def test_two_processes_encode_a_text_once(make, passes, spawn):
     os.makedirs(config.cache_dir)
     script = (
         "import logging, sys; from char_dataset import CharDataset, DataConfig\n"
-        "from engine.text import encoding\n"
+        "from engine import text as text_files\n"
         "logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s')\n"
-        "encoding.LARGE = 1000\n"
+        "text_files.LARGE = 1000\n"
         "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"
     )
     with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
