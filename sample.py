@@ -174,16 +174,17 @@ def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
 
 def sample_until_stop(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
     """The text of each row of `new`, drawn until every row has had the string `stop`."""
-    drawn: list[str] = []  # of each step, a character of each row
-    running: set[int] = set()
+    rows: list[list[str]] = []
+    stopped: set[int] = set()
     for ids in new:
-        drawn.append("".join(vocabulary[i] for i in ids.tolist()))
-        running = running if len(drawn) > 1 else {*range(len(ids))}
-        end = drawn[-len(stop) :]
-        running -= {row for row in running if stop and "".join(c[row] for c in end) == stop}
-        if not running:
+        rows = rows or [[] for _ in ids]
+        for number, (row, i) in enumerate(zip(rows, ids.tolist(), strict=True)):
+            row.append(vocabulary[i])
+            if stop and "".join(row[-len(stop) :]) == stop:
+                stopped.add(number)
+        if len(stopped) == len(rows):
             break
-    return ["".join(row) for row in zip(*drawn, strict=True)]
+    return ["".join(row) for row in rows]
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:

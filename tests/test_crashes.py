@@ -242,7 +242,7 @@ def test_a_wrapper_between_torchrun_and_python_is_no_dead_launcher(tmp_path):
 
 
 def test_a_sigint_during_the_start_is_quiet(tmp_path, begin):
-    for delay in (0.2, 0.6, None):  # seconds, while it imports; or until it has begun to log
+    for delay in (0.2, 0.6, None):  # seconds, during the imports; None: after its first log lines
         process = begin(*LONG, f"run_dir={tmp_path / str(delay)}")
         out = "" if delay else read_until(process, "run         run in")
         time.sleep(delay or 0)

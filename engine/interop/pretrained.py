@@ -40,9 +40,9 @@ def read_pretrained(source: str) -> Snapshot:
         is_run = is_local(source) and os.path.isdir(source)
         path = choose_snapshot(None, source) if is_run else source
         found = load_full(path)
-        assert found.model_config  # or it raises
         log.info("init_from   %s, %s", path, found)
-        return dataclasses.replace(found, optimizer_state={})
+        settings = found.config | {"model": found.model_config}  # SnapshotError if it has none
+        return dataclasses.replace(found, optimizer_state={}, config=settings)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
         raise UserError(f"init_from={source}: {what}") from error

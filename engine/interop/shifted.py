@@ -6,7 +6,8 @@ a model.
 The MLPs also see the position before, scaled per channel. With a cache, a `DynamicCache`, each layer keeps the last
 position's input. It can be neither reordered nor cropped: beam search and assisted generation are refused.
 
-`type: ignore` stands where a mixin's method has other arguments than Transformers' class beside it, on purpose.
+`type: ignore` stands where a mixin's method has other arguments than Transformers' class beside it, on purpose, and
+where Transformers' cache gets an attribute.
 """
 
 import torch
