@@ -138,7 +138,7 @@ def scattered(*shape: int) -> torch.Tensor:
 def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
     x, g = size * torch.randn(B, T, 3 * H * D).to(dtype), scattered(B, T, H * D).to(dtype)
-    rotation = rotary(0, T, D, x.device) if turned else None
+    rotation = rotary(T, D, x.device) if turned else None
     found = results(lambda z: kernels.attention(z, H, rotation), x, g=g)
     exact = results(lambda z: plain_attention(z, H, rotation), x.double(), g=g)
     for ours, right in zip(found, exact, strict=True):
@@ -174,7 +174,7 @@ def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, tur
     x = torch.randn(B, past + 1, 3 * H * D).to(dtype)
     _, k, v = x.view(B, past + 1, 3, H, D).permute(2, 0, 3, 1, 4)
     k = k.double()
-    rotation = rotary(0, past + 1, D, x.device) if turned else None
+    rotation = rotary(past + 1, D, x.device) if turned else None
     if rotation is not None:
         k = F.rms_norm(ops.rotate(k, *rotation), (D,), eps=NORM_EPS)
     keys, values = torch.full((2, B, H, past + 9, D), 7.0, dtype=dtype)
@@ -187,7 +187,7 @@ def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, tur
     assert (keys[:, :, past + 1 :] == 7).all() and (values[:, :, past + 1 :] == 7).all()
 
 
-ROTATION = rotary(0, 40, 32, torch.device("cpu"))
+ROTATION = rotary(40, 32, torch.device("cpu"))
 # Kernel, plain PyTorch, and how many weights they take besides x.
 OPERATIONS = {
     "rms_norm": (kernels.rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=NORM_EPS), [0]),

@@ -177,7 +177,7 @@ def last_attention(model, ids, layer, head):
     logits = model(ids[None])[0][0, -1]
     qk = seen[0].view(len(ids), 3, model.config.n_head, -1)[:, :2, head].transpose(0, 1)
     if model.config.arch == "modern":
-        qk = ops.rms_norm(ops.rotate(qk, *rotary(0, len(ids), qk.size(2), ids.device)))
+        qk = ops.rms_norm(ops.rotate(qk, *rotary(len(ids), qk.size(2), ids.device)))
     query, keys = qk[0, -1], qk[1]
     return logits, (keys @ query / query.numel() ** 0.5).softmax(dim=0)
 

@@ -76,7 +76,7 @@ def squared_relu(x: Tensor) -> Tensor:
     """Squared ReLU (So et al., "Primer", 2021): max(x, 0)^2."""
     if x.numel() >= MIN_KERNEL_ELEMENTS and native.supports(x):
         return native.squared_relu(x)
-    positive = F.relu(x)
+    positive = torch.relu(x)
     return positive * positive  # square() goes to float32 under autocast on a GPU
 
 
