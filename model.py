@@ -180,9 +180,8 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
     return angle.cos(), angle.sin()
 
 
-rotary_table = functools.lru_cache(4)(
-    rotary
-)  # for `generate`, of whose time it would take a twentieth
+# For `generate`, of whose time it would take a twentieth.
+rotary_table = functools.lru_cache(4)(rotary)
 
 
 @ops.fused  # uses a fused kernel while results agree; removable
