@@ -3,6 +3,7 @@
     python benchmarks/sizing.py texts=DIRECTORY               trains what sizing.jsonl does not have yet
     python benchmarks/sizing.py texts=DIRECTORY workers=2     in two processes of one thread each
     python benchmarks/sizing.py texts=DIRECTORY unseen=true   the same on texts that the rule was not fitted to
+    python benchmarks/sizing.py texts=DIRECTORY seeds=3       the choice, the best other and the default recipe again
     python benchmarks/sizing.py report=true                   prints the table of sizing.md
 
 A cell is a text, DIRECTORY/NAME.txt, cut off after so many characters, and a time. In each cell the rule's choice is
@@ -11,9 +12,11 @@ scored on up to 100,000 characters that follow, of which nothing was chosen. Tim
 characters that the reference model could be trained on, so that losses do not depend on the machine.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -70,6 +73,7 @@ class Arguments:
 
     texts: str | None = None  # a directory of .txt files
     unseen: bool = False  # the cells of `UNSEEN` instead of `CELLS`
+    seeds: int = 1  # from the second on: the choice, the default recipe and the best other
     workers: int = 1  # processes
     report: bool = False  # print the table instead
 
@@ -209,13 +213,19 @@ def program(arguments: list[str]) -> None:
         report(cells, done)
         return
     jobs = []
-    for name, characters, millions in cells:
+    for (name, characters, millions), seed in itertools.product(cells, range(1, config.seeds + 1)):
         text = f"{config.texts}/{name}.txt"
-        cell = {"text": name, "characters": characters, "millions": millions, "seed": 1}
-        for kind, settings in settings_of(chosen(text, characters, millions)):
-            known = {**cell, **(settings or {"kind": kind})}
+        cell = {"text": name, "characters": characters, "millions": millions}
+        settings = settings_of(chosen(text, characters, millions))
+        if seed > 1:
+            choice = settings[0][1]
+            first = [line for line in done if line.items() >= {**cell, "seed": 1}.items()]
+            best = best_other(first, choice)
+            settings = settings[:2] + ([("other", {k: best[k] for k in choice})] if best else [])
+        for kind, each in settings:
+            known = {**cell, "seed": seed, **(each or {"kind": kind})}
             if not any(line.items() >= known.items() for line in done):
-                jobs.append((text, cell | {"kind": kind}, settings))
+                jobs.append((text, {**cell, "seed": seed, "kind": kind}, each))
     os.environ["OMP_NUM_THREADS"] = "1"
     with multiprocessing.get_context("spawn").Pool(config.workers, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(run, jobs):
@@ -223,31 +233,44 @@ def program(arguments: list[str]) -> None:
                 file.write(json.dumps(result) + "\n")
 
 
+def best_other(lines: list[Settings], choice: Settings) -> Settings | None:
+    """Of the runs of a cell, the best that is neither the rule's `choice` nor the default recipe."""
+    others = [line for line in lines if "layers" in line and not line.items() >= choice.items()]
+    return min(others, key=lambda line: line["score"], default=None)
+
+
 def report(cells: list[tuple[str, int, float]], done: list[Settings]) -> None:
-    """Prints for each cell what the rule chose, its score, the best other score and what it changed, and the default
-    recipe's score.
+    """Prints for each cell what the rule chose, its score, the best other score of the first seed and what it changed,
+    and the default recipe's score: means over the seeds, whose number is in brackets.
     """
     print("| text | time | choice | its score | best of the others | default recipe |")
     print("|---|---|---|---|---|---|")
+    names = ("layers", "width", "heads", "context", "batch", "dropout", "decay", "rate", "split")
+
+    def mean(lines: list[Settings]) -> str:
+        scores = [line["score"] for line in {line["seed"]: line for line in lines}.values()]
+        return f"{statistics.mean(scores):.3f}" + f" ({len(scores)})" * (len(scores) > 1)
+
     for name, characters, millions in cells:
         cell = {"text": name, "characters": characters, "millions": millions}
         lines = [line for line in done if line.items() >= cell.items()]
-        by_kind = {line["kind"]: line for line in lines}  # of several choices, the newest
-        if "choice" not in by_kind:
+        choices = [line for line in lines if line["kind"] == "choice"]
+        if not choices:
             continue
-        choice, recipe = by_kind["choice"], by_kind.get("recipe")
-        others = [line for line in lines if "layers" in line and line is not choice]
-        best = min(others, key=lambda line: line["score"], default=None)
-        names = ("layers", "width", "context", "batch", "dropout", "decay", "rate")
-        shown = "-"
+        choice = {key: choices[-1][key] for key in names}  # of several, the newest
+        first = [line for line in lines if line["seed"] == 1]
+        shown, best = "-", best_other(first, choice)
         if best is not None:
             changed = ", ".join(f"{n} {best[n]:g}" for n in names if best[n] != choice[n])
-            shown = f"{best['score']:.3f} ({changed}; of {len(others)})"
-        sizes = ", ".join(f"{n} {choice[n]:g}" for n in names[1:])
-        default = f"{recipe['score']:.3f}" if recipe else "-"
+            same = {key: best[key] for key in names}
+            score = mean([line for line in lines if line.items() >= same.items()])
+            shown = f"{score}: {changed}; of {sum('layers' in line for line in first) - 1}"
+        sizes = ", ".join(f"{n} {choice[n]:g}" for n in names[1:] if n not in ("heads", "split"))
+        recipe = [line for line in lines if line["kind"] == "recipe"]
+        own = mean([line for line in lines if line.items() >= choice.items()])
         print(
             f"| {name}, {characters:,} | {millions} | {choice['layers']} layers, {sizes} "
-            f"| {choice['score']:.3f} | {shown} | {default} |"
+            f"| {own} | {shown} | {mean(recipe) if recipe else '-'} |"
         )
 
 
