@@ -32,8 +32,8 @@ from engine.text import (
     SHAKESPEARE_URL,
     Unreadable,
     download,
-    fits_in_memory,
     from_text,
+    is_small_local_file,
     open_text,
     quoted,
     to_text,
@@ -57,7 +57,7 @@ class DataConfig:
     truncate: float = 1.0  # share of the text to use at all, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
-    cache_dir: str = "data/cache"  # local directory where texts over 64 MiB, compressed or remote are kept encoded
+    cache_dir: str = "data/cache"  # local directory for encoded copies of texts over 64 MiB, compressed or remote
     # fmt: on
 
     def __post_init__(self):
@@ -113,7 +113,7 @@ def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) ->
                 error, PYDOC, os.path.abspath(config.path),
             )  # fmt: skip
             return pydoc
-    if not fits_in_memory(config.path):
+    if not is_small_local_file(config.path):
         open_text(config)
     return config
 
@@ -129,7 +129,7 @@ class CharDataset(Dataset):
         stoi, itos: character to id and back, as in minGPT.
         data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
             is memory-mapped, read-only; never copy it as a whole.
-        digest: SHA-256 of the (truncated) text, hexadecimal.
+        digest: SHA-256 of the text as it is trained on: truncated, and shuffled if so configured; hexadecimal.
         unit: what an id stands for, "character" or "byte".
 
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
@@ -146,7 +146,7 @@ class CharDataset(Dataset):
         self._check_length(f"text, {config.path},")
 
     def with_config(self, config: DataConfig) -> "CharDataset":
-        """The same text with the `block_size` and `train_split` of `config`."""
+        """The same text with the `block_size` and the split of `config`."""
         dataset = copy.copy(self)
         dataset.config, dataset.block_size = config, config.block_size or 1
         dataset._check_length(f"text, {config.path},")
@@ -165,7 +165,11 @@ class CharDataset(Dataset):
         before windowing, so that no character is in both; both have the vocabulary of the whole text.
         Raises `UserError` if either part is shorter than one window.
         """
-        cut, end = int(len(self.data) * (self.config.train_split or 0.9)), self._final_start()
+        share = self.config.train_split
+        if share is None or self.config.block_size is None:
+            name = "train_split" if share is None else "block_size"
+            raise UserError(f"data.{name}=null: main.py chooses it; give CharDataset a number")
+        cut, end = int(len(self.data) * share), self._final_start()
         train, held_out = self._part(0, cut), self._part(cut, end)
         train._check_length("training part")
         held_out._check_length("held-out part")
@@ -382,7 +386,7 @@ class MicroBatches:
         return self.dataset.batch(self.block_order(block)[windows])
 
     def _block_order(self, block: int) -> torch.Tensor:
-        """The windows of a block, int64, where the text is: a micro-batch copies none to a GPU."""
+        """Window indices of `ORDER_STEPS` steps, int64, on the device of the text."""
         size = ORDER_STEPS * self.plan.batch_size
         positions = np.arange(block * size, (block + 1) * size)
         order = window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)

@@ -180,7 +180,7 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
     return angle.cos(), angle.sin()
 
 
-# For `generate`, of whose time it would take a twentieth.
+# Cached: computing it for each character would take 5 % of the time of `generate`.
 rotary_table = functools.lru_cache(4)(rotary)
 
 
@@ -274,7 +274,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. Raises `UserError` if `vocab_size` or `block_size` is still missing."""
+    """The model. Raises `UserError` if a size or a dropout of `config` is still None."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -363,7 +363,9 @@ class GPT(nn.Module):
         return ops.cross_entropy(logits, targets, self.softcap)
 
     def compile(self, *args, **kwargs) -> None:
-        """Compiles the blocks alone, which share their code: half the time, and within 5 % as fast."""
+        """Compiles each block instead of the whole model. Blocks share the compiled code, which halves the time
+        to compile; steps are at most 5 % slower.
+        """
         for block in self.blocks:
             block.compile(*args, **kwargs)
 

@@ -224,7 +224,7 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     best = snapshots.storage.best if snapshots.best is not None else snapshots.path
     snapshot = load_full(best)
     model = load_model(snapshot, device.type)
-    alone, limit = World(0, 1, 0, 1, device), trainer.choices.get("micro_batch_size")
+    alone, limit = World.alone(device), trainer.choices.get("micro_batch_size")
     with auto.autocast(trainer.choices):
         loss, characters, _ = evaluate(model, final, alone, lambda: None, limit)
     log.info(
@@ -249,20 +249,22 @@ def log_failure(action: str) -> Iterator[None]:
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
-    if final is not None:
-        score_final(trainer, final)
-    if config.report:
-        with log_failure(f"write {REPORT}"):
-            import report  # with jinja2, which only it needs
+    try:
+        if final is not None:
+            score_final(trainer, final)
+    finally:  # the report and the best snapshot do not depend on the score
+        if config.report:
+            with log_failure(f"write {REPORT}"):
+                import report  # with jinja2, which only it needs
 
-            path = report.write([config.run_dir], os.path.join(config.run_dir, REPORT))
-            log.info("report      %s", relative_path(path))
-    with log_failure("judge the run"):
-        run = Run(config.run_dir)
-        for problem in filter(None, (overfitting_warning(run), unigram_warning(run))):
-            log.warning("%s", problem)
-    snapshots = trainer.snapshots
-    if snapshots.best is not None:
-        path = snapshots.storage.best
-        log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
-    log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))
+                path = report.write([config.run_dir], os.path.join(config.run_dir, REPORT))
+                log.info("report      %s", relative_path(path))
+        with log_failure("judge the run"):
+            run = Run(config.run_dir)
+            for problem in filter(None, (overfitting_warning(run), unigram_warning(run))):
+                log.warning("%s", problem)
+        snapshots = trainer.snapshots
+        if snapshots.best is not None:
+            path = snapshots.storage.best
+            log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
+        log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))

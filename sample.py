@@ -21,7 +21,6 @@ if __name__ == "__main__":
 import codecs
 import itertools
 import math
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -382,30 +381,25 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
     print("perplexity".ljust(19), f"{math.exp(losses[-1]):.6f}")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     portable.restore_sigpipe()
     portable.escape_unencodable()
-    try:
-        config = parse(SampleConfig, arguments)
-        paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
-        snapshots = [load_full(path) for path in paths]
-        for path, snapshot in zip(paths, snapshots, strict=True):
-            print(f"[{path}, {snapshot}]", file=sys.stderr)
-        if config.alternatives is not None:
-            for line in alternatives(config, snapshots[0]):
-                print(line, flush=True)
-        elif config.score is None:
-            texts = print_texts(sample(config, snapshots[0]))
-            if config.copied:
-                share = copied_share(texts, snapshots[0])
-                where = f"from the training text, in pieces of {COPIED} characters or whole lines"
-                print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
-        else:
-            print_score(config, paths, snapshots)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)  # start the shell's prompt on a new line
-        return 128 + signal.SIGINT
-    return 0
+    config = parse(SampleConfig, arguments)
+    paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
+    snapshots = [load_full(path) for path in paths]
+    for path, snapshot in zip(paths, snapshots, strict=True):
+        print(f"[{path}, {snapshot}]", file=sys.stderr)
+    if config.score is not None:
+        print_score(config, paths, snapshots)
+    elif config.alternatives is not None:
+        for line in alternatives(config, snapshots[0]):
+            print(line, flush=True)
+    else:
+        texts = print_texts(sample(config, snapshots[0]))
+        if config.copied:
+            share = copied_share(texts, snapshots[0])
+            where = f"from the training text, in pieces of {COPIED} characters or whole lines"
+            print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
 def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:

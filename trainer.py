@@ -27,7 +27,7 @@ from engine.kernels import ops
 from engine.kernels.graph import CapturedStep, MicroBatch
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
-from engine.optim import set_learning_rate
+from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, report_unresponsive_ranks
 from engine.run import memory, trackers
@@ -120,6 +120,7 @@ class Trainer:
     """Trains `model` with `optimizer` on `train_dataset`; evaluates on `test_dataset`; saves; resumes.
 
     Args:
+        train_dataset: a small one is moved to the GPU in place, as is `test_dataset`.
         model: bare, wrapped in DDP, or sharded (`sharding.build`); a bare one is wrapped in DDP if there
             are several processes.
         optimizer: over the model's parameters; a group's `initial_lr` (or else `lr`) is its peak
@@ -184,7 +185,8 @@ class Trainer:
         self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
         found = self.snapshots.found
         if found:
-            path, defaults = self.snapshots.path, defaults_of(own)
+            path = self.snapshots.path
+            defaults = defaults_of(own | {"optimizer": OptimizerConfig})
             check_can_resume(found, path, self.run_config, defaults, train_dataset, self.world)
         earlier = found.choices_on(device.type) if found else {}
         flops = self.plan.total_steps * self.plan.characters * flops_per_token(bare)
@@ -258,9 +260,9 @@ class Trainer:
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:
-        """The optimizer steps that are left, one an iteration: this rank's loss, whose mean over the ranks is
-        that of the batch, and the gradient norm over all ranks, on the device. Evaluates, logs and saves
-        nothing.
+        """Runs the remaining optimizer steps, one per iteration. Yields this rank's loss, whose mean over the
+        ranks is that of the batch, and the gradient norm over all ranks, on the device. Evaluates, logs and
+        saves nothing.
         """
         batches = self._batches()
         self.optimizer.zero_grad()
@@ -294,7 +296,7 @@ class Trainer:
         plan, rank = self.plan, self.world.rank
         total = torch.zeros((), device=self.world.device)
         for i, (x, y) in enumerate(micro_batches):
-            # DDP sums gradients over ranks once a step, with the last micro-batch; FSDP with each, as no
+            # DDP averages gradients over ranks once per step, with the last micro-batch; FSDP with each, as no
             # rank has the memory for all of them.
             if isinstance(self.model, DDP):
                 self.model.require_backward_grad_sync = i == plan.accumulation - 1
@@ -317,7 +319,9 @@ class Trainer:
         return total, norm
 
     def _halve_micro_batch(self, error: RuntimeError) -> None:
-        """Prepares to repeat the step that ran out of memory with half the micro-batch. Raises `UserError`."""
+        """Halves the micro-batch so that the step that ran out of memory can be repeated. Raises `UserError` if
+        it cannot be.
+        """
         may_repeat = self.world.size == 1 and not self.is_updating
         self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
         self.choices["micro_batch_size"] = self.plan.micro_batch_size
@@ -372,7 +376,7 @@ class Trainer:
 
     def _log_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Logs the step if a line is due."""
-        self.training_log.count(self.step)
+        self.training_log.skip_first_step(self.step)
         if not self.training_log.is_due(self.step):
             return
         self.divergence.check(self.step)

@@ -168,7 +168,7 @@ def choose_model(
 
 
 def evaluations(cost: float) -> int:
-    """How many evaluations to make, where training costs so many times what one of them does."""
+    """The number of evaluations of a training that costs `cost` times as much as one of them."""
     return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
 
 

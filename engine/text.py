@@ -1,7 +1,7 @@
 """Text: where it is read from, and how it becomes ids.
 
 Sources: a text is the concatenation of its files, which fsspec finds, opens and decompresses. They are streamed, as
-a text may be larger than memory.
+a text may be larger than memory (unless `data.shuffle` is set).
 
 Encoding: one streaming pass assigns ids in the order of first appearance; one rewrite replaces them by positions in the
 sorted vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into a cache file,
@@ -221,7 +221,7 @@ class EncodedText(NamedTuple):
     digest: str  # SHA-256 of the text in UTF-8, hexadecimal
 
 
-def fits_in_memory(path: str | list[str]) -> bool:
+def is_small_local_file(path: str | list[str]) -> bool:
     """Whether the text is a plain local file of up to `LARGE` bytes, or Python's own."""
     if path == PYDOC:
         return True
@@ -238,7 +238,7 @@ def open_text(config: Any) -> EncodedText:
     `sha256`, and for a cache that cannot be used.
     """
     path, sha256, encoding = config.path, config.sha256, config.encoding
-    if fits_in_memory(path):
+    if is_small_local_file(path):
         ids = io.BytesIO()
         text = [from_text(pydoc_text(), encoding)] if path == PYDOC else None
         pieces = text or read_text(find_files(path), sha256, encoding)

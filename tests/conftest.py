@@ -31,7 +31,7 @@ SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "t
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+ALONE = World.alone(torch.device("cpu"))
 
 # A run of a second or two on any machine.
 TINY = [

@@ -183,6 +183,13 @@ def test_an_unknown_character_is_named(text_file):
         data.encode("abÉ")
 
 
+def test_a_split_needs_sizes_that_are_chosen(text_file):
+    for null in ("block_size", "train_split"):
+        dataset = CharDataset(DataConfig(path=str(text_file), **{null: None}))
+        with pytest.raises(UserError, match=rf"data\.{null}=null"):
+            dataset.split()
+
+
 def test_the_final_part_is_in_neither_part_of_the_split(text_file):
     config = DataConfig(path=str(text_file), block_size=8, train_split=0.5, final_split=0.25)
     whole = CharDataset(config)

@@ -11,7 +11,8 @@ import torch
 import yaml
 from conftest import ALONE, LONG, ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
 
-from char_dataset import DataConfig
+import main
+from char_dataset import CharDataset, DataConfig
 from config import KEYS, Config, compose, validate
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
@@ -19,6 +20,7 @@ from engine.run import memory
 from engine.snapshots.storage import load
 from model import GPTConfig, OptimizerConfig
 from parts import load_text
+from sample import SampleConfig, score
 from trainer import TrainerConfig
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -386,6 +388,33 @@ def test_the_first_weights_follow_the_seed(tmp_path):
         assert run.returncode == 0, run.stderr
         weights.append(load(str(run_dir / "gpt_snapshot.pt")).model_state["tok_emb.weight"])
     assert torch.equal(weights[0], weights[2]) and not torch.allclose(weights[0], weights[1])
+
+
+FINAL = ["data.train_split=0.6", "data.final_split=0.2"]
+
+
+def test_the_final_part_is_scored_once_by_the_best_snapshot(tmp_path):
+    settings = [*TINY, *FINAL, f"run_dir={tmp_path}"]
+    for _ in range(2):
+        assert start(*settings).returncode == 0
+    [line] = [line for line in metrics(tmp_path) if line["split"] == "final"]
+    data = DataConfig(path="pydoc:topics", truncate=0.02, train_split=0.6, final_split=0.2)
+    final = CharDataset(data).final_part()
+    (tmp_path / "final.txt").write_text(final.decode(final.data))
+    scored = SampleConfig(score=str(tmp_path / "final.txt"), device="cpu")
+    [loss], count = score(scored, load(str(tmp_path / "gpt_snapshot.best.pt")))
+    assert (line["loss"], line["tokens"]) == (pytest.approx(loss, abs=1e-4), count)
+
+
+def test_a_failed_final_score_is_an_error_after_the_report(tmp_path, monkeypatch):
+    def fail(*_):
+        raise UserError("no score")
+
+    monkeypatch.setattr("parts.evaluate", fail)
+    settings = [*TINY, "report=true", *FINAL, f"run_dir={tmp_path}"]
+    with pytest.raises(UserError, match="no score"):
+        main.train(main.configure(*settings))
+    assert (tmp_path / "report.html").exists()
 
 
 def test_processes_that_read_different_texts_do_not_train_together(text_file, monkeypatch):

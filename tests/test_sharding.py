@@ -15,7 +15,7 @@ from conftest import ALONE, EXACT, ROOT, TINY, metrics, no_space, some_snapshot,
 import export
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.sharded import load_full, remove_unused
+from engine.snapshots.sharded import load_full, remove_unused_shards
 from engine.snapshots.storage import beside, check_shards, load, set_aside
 from trainer import TrainerConfig
 
@@ -203,7 +203,7 @@ def save(snapshots: SnapshotManager, step: int, best: bool = False) -> None:
 
 def kept(snapshots: SnapshotManager) -> list[int]:
     """The steps of the shards that exist once the unused ones are removed."""
-    remove_unused(snapshots.storage)
+    remove_unused_shards(snapshots.storage)
     folder = f"{snapshots.path}.shards"
     return sorted(int(name.split("-")[0]) for name in os.listdir(folder))
 

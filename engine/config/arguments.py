@@ -5,6 +5,7 @@ import difflib
 import inspect
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -82,7 +83,8 @@ def field_table(cls: Any, prefix: str = "") -> str:
 
 def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> None:
     """Runs `program(arguments)` and exits with its status; a `UserError` or OSError is one line and
-    status 1. `--help` prints the docstring of the program's file and the fields of its `configs`.
+    status 1, and Ctrl-C ends it without a traceback. `--help` prints the docstring of the program's file and the
+    fields of its `configs`.
     """
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
@@ -95,3 +97,6 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
         sys.exit(program(arguments))
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # start the shell's prompt on a new line
+        sys.exit(128 + signal.SIGINT)

@@ -133,7 +133,7 @@ def tf32(choices: dict[str, Any]) -> Iterator[None]:
 
 
 def eagerly(choices: dict[str, Any]) -> contextlib.AbstractContextManager:
-    """A context without torch.compile, which would compile evaluation, too, and cost more than it saves."""
+    """Context that runs the model eagerly: compiling evaluation, too, would cost more than it saves."""
     if choices["compile"]:
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()

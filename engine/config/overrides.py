@@ -63,7 +63,7 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
     ends = ("trainer.max_steps", "trainer.max_epochs")
     if typed.get("trainer.max_minutes", "null") != "null":
         added += [f"{end}=null" for end in ends if not typed.keys() & ends]
-    elif (recipe or "").startswith("auto") and typed.keys() & ends:
+    elif recipe in ("auto", "auto_gpu") and typed.keys() & ends:
         added += ["trainer.max_minutes=null"] * ("trainer.max_minutes" not in typed)
     # null is the default, and not an override that Hydra has.
     arguments = [argument for argument in arguments if argument != "experiment=null"]

@@ -3,5 +3,5 @@
 Offers: `ops`, one function an operation, which chooses the implementation; `build.library` and
 `build.describe`, whether there are C kernels here; `graph.CapturedStep`, a step as one CUDA graph.
 `native` calls the C kernels (`kernels.c`) from autograd, for `ops` alone.
-May not know: models, texts, runs. Everything works without a C compiler, in plain PyTorch.
+Depends on no text and no run. Everything works without a C compiler, in plain PyTorch.
 """

@@ -45,6 +45,11 @@ class World:
     device: torch.device
     store: dist.Store | None = field(default=None, repr=False, compare=False)
 
+    @classmethod
+    def alone(cls, device: torch.device) -> "World":
+        """One process without a group."""
+        return cls(0, 1, 0, 1, device)
+
     @property
     def is_rank_0(self) -> bool:
         """Whether this is rank 0, the one process that writes and prints."""
@@ -159,8 +164,8 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with exit status `status`; with 0 it leaves the process group first. Skips the
-    interpreter's tear-down, in which gloo's threads may abort the process (torch 2.13.0).
+    """Ends the process with exit status `status`. In a process group, leaves it if `status` is 0, and skips what
+    Python does at exit, in which gloo's threads may abort the process (torch 2.13.0).
     """
     if not dist.is_initialized():
         atexit._run_exitfuncs()

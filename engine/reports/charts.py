@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from engine.reports.history import Run
 from engine.reports.reference import References, find_reference
 
-# A chart for each of these keys of the training metrics: (key, title, unit, digits under the pointer).
+# A chart for each of these keys of the training metrics: (key, title, unit of its values, digits under the pointer).
 CHARTS = (
     ("lr", "Learning rate", "per step", 6),
     ("grad_norm", "Gradient norm", "before clipping", 3),
-    ("tokens_per_s", "Throughput", "characters per second", 0),
+    ("tokens_per_s", "Throughput", "{unit}s per second", 0),
 )
 MAX_POINTS = 1000  # of one curve; more could not be seen
 TRAIN_HUE, VAL_HUE, GOLDEN_ANGLE = 28, 215, 137.5  # degrees of the colour circle
@@ -65,10 +65,10 @@ class Chart:
 
 def draw_charts(runs: list[Run], labels: list[str], references: References) -> list[Chart]:
     """The loss of one run, or of several over each other, and a chart for each of `CHARTS`."""
-    alone = len(runs) == 1
+    alone, unit = len(runs) == 1, runs[0].unit
     best = runs[0].best if alone else None
-    loss = Chart("Loss", "nats per character", 4, [], False, band(runs, references), best)
-    others = {key: Chart(title, unit, digits, []) for key, title, unit, digits in CHARTS}
+    loss = Chart("Loss", f"nats per {unit}", 4, [], False, band(runs, references), best)
+    others = {key: Chart(title, of.format(unit=unit), n, []) for key, title, of, n in CHARTS}
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         name = "" if alone else f"{label}, "
         train_hue = TRAIN_HUE if alone else hue(i)

@@ -51,6 +51,11 @@ class Run:
         """See `read_config`."""
         return read_config(self.path)
 
+    @property
+    def unit(self) -> str:
+        """What the model predicts."""
+        return "byte" if self.config["data"].get("encoding") == "bytes" else "character"
+
     @functools.cached_property
     def starts(self) -> list[dict[str, Any]]:
         """The lines of `environment.jsonl`, one per start. Raises `UserError` without one."""

@@ -68,7 +68,7 @@ def describe(run: Run, references: References) -> dict[str, Any]:
             **({"final loss": format_loss(run.final["loss"])} if run.final else {}),
             "steps": f"{run.step:,} of {run.total_steps:,}",
             "wall time": duration(run.seconds),
-            "characters/s": f"{run.characters_per_s:,.0f}" if run.characters_per_s else "-",
+            f"{run.unit}s/s": f"{run.characters_per_s:,.0f}" if run.characters_per_s else "-",
         },
         "samples": [line for line in run.train if line.get("samples")],
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),

@@ -34,7 +34,8 @@ SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 @contextlib.contextmanager
 def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
     """On rank 0, creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
-    in it, for as long as the block lasts. Names ranks that do not answer before training.
+    in it, for as long as the block lasts. If a collective fails before training, the log names the ranks that do
+    not respond.
 
     Raises `UserError` on every rank if a file cannot be written, another run holds a lock, or `snapshot_path`
     names no file, or another file of the run.
@@ -50,7 +51,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
                 )
             stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
             if is_new:
-                stack.callback(remove_unused, run_dir)
+                stack.callback(remove_if_unused, run_dir)
             stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
             if storage.is_local(path):
                 folder, name = os.path.split(path)
@@ -62,7 +63,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
         yield
 
 
-def remove_unused(run_dir: str) -> None:
+def remove_if_unused(run_dir: str) -> None:
     """Removes the directory of a run that ended before it wrote more than its log."""
     with contextlib.suppress(OSError):  # it is no longer there
         if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):

@@ -35,7 +35,9 @@ class DivergenceCheck:
         self.bad = torch.where(is_first, now, self.bad)
 
     def check(self, step: int) -> None:
-        """Raises `UserError` on every rank if a gradient norm up to `step` was not finite. Waits for the device."""
+        """Raises `UserError` on every rank if a gradient norm up to `step` was not finite; with float16, whose scaler
+        skips such steps, if its scale has become too small. Waits for the device.
+        """
         if self.scaler.is_enabled():
             if self.scaler.get_scale() < MIN_SCALE:
                 raise self.error(step, "float16 gradients overflow at any scale")

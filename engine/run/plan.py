@@ -30,6 +30,10 @@ class Plan:
                 f"trainer.max_minutes={config.max_minutes}: main.py turns it into trainer.max_steps; give the "
                 "Trainer max_steps"
             )
+        if config.batch_size is None:
+            raise UserError(
+                "trainer.batch_size=null: main.py chooses it; give the Trainer a number"
+            )
         check_shares(config.batch_size, world_size)
         ends = [] if config.max_steps is None else [config.max_steps]
         if config.max_epochs is not None:

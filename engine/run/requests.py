@@ -50,7 +50,8 @@ class Requests:
     def take(self) -> int:
         """The highest request to this process so far; one to save is returned once."""
         highest = max(self._own, default=0)
-        self._own -= {SAVE} & {highest}
+        if highest == SAVE:
+            self._own.clear()
         return highest
 
     def check(self) -> None:

@@ -88,8 +88,8 @@ class TrainingLog:
         yield
         self.lap_started += time.perf_counter() - started
 
-    def count(self, step: int) -> None:
-        """Counts `step` as done. The clock starts again after the first one, which compiles."""
+    def skip_first_step(self, step: int) -> None:
+        """Restarts the clock after the first step, which compiles."""
         if step == self.started_at + 1 and not self.is_due(step):
             self.lap_step, self.lap_started = step, time.perf_counter()
 

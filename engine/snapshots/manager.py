@@ -19,7 +19,7 @@ import torch.nn as nn
 from engine.errors import UserError, one_line
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World
-from engine.snapshots.sharded import read_shards, remove_unused, save_shards
+from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
 from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import SnapshotStorage, set_aside, snapshot_path
 
@@ -142,7 +142,7 @@ class SnapshotManager:
         ended. Fills in its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon
         as this returns.
 
-        Raises what `wait` raises, of the save before; this one's result is known to the next `wait`.
+        Raises `UserError` if the previous save was one failure too many; the next `wait` learns of this one.
         """
         self.wait()
         lowest: Any = (snapshot.loss, snapshot.loss_step) if best else self.best
@@ -165,7 +165,7 @@ class SnapshotManager:
     def _collect(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with full tensors, on rank 0, or without any, which every rank has written."""
         if self.config.snapshot_format == "sharded":
-            distributed.run_on_rank_0(lambda: remove_unused(self.storage), self.world)
+            distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
             return save_shards(self.path, snapshot, self.world)
         states = {"model_state": snapshot.model_state, "optimizer_state": snapshot.optimizer_state}
         return dataclasses.replace(snapshot, **sharding.gather_on_rank_0(states, self.world))
@@ -201,7 +201,7 @@ class SnapshotManager:
                 f"{self.path}: the snapshot of step {step} was not written{self._last_error}; fix the cause, and run "
                 "the same command again"
             )
-        distributed.run_on_rank_0(lambda: remove_unused(self.storage), self.world)
+        distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
 
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""

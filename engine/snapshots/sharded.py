@@ -130,7 +130,7 @@ def digests(names: list[str], folder: str, world: World) -> dict[str, list[Any] 
     return {name: found for part in all_gather(own, world) for name, found in part.items()}
 
 
-def remove_unused(storage: SnapshotStorage) -> None:
+def remove_unused_shards(storage: SnapshotStorage) -> None:
     """Removes the shards that no snapshot of the run refers to, including those set aside. While one of
     these cannot be read, nothing is removed, since any shards may be its own.
     """
@@ -156,7 +156,7 @@ def load_full(path: str) -> Snapshot:
     """The snapshot at `path` with all tensors in it, merged if it is sharded. Raises `UserError`."""
     snapshot = load(path)
     if snapshot.shards:
-        alone = World(0, 1, 0, 1, torch.device("cpu"))
+        alone = World.alone(torch.device("cpu"))
         snapshot.model_state, snapshot.optimizer_state = read_shards(
             path, snapshot.shards, {}, alone
         )

@@ -157,7 +157,7 @@ class SnapshotStorage:
                     self._copy(self.path, self.previous)
                 self._copy(self.temporary, self.path)
         finally:
-            with contextlib.suppress(Exception):  # renamed, or the store is unreachable
+            with contextlib.suppress(Exception):  # never created, or the store is unreachable
                 self._remove(self.temporary)
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
