@@ -394,8 +394,8 @@ FINAL = ["data.train_split=0.6", "data.final_split=0.2"]
 
 
 def test_the_final_part_is_scored_once_by_the_best_snapshot(tmp_path):
-    rising = ["optimizer.learning_rate=3", "trainer.eval_every_steps=1"]  # the last is not the best
-    settings = [*TINY, *FINAL, *rising, f"run_dir={tmp_path}"]
+    worse = ["optimizer.learning_rate=3", "optimizer.warmup_steps=6", "trainer.eval_every_steps=1"]
+    settings = [*TINY, *FINAL, *worse, f"run_dir={tmp_path}"]
     for _ in range(2):
         assert start(*settings).returncode == 0
     [line] = [line for line in metrics(tmp_path) if line["split"] == "final"]
