@@ -51,7 +51,7 @@ class Requests:
         """The highest request to this process so far; one to save is returned once."""
         highest = max(self._own, default=0)
         if highest == SAVE:
-            self._own.clear()
+            self._own.discard(SAVE)  # no more than that: a signal may arrive meanwhile
         return highest
 
     def check(self) -> None:
