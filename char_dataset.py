@@ -37,6 +37,7 @@ from engine.text import (
     open_text,
     quoted,
     to_text,
+    unit_of,
 )
 
 log = logging.getLogger("gpt")
@@ -129,7 +130,7 @@ class CharDataset(Dataset):
         stoi, itos: character to id and back, as in minGPT.
         data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
             is memory-mapped, read-only; never copy it as a whole.
-        digest: SHA-256 of the text as it is trained on: truncated, and shuffled if so configured; hexadecimal.
+        digest: SHA-256 of the (truncated) text and of the way it is shuffled, if it is; hexadecimal.
         unit: what an id stands for, "character" or "byte".
 
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
@@ -140,7 +141,7 @@ class CharDataset(Dataset):
         self.block_size = config.block_size or 1  # until it is chosen
         self.vocabulary, self.data, self.digest = open_text(config)
         self.vocab_size = len(self.vocabulary)
-        self.unit = "byte" if config.encoding == "bytes" else "character"
+        self.unit = unit_of(config.encoding)
         self.stoi = {character: i for i, character in enumerate(self.vocabulary)}
         self.itos = dict(enumerate(self.vocabulary))
         self._check_length(f"text, {config.path},")
@@ -278,7 +279,7 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
         return torch.tensor([ids[character] for character in text], dtype=torch.int64)
     except KeyError as error:
         character = error.args[0]
-    unit = "byte" if encoding == "bytes" else "character"
+    unit = unit_of(encoding)
     shown = quoted(character, encoding) + f" (U+{ord(character):04X})" * (unit == "character")
     raise UserError(
         f"{unit} {shown} at position {start + text.index(character)} is not among the {len(vocabulary)} {unit}s of "

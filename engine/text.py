@@ -218,7 +218,7 @@ class EncodedText(NamedTuple):
 
     vocabulary: str  # the distinct characters, sorted
     data: torch.Tensor  # their positions in it, 1-D, uint8, uint16 or uint32
-    digest: str  # SHA-256 of the text in UTF-8, hexadecimal
+    digest: str  # SHA-256 of the text in UTF-8 and of the way it is shuffled, if it is; hexadecimal
 
 
 def is_small_local_file(path: str | list[str]) -> bool:
@@ -303,6 +303,11 @@ def to_text(characters: str, encoding: str) -> str:
     if encoding == "bytes":
         return characters.encode("latin-1").decode(errors="replace")
     return characters
+
+
+def unit_of(encoding: str | None) -> str:
+    """What a character of the model stands for."""
+    return "byte" if encoding == "bytes" else "character"
 
 
 def quoted(character: str, encoding: str) -> str:

@@ -12,6 +12,7 @@ from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError
 from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config
 from engine.run.metrics import format_loss, read_lines
+from engine.text import unit_of
 
 
 class Run:
@@ -54,7 +55,7 @@ class Run:
     @property
     def unit(self) -> str:
         """What the model predicts."""
-        return "byte" if self.config["data"].get("encoding") == "bytes" else "character"
+        return unit_of(self.config["data"].get("encoding"))
 
     @functools.cached_property
     def starts(self) -> list[dict[str, Any]]:

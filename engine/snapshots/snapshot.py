@@ -20,6 +20,7 @@ import torch.nn as nn
 from engine.config.settings import flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.parallel.distributed import World
+from engine.text import unit_of
 
 log = logging.getLogger("gpt")
 
@@ -146,7 +147,7 @@ class Snapshot:
     @property
     def unit(self) -> str:
         """What one id of the model stands for."""
-        return "byte" if self.encoding == "bytes" else "character"
+        return unit_of(self.encoding)
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
         """A snapshot with `change(tensor)` for each tensor; tied tensors stay tied."""
