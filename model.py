@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -230,7 +229,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.activation = ops.squared_relu if config.arch == "modern" else F.gelu
+        self.activation = ops.squared_relu if config.arch == "modern" else ops.gelu
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.resid_pdrop = config.resid_pdrop

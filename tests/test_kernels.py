@@ -192,6 +192,7 @@ ROTATION = rotary(40, 32, torch.device("cpu"))
 OPERATIONS = {
     "rms_norm": (kernels.rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=NORM_EPS), [0]),
     "squared_relu": (kernels.squared_relu, lambda x: F.relu(x).square(), [0]),
+    "gelu": (kernels.gelu, F.gelu, [0]),
     "layer_norm": (
         lambda x, weight, bias=None: kernels.layer_norm(x, weight, bias),
         lambda x, weight, bias=None: F.layer_norm(x, x.shape[-1:], weight, bias),
@@ -217,7 +218,7 @@ OPERATIONS = {
 
 @both
 @pytest.mark.parametrize(
-    "name, weights", [(name, n) for name in list(OPERATIONS)[:4] for n in OPERATIONS[name][2]]
+    "name, weights", [(name, n) for name in list(OPERATIONS)[:5] for n in OPERATIONS[name][2]]
 )
 def test_operations_and_all_their_gradients_are_those_of_float64(dtype, name, weights):
     torch.manual_seed(0)
@@ -242,6 +243,16 @@ def test_what_is_not_finite_stays_so(dtype, name, value):
     y = kernel(x, *own)
     assert torch.equal(y.isfinite(), plain(x.float(), *own).to(dtype).isfinite())
     assert y[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "dtype, relative, absolute",
+    [on(torch.float32, 1e-6, 5e-7), on(torch.bfloat16, 2**-8, 1e-30)],
+)
+def test_gelu_is_exact_far_from_zero(dtype, relative, absolute):
+    x = torch.tensor([-300.0, -13.0, -5.0, -3.0, -0.01, 0.0, 0.01, 3.0, 5.0, 300.0]).to(dtype)
+    x = F.pad(x, (0, 6))
+    assert torch.allclose(kernels.gelu(x).double(), F.gelu(x.double()), relative, absolute)
 
 
 @both

@@ -120,7 +120,7 @@ def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> 
         if config["token_shift"]:
             y = y + F.pad(y, (0, 0, 1, -1)) * weights[f"{block}.shift.weight"]
         y = linear(y, f"{block}.mlp.c_fc")
-        y = ops.squared_relu(y) if is_modern else F.gelu(y)
+        y = ops.squared_relu(y) if is_modern else ops.gelu(y)
         x = x + linear(y, f"{block}.mlp.c_proj")
     logits = linear(norm(x, "ln_f"), "tok_emb" if config["tie_weights"] else "head")
     return ops.cap(logits, SOFTCAP if is_modern else 0)

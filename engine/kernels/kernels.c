@@ -1,5 +1,5 @@
 // What a step on a CPU spends its time on, in one pass over memory each: causal attention with rotary
-// positions and normalized queries and keys, RMSNorm, LayerNorm, token shift, squared ReLU,
+// positions and normalized queries and keys, RMSNorm, LayerNorm, token shift, squared ReLU, GELU,
 // cross-entropy; and linear layers where torch's matrix products are slow (`linear` in ops.py).
 //
 // Built once for each type of number, `real`, and called by native.py: with -DBF16 for bfloat16, on
@@ -796,6 +796,41 @@ int squared_relu_backward(long threads, long n, const real *x, const real *dy, r
     for (long i = 0; i < n; i += LANES) {
         vector positive = maximum(broadcast(0), load(x + i));
         store(dx + i, (positive + positive) * load(dy + i));
+    }
+    return 0;
+}
+
+// The normal distribution's cumulative share up to x; its bell curve exp(-x^2 / 2) into *bell.
+// Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26: within 1e-6.
+static inline vector normal(vector x, vector *bell) {
+    vector t = 1.0f / (maximum(x, -x) * (0.3275911f * 0.70710678f) + 1.0f);
+    vector sum = broadcast(1.061405429f);
+    sum = sum * t - 1.453152027f;
+    sum = sum * t + 1.421413741f;
+    sum = sum * t - 0.284496736f;
+    sum = sum * t + 0.254829592f;
+    *bell = exp2_of(x * x * (-0.5f * LOG2_E));
+    vector tail = sum * t * *bell * 0.5f;
+    return where_positive(x, 1.0f - tail, tail);
+}
+
+// y (n) = x times the normal distribution's share up to x; n a multiple of 16.
+int gelu(long threads, long n, const real *x, real *y) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i += LANES) {
+        vector z = load(x + i), bell;
+        store(y + i, z * normal(z, &bell));
+    }
+    return 0;
+}
+
+// dx = (share + x density) dy.
+int gelu_backward(long threads, long n, const real *x, const real *dy, real *dx) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i += LANES) {
+        vector z = load(x + i), bell, share = normal(z, &bell);
+        vector slope = z * bell * 0.39894228f + share;
+        store(dx + i, slope * load(dy + i));
     }
     return 0;
 }

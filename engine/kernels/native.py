@@ -173,13 +173,16 @@ class _TokenShift(torch.autograd.Function):
         return grad, grad_weight
 
 
-class _SquaredReLU(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
+    """An elementwise kernel; its backward pass needs the input."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, name, x):
         x = x.contiguous()
         y = torch.empty_like(x)
-        _call(x.dtype, "squared_relu", x.numel(), x, y)
+        _call(x.dtype, name, x.numel(), x, y)
         ctx.save_for_backward(x)
+        ctx.name = name
         return y
 
     @staticmethod
@@ -187,8 +190,8 @@ class _SquaredReLU(torch.autograd.Function):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         grad = torch.empty_like(x)
-        _call(x.dtype, "squared_relu_backward", x.numel(), x, g.contiguous(), grad)
-        return grad
+        _call(x.dtype, f"{ctx.name}_backward", x.numel(), x, g.contiguous(), grad)
+        return None, grad
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -251,6 +254,7 @@ linear = functools.partial(_apply, _Linear)
 rms_norm = functools.partial(_apply, _RMSNorm)
 layer_norm = functools.partial(_apply, _LayerNorm)
 token_shift = functools.partial(_apply, _TokenShift)
-squared_relu = functools.partial(_apply, _SquaredReLU)
+squared_relu = functools.partial(_apply, _Elementwise, "squared_relu")
+gelu = functools.partial(_apply, _Elementwise, "gelu")
 # Raises IndexError for a target outside the vocabulary.
 cross_entropy = functools.partial(_apply, _CrossEntropy)

@@ -80,6 +80,11 @@ def squared_relu(x: Tensor) -> Tensor:
     return positive * positive  # square() goes to float32 under autocast on a GPU
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU (Hendrycks and Gimpel, 2016), exact: x Phi(x)."""
+    return native.gelu(x) if native.supports(x) else F.gelu(x)
+
+
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """Dropout (Srivastava et al., 2014). Skipped where it does nothing; the call takes 4 % of `generate`."""
     return F.dropout(x, p) if training and p else x
