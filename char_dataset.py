@@ -69,13 +69,13 @@ class DataConfig:
                 f"data.path={self.path}: must be the path or URL of a text, or a list of these"
             )
         self.path = [str(path) for path in paths] if several else str(self.path)
-        if self.url is not None and several:
-            raise UserError(f"data.url={self.url}: needs a single data.path; set data.url=null")
         if self.url == SHAKESPEARE_URL and self.path != "data/input.txt":
             raise UserError(
                 f"data.path={self.path}: data.url and data.sha256 are those of data=shakespeare; for "
                 f"another text: data=text data.path={self.path}"
             )
+        if self.url is not None and several:
+            raise UserError(f"data.url={self.url}: needs a single data.path; set data.url=null")
         check_range("data.block_size", self.block_size, 1)
         check_range("data.train_split", self.train_split, above=0, below=1)
         check_range("data.truncate", self.truncate, above=0, high=1)
@@ -154,7 +154,7 @@ class CharDataset(Dataset):
         return dataset
 
     def _check_length(self, name: str) -> None:
-        if len(self.data) <= self.block_size:
+        if self.config.block_size is not None and len(self.data) <= self.block_size:
             raise UserError(
                 f"data.block_size={self.block_size}: the {name} has {len(self.data):,} characters, "
                 f"but a window needs {self.block_size + 1:,}; use a longer text, a smaller "

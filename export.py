@@ -14,7 +14,6 @@ publishes it. It needs safetensors (pip install safetensors). A page needs neith
 network where it is opened.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -48,7 +47,7 @@ class ExportConfig:
     run_dir: str | None = None  # the run; without: the newest under runs/
     snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
     snapshots: list[str] | None = None  # of a page: several, [a.pt,b.pt]
-    newest: int = 1  # of a page: so many of the newest runs under runs/
+    newest: int = 1  # of a page: the number of newest runs under runs/ to include
 
     def __post_init__(self):
         check_only_one(out=self.out, page=self.page)
@@ -70,11 +69,15 @@ class ExportConfig:
         """The snapshots to export. Raises `UserError` if there is none."""
         if self.newest == 1:
             return choose_snapshots(self.snapshots, self.snapshot, self.run_dir)
-        found = []
+        found: list[str] = []
         for run in runs():
-            with contextlib.suppress(UserError):  # it has not saved yet
+            if len(found) == self.newest:
+                break
+            try:
                 found.append(choose_snapshot(None, run))
-        return found[: self.newest] or [choose_snapshot(None, None)]
+            except UserError as error:  # it has not saved yet, or cannot be read
+                print(f"left out: {error}", file=sys.stderr)
+        return found or [choose_snapshot(None, None)]
 
 
 def main(arguments: list[str]) -> None:
@@ -139,7 +142,7 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
             snapshot.model_state,
             snapshot.vocabulary,
             snapshot.encoding,
-            model(page.checked_ids(settings)[None])[0][0],
+            model(page.checked_ids(settings)[None])[0][0, -1],
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -47,8 +47,9 @@ ROPE_BASE = 10_000.0
 
 @dataclass
 class GPTConfig:
-    """Architecture and size. A field that is None follows from `model_type` or `arch`; `vocab_size` and
-    `block_size` follow from the data. Raises `UserError` for impossible values.
+    """Architecture and size. A field that is None follows from `model_type` or `arch`, `vocab_size` and
+    `block_size` from the data; dropouts that are None are chosen for the text. Raises `UserError` for
+    impossible values.
     """
 
     # fmt: off
@@ -88,7 +89,9 @@ class GPTConfig:
             if getattr(self, name) is None:
                 setattr(self, name, self.arch == "gpt2")
             elif getattr(self, name) and self.arch == "modern":
-                raise UserError(f"model.{name}=true: model.arch=modern has none; leave it null")
+                raise UserError(
+                    f"model.{name}=true: model.arch=modern does not support it; leave it null"
+                )
 
     def _resolve_sizes(self) -> None:
         """Resolves the sizes that are None; `model_type`, which they replace, is None afterwards."""

@@ -20,10 +20,11 @@ if __name__ == "__main__":
 
 import codecs
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
 from engine.text import find_files, from_text, quoted, read_text, to_text
 from model import GPT, GPTConfig
+
+log = logging.getLogger("gpt")
 
 MIN_THREADED_WORK = 10_000_000  # texts x parameters; below, one CPU thread is faster
 BATCH_CHARACTERS = 8192  # per batch, context included
@@ -116,7 +119,7 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
     if has_changed(probe, snapshot.probe_logits):
         if strict:
             raise UserError(f"{CHANGED} Restore that model.py; sample.py runs this one")
-        print(f"[{CHANGED}]", file=sys.stderr)
+        log.warning(CHANGED)
     return model
 
 
@@ -215,7 +218,9 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
         raise UserError(
             "copied=true: the snapshot does not say on which text the model was trained"
         )
-    data = CharDataset(DataConfig(**snapshot.config["data"]))
+    known = {field.name for field in fields(DataConfig)}  # an older run may have others
+    settings = {name: v for name, v in snapshot.config["data"].items() if name in known}
+    data = CharDataset(DataConfig(**settings))
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
     ids = data.split()[0].data.numpy()

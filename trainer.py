@@ -55,7 +55,7 @@ class TrainerConfig:
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # minutes of the whole process; main.py turns them into max_steps; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
-    micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: as many as fit
+    micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: all, or what fits a GPU
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
     data_loader_workers: int = 0  # prefetch threads; 0: none, usually enough
     snapshot_path: str = "gpt_snapshot.pt"  # latest snapshot: a path, in run_dir unless absolute, or a URL

@@ -78,7 +78,7 @@ def stream(
     Raises `UserError`, a ValueError, at the first character, for an empty `idx` or an impossible value.
     """
     if idx.dim() != 2 or idx.size(1) == 0:
-        raise UserError("generate needs at least one character to start from, of shape (B, T)")
+        raise UserError(f"generate: idx must have shape (B, T) with T >= 1, not {tuple(idx.shape)}")
     check_range("max_new_tokens", max_new_tokens, 0)
     check_range("top_k", top_k, 1)
     check_range("top_p", top_p, above=0, high=1)

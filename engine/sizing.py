@@ -173,7 +173,7 @@ def evaluations(cost: float) -> int:
 
 
 def held_out_characters(config: Any, characters: int) -> float:
-    """The held-out characters of a text of so many."""
+    """The number of held-out characters in a text of `characters` characters."""
     split = config.data
     return characters * (1 - split.final_split) - int(characters * split.train_split)
 
@@ -276,8 +276,7 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
 
 def learning_rate(characters: int, width: int) -> float:
     """Peak learning rate of Muon for a model of this width and a training text of so many `characters`."""
-    of_text = max(900_000 / characters, 1.0) ** 0.13
-    return 0.011 * (128 / width) ** 0.5 * of_text
+    return 0.008 * (128 / width) ** 0.5 * max(900_000 / characters, 1.0) ** 0.3
 
 
 def fine_tuning_share(passes: float) -> float:

@@ -354,6 +354,7 @@ def test_what_is_copied_from_the_training_text_is_said(run_dir):
     snapshot = load(str(run_dir / "gpt_snapshot.pt"))
     train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
     own = train.decode(train.data[100:150]), "#" * 50
+    snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
     assert sampling.copied_share(list(own), snapshot) == 0.5
     assert sampling.copied_share([held_out.decode(held_out.data[:100])], snapshot) == 0
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from conftest import ALONE, ROOT, equal, no_space, read_until, some_snapshot
+from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
@@ -46,6 +47,30 @@ def test_latest_and_best_are_written_apart_and_together(tmp_path, path):
     write(files, 3, best=True)
     assert [load(p).step for p in (path, files.previous, files.best)] == [3, 1, 3]
     assert names(tmp_path) == ["s.best.pt", "s.prev.pt", "s.pt"]
+
+
+def test_a_save_that_fails_leaves_the_best_one(path, monkeypatch):
+    files = SnapshotStorage(path)
+    write(files, 1, best=True)
+    copy = files._copy
+
+    def full(source, target):
+        if target == path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copy(source, target)
+
+    monkeypatch.setattr(files, "_copy", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(files, 2, best=True)
+    assert load(path).step == load(files.best).step == 1
+
+
+def test_a_snapshot_in_the_root_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "s.pt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda self, folder, detail: [f"{folder}r.pt"])
+    assert SnapshotStorage("/r.pt").all() == ["/r.pt"]
+    assert SnapshotStorage("/s.pt").all() == []
 
 
 def test_the_newest_numbered_ones_are_kept(tmp_path, path):
@@ -97,7 +122,9 @@ for name in ("link", "replace", "remove", "fsync"):
     setattr(os, name, counting(getattr(os, name)))
 snapshot_files.open = lambda path, mode: File(path, mode) if "w" in mode else open(path, mode)
 files = snapshot_files.SnapshotStorage(sys.argv[2], keep=2)
-files.write(some_snapshot(5).to_bytes(), 5, latest=True, best=True)
+snapshot = some_snapshot(5)
+snapshot.best_step = 5
+files.write(snapshot.to_bytes(), 5, latest=True, best=True)
 """
 
 
@@ -123,7 +150,8 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         content, where = files.find()  # nothing is damaged, whatever was going on
         outcomes.append(Snapshot.from_bytes(content, where).step)
         assert where == files.path
-        assert load(files.best).step in (3, 5) and load(files.previous).step in (3, 4)
+        assert load(files.best).step == (5 if outcomes[-1] == 5 else 3)
+        assert load(files.previous).step in (3, 4)
         assert not [name for name in names(folder) if "tmp" in name]
         if status == 0:
             break
@@ -329,7 +357,7 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     save(4, fails=True, best=True, latest=False)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))
     with pytest.raises(
-        UserError, match=r"step 5: failed saves in a row: 2 .*No space left on device"
+        UserError, match=r"step 5: 2 consecutive saves failed .*No space left on device"
     ):
         save(5, fails=True)
     assert load(path).step == 3

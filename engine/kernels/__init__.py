@@ -1,4 +1,4 @@
-"""The operations of a model, each with one signature and more than one implementation.
+"""The operations of a model, each with one signature and, where it pays, several implementations.
 
 Offers: `ops`, one function an operation, which chooses the implementation; `build.library` and
 `build.describe`, whether there are C kernels here; `graph.CapturedStep`, a step as one CUDA graph.

@@ -179,7 +179,7 @@ def _products_are_slow(dtype: torch.dtype) -> bool:
 
 
 def code_digest(function: Callable) -> str:
-    """SHA-256 of the code of a function, without comments and docstring; empty where it cannot be read."""
+    """SHA-256 of a function's code without comments and docstring, to detect edits; empty where it cannot be read."""
     try:
         source = io.StringIO(inspect.getsource(function))
     except OSError:  # made by exec

@@ -1,4 +1,4 @@
 """The machine: device names, peak rates, memory, what its processors compute in.
 
-Offers plain functions of a `torch.device`, and `AdaptiveThreads`. Knows nothing of runs or settings.
+Offers functions that describe the hardware, and `AdaptiveThreads`. Knows nothing of runs or settings.
 """

@@ -73,7 +73,7 @@ def address_towards(host: str) -> str:
 
 
 def address_of(interface: str) -> str | None:
-    """The first IPv4 address of a network interface (Linux; elsewhere None)."""
+    """The first IPv4 address of a network interface (Linux; None if it has none)."""
     SIOCGIFADDR = 0x8915  # <linux/sockios.h>
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:

@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]  # (step, value)
 
 
 class Curve(NamedTuple):
-    """A named curve; a faint one is thin."""
+    """A named curve; `faint`: drawn as a thin line."""
 
     name: str
     points: Points

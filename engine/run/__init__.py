@@ -2,5 +2,5 @@
 
 Offers `open_run` and `choose_snapshot` (directory.py), `Plan`, `TrainingLog`, `Metrics`, `evaluate`,
 `DivergenceCheck` and the console's `log_to_console` and `fail`. Knows no
-optimizer and no kind of model: `model(x, y)` returns a loss.
+optimizer and no kind of model: `model(x, y)` returns `(anything, loss)`.
 """

@@ -34,8 +34,7 @@ SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 @contextlib.contextmanager
 def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
     """On rank 0, creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
-    in it, for as long as the block lasts. If a collective fails before training, the log names the ranks that do
-    not respond.
+    in it, for as long as the block lasts. If a collective fails within it, the log names the ranks that do not respond.
 
     Raises `UserError` on every rank if a file cannot be written, another run holds a lock, or `snapshot_path`
     names no file, or another file of the run.
@@ -59,7 +58,9 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
                 stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
 
         run_on_rank_0(lock, world)
-        stack.enter_context(report_unresponsive_ranks(world, lambda: "before training"))
+        stack.enter_context(
+            report_unresponsive_ranks(world, lambda: "while the run starts or ends")
+        )
         yield
 
 
@@ -189,10 +190,9 @@ def choose_snapshots(
     """The paths in `snapshots`, of a run directory its best one; if it is None, the one that `choose_snapshot`
     finds. Raises `UserError` if there is none, or both are given.
     """
+    check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots is None:
         return [choose_snapshot(snapshot, run_dir)]
-    check_only_one(snapshots=snapshots, run_dir=run_dir)
-    check_only_one(snapshots=snapshots, snapshot=snapshot)
     if not snapshots:
         raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
     return [choose_snapshot(None, p) if os.path.isdir(p) else p for p in snapshots]

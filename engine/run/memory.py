@@ -52,7 +52,10 @@ def fit_micro_batch(
         if all(distributed.all_gather(fits, world)):
             choices["micro_batch_size"] = windows
             return plan
-        log.info("memory      %d windows at once need more than the GPU has", windows)
+        log.info(
+            "memory      a micro-batch of %d windows does not fit into the memory of the GPU",
+            windows,
+        )
         if windows == 1:
             raise UserError(too_large(plan))
         plan = plan.with_micro_batch(windows // 2)

@@ -68,7 +68,7 @@ class Requests:
         self.save = self.save or agreed == SAVE
 
     def finish(self) -> int:
-        """Ends the agreement in progress; returns its result."""
+        """Waits for the pending all-reduce; returns its result."""
         if self._work is None:
             return 0
         self._work.wait()

@@ -25,7 +25,7 @@ MANY_PASSES = 50  # over the text
 
 @dataclass
 class TrainingLog:
-    """The log of a run. Every rank has one and calls it alike; rank 0 writes."""
+    """The log of a run. All ranks call the same methods in the same order; rank 0 writes."""
 
     world: World
     plan: Plan

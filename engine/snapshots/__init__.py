@@ -2,6 +2,5 @@
 
 `SnapshotManager` (manager.py) saves and restores a run, all ranks together; `Snapshot` (snapshot.py) is
 what one file holds; `SnapshotStorage` (storage.py) keeps the files of a run on a disk or in an object
-store; sharded.py lets every rank write its own part. The package knows
-tensors and names, not what model they belong to.
+store; sharded.py lets every rank write its own part.
 """

@@ -146,8 +146,6 @@ class SnapshotStorage:
         try:
             self._put(self.temporary, content)
             self._verify_written(self.temporary, content)
-            if best:  # before the latest, which records that this is the best
-                self._copy(self.temporary, self.best)
             if latest:
                 if self.keep:
                     self._copy(self.temporary, beside(self.path, f"step{step:08d}"))
@@ -156,6 +154,8 @@ class SnapshotStorage:
                 if exists(self.path):
                     self._copy(self.path, self.previous)
                 self._copy(self.temporary, self.path)
+            if best:  # last: a failed save must not replace it (`find` repeats it after a kill)
+                self._copy(self.temporary, self.best)
         finally:
             with contextlib.suppress(Exception):  # never created, or the store is unreachable
                 self._remove(self.temporary)
@@ -177,7 +177,7 @@ class SnapshotStorage:
                 raise OSError(f"{path}: reads back different from what was written")
 
     def _copy(self, source: str, target: str) -> None:
-        """Copies in one operation, as far as `target` can tell; on a disk by a hard link, where it can be."""
+        """Copies atomically: `target` keeps its content, or has all of the new; by a hard link where possible."""
         if not is_local(source):
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
@@ -208,19 +208,19 @@ class SnapshotStorage:
 
     def present(self, kind: str) -> list[str]:
         """The existing snapshots whose kind matches the regular expression `kind`, sorted."""
-        folder, _, name = self.path.rpartition("/")
+        name = self.path.rpartition("/")[2]
         root, extension = os.path.splitext(name)
         pattern = re.compile(rf"{re.escape(root)}(?:{kind}){re.escape(extension)}")
         with storage_errors(self.path):
             self.file_system.invalidate_cache()
             try:
-                parent = locate(self.path)[1].rpartition("/")[0]
+                parent = locate(self.path)[1].rpartition("/")[0] or "/"
                 listing = self.file_system.ls(parent, detail=False)
             except FileNotFoundError:
                 return []
         names = sorted(path.rpartition("/")[2] for path in listing)
-        prefix = f"{folder}/" if folder else ""
-        return [prefix + name for name in names if pattern.fullmatch(name)]
+        folder = self.path.removesuffix(name)
+        return [folder + other for other in names if pattern.fullmatch(other)]
 
     def all(self) -> list[str]:
         """Every snapshot of the run: the latest, the one before it, the numbered ones, the best."""
@@ -236,7 +236,7 @@ class SnapshotStorage:
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
         """
         damaged: dict[str, str] = {}
-        newest: tuple[int, bytes, str] | None = None
+        newest: tuple[Snapshot, bytes, str] | None = None
         for path in self.all():
             try:
                 content = read(path)
@@ -245,8 +245,8 @@ class SnapshotStorage:
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
-            if newest is None or snapshot.step > newest[0]:
-                newest = (snapshot.step, content, path)
+            if newest is None or snapshot.step > newest[0].step:
+                newest = (snapshot, content, path)
             if path == self.path:
                 break
         if newest is None:
@@ -256,12 +256,14 @@ class SnapshotStorage:
                 f"no undamaged snapshot left: {'; '.join(damaged.values())}; train from scratch with "
                 "trainer.resume=never, which keeps the files, or set run_name=NEW_NAME"
             )
-        _, content, path = newest
+        snapshot, content, path = newest
         for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
-        if path != self.path:  # a run that has finished would not write it again
-            with storage_errors(self.path, "written"):
+        with storage_errors(self.path, "written"):
+            if path != self.path:  # a run that has finished would not write it again
                 self._copy(path, self.path)
+            elif snapshot.best_step == snapshot.step:  # it was to become the best one, too
+                self._copy(path, self.best)
         return content, path
 
 
