@@ -350,15 +350,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def move_if_small(datasets: Iterable[Any], device: torch.device) -> None:
-    """Moves the texts to the GPU, if they take up to a tenth of its memory: batches are then gathered there."""
-    datasets = list(datasets)
-    memory = torch.cuda.get_device_properties(device).total_memory
-    if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
-        for dataset in datasets:
-            dataset.to(device)
-
-
 # --------------------------------------------------------------------------------------------------
 # Batches
 
@@ -426,3 +417,12 @@ def prefetch(
             yield move(pending.popleft().result())
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def move_if_small(datasets: Iterable[Any], device: torch.device) -> None:
+    """Moves the texts to the GPU, if they take up to a tenth of its memory: batches are then gathered there."""
+    datasets = list(datasets)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
+        for dataset in datasets:
+            dataset.to(device)
