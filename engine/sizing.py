@@ -270,7 +270,7 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
     """Dropout and weight decay for so many passes over a training text of so many `characters`."""
     # It costs a third of the steps on a CPU, and pays for many passes over a short text alone.
     dropout = 0.1 + (passes - 10) / 160 if passes >= 10 and characters < 200_000 else 0.0
-    decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.33
+    decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.4
     return round(dropout, 2), float(f"{min(max(decay, 0.2), 3.0):.2g}")
 
 
