@@ -142,7 +142,7 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
             snapshot.model_state,
             snapshot.vocabulary,
             snapshot.encoding,
-            model(page.checked_ids(settings)[None])[0][0, -1],
+            model(page.checked_ids(settings)[None])[0][0],
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -9,11 +9,13 @@ import torch
 from conftest import model_snapshot
 
 import export
+import model
 import sample
 from config import compose
 from engine.errors import UserError
 from engine.interop import page
 from engine.kernels import ops
+from engine.snapshots.snapshot import probe_logits
 from model import rotary
 from sample import load_model
 
@@ -44,6 +46,40 @@ def write(tmp_path, *snapshots) -> list[str]:
         Path(path).write_bytes(snapshot.to_bytes())
     export.main([f"page={tmp_path / 'page.html'}", f"snapshots=[{','.join(paths)}]"])
     return paths
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_page_computes_the_models_logits(name):
+    model = load_model(snapshot_of(name), "cpu")
+    ids = torch.randint(len(LETTERS), (24,))
+    with torch.no_grad():
+        expected = model(ids[None])[0][0]
+        found = page.compute(dataclasses.asdict(model.config), model.state_dict(), ids)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_an_edit_that_concerns_the_end_of_a_context_alone_is_refused(tmp_path, monkeypatch):
+    """The page compares itself with a shorter input, and the probe of a snapshot has both ends."""
+    snapshot = model_snapshot(LETTERS, "modern", block_size=96)
+    attend = model.causal_attention
+
+    def windowed(
+        qkv, n_head, rotation, cache, pdrop
+    ):  # without the first character, from the 81st on
+        y = attend(qkv, n_head, rotation, cache, pdrop)
+        return torch.cat((y[:, :80], attend(qkv[:, 1:], n_head, None, None, pdrop)[:, 79:]), dim=1)
+
+    with monkeypatch.context() as edited:
+        edited.setattr(model, "causal_attention", windowed)
+        gpt = load_model(snapshot, "cpu")
+        snapshot.probe_logits = probe_logits(gpt, len(LETTERS), 96, "cpu")
+        with pytest.raises(
+            UserError, match=r"0\.pt: a page cannot run a model whose code was edited; sample\.py"
+        ):
+            write(tmp_path, snapshot)
+        assert not (tmp_path / "page.html").exists()
+    with pytest.raises(UserError, match=r"model\.py gives different outputs"):
+        write(tmp_path, snapshot)
 
 
 def test_a_page_is_replaced_and_nothing_else_is(tmp_path):
@@ -244,4 +280,4 @@ def test_a_page_that_computes_other_numbers_says_so(browser, tmp_path):
     opened.set("prompt", "a")
     opened.press("generate")
     [warning] = opened.texts(".warning")
-    assert warning.startswith("This page computes other numbers than PyTorch, by up to")
+    assert warning.startswith("This browser computes other numbers than PyTorch, by up to")

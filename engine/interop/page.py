@@ -3,7 +3,7 @@
     content = render([describe(name, config, weights, vocabulary, ...), ...])
 
 The page computes in 32 bits from weights in 16. It has the logits that PyTorch gives for one input, and compares its
-own with them when it is opened: they differ if the code of the model was edited.
+own with them when it is opened.
 """
 
 import base64
@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.errors import UserError
+from engine.interop.transformers import ROPE_BASE, SOFTCAP
+from engine.kernels import ops
+from engine.kernels.native import LAYER_NORM_EPS
+
 BROWSER = Path(__file__).resolve().parent / "browser"
-CHECKED = 64  # characters of the input, at most; half a second for 10 million parameters
+CHECKED = 32  # characters of the input that the page itself compares
+TOLERANCE = 0.01  # of a logit, for weights of 16 bits
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -38,8 +45,14 @@ def describe(
 
     Args:
         config: a dictionary of `GPTConfig`'s fields; `weights` are `rounded`.
-        logits: (V,) of the model with these weights after `checked_ids`.
+        logits: (T, V) of the model with these weights for `checked_ids`. Raises `UserError` if the page would compute
+            others: the code of the model was edited.
     """
+    ids, last = checked_ids(config), min(CHECKED, config["block_size"])
+    if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
+        raise UserError(
+            "a page cannot run a model whose code was edited; sample.py can, and shows alternatives"
+        )
     tensors = dict(weights)
     if config["tie_weights"]:
         del tensors["head.weight"]
@@ -54,7 +67,7 @@ def describe(
         "encoding": encoding,
         "tensors": [(name, weight.numel()) for name, weight in tensors.items()],
         "weights": base64.b64encode(halves.numpy().astype("<f2").tobytes()).decode(),
-        "check": {"ids": checked_ids(config).tolist(), "logits": logits.tolist()},
+        "check": {"ids": ids[:last].tolist(), "logits": logits[last - 1].tolist()},
     }
 
 
@@ -74,5 +87,40 @@ def render(models: list[dict[str, Any]]) -> str:
 
 
 def checked_ids(config: dict[str, Any]) -> Tensor:
-    """The ids (T,) after which the page compares its logits with the model's."""
-    return 7 * torch.arange(min(CHECKED, config["block_size"])) % config["vocab_size"]
+    """The ids (T,) of the input whose logits are compared: a whole context, as an edit may affect its end only."""
+    return 7 * torch.arange(config["block_size"]) % config["vocab_size"]
+
+
+def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """The logits (T, V) for `ids` (T,) of the model that model.js has."""
+    is_modern, T, C = config["arch"] == "modern", len(ids), config["n_embd"]
+    D = C // config["n_head"]
+    angle = torch.arange(T)[:, None] * ROPE_BASE ** -(torch.arange(0, D, 2) / D)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if is_modern:
+            return ops.rms_norm(x)
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return ops.layer_norm(x, weight, bias, LAYER_NORM_EPS)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    x = weights["tok_emb.weight"][ids]
+    x = ops.rms_norm(x) if is_modern else x + weights["pos_emb.weight"][:T]
+    for number in range(config["n_layer"]):
+        block = f"blocks.{number}"
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        q, k, v = qkv.view(T, 3, -1, D).permute(1, 2, 0, 3)
+        if is_modern:
+            q, k = (ops.rms_norm(ops.rotate(z, angle.cos(), angle.sin())) for z in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
+        y = norm(x, f"{block}.ln_2")
+        if config["token_shift"]:
+            y = y + F.pad(y, (0, 0, 1, -1)) * weights[f"{block}.shift.weight"]
+        y = linear(y, f"{block}.mlp.c_fc")
+        y = ops.squared_relu(y) if is_modern else ops.gelu(y)
+        x = x + linear(y, f"{block}.mlp.c_proj")
+    logits = linear(norm(x, "ln_f"), "tok_emb" if config["tie_weights"] else "head")
+    return ops.cap(logits, SOFTCAP if is_modern else 0)

@@ -170,7 +170,6 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 
     Raises `UserError` if there is none.
     """
-    check_only_one(run_dir=run_dir, snapshot=snapshot)
     if snapshot is not None:
         return snapshot
     run_dir, name = run_dir or newest_run(), SNAPSHOT

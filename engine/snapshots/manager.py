@@ -28,8 +28,8 @@ log = logging.getLogger("gpt")
 
 @dataclass
 class SaveInProgress:
-    """A save in progress. On success, `saved_step` and `best` replace the manager's. `written` is the writer's
-    future, on rank 0.
+    """A save in progress. On success, `saved_step` replaces the manager's, and `best` as soon as the best
+    snapshot is written. `written` is the writer's future, on rank 0.
     """
 
     step: int
@@ -177,9 +177,13 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        error = distributed.run_on_rank_0(saving.error, self.world)
+        error, is_best = distributed.run_on_rank_0(
+            lambda: (saving.error(), self.storage.best_step == saving.step), self.world
+        )
+        if is_best:  # also of a save that failed afterwards, at the latest
+            self.best = saving.best
         if not error:
-            self.saved_step, self.best = saving.saved_step, saving.best
+            self.saved_step = saving.saved_step
             self.failures, self._last_error = 0, ""
             return
         self.failures += 1

@@ -118,6 +118,7 @@ class SnapshotStorage:
             raise UserError(f"trainer.snapshot_path={path}: {one_line(error)}") from error
         self.previous, self.best = beside(path, "prev"), beside(path, "best")
         self.temporary = beside(path, "new.tmp")
+        self.best_step: int | None = None  # of the best snapshot, if it was written here
 
     # ----------------------------------------------------------------------------------------------
     # Writing
@@ -146,6 +147,9 @@ class SnapshotStorage:
         try:
             self._put(self.temporary, content)
             self._verify_written(self.temporary, content)
+            if best:  # before the latest, which records that this is the best
+                self._copy(self.temporary, self.best)
+                self.best_step = step
             if latest:
                 if self.keep:
                     self._copy(self.temporary, beside(self.path, f"step{step:08d}"))
@@ -154,8 +158,6 @@ class SnapshotStorage:
                 if exists(self.path):
                     self._copy(self.path, self.previous)
                 self._copy(self.temporary, self.path)
-            if best:  # last: a failed save must not replace it (`find` repeats it after a kill)
-                self._copy(self.temporary, self.best)
         finally:
             with contextlib.suppress(Exception):  # never created, or the store is unreachable
                 self._remove(self.temporary)
@@ -177,7 +179,7 @@ class SnapshotStorage:
                 raise OSError(f"{path}: reads back different from what was written")
 
     def _copy(self, source: str, target: str) -> None:
-        """Copies atomically: `target` keeps its content, or has all of the new; by a hard link where possible."""
+        """Copies atomically: `target` keeps its content, or has all of the new one; by a hard link where possible."""
         if not is_local(source):
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
@@ -236,7 +238,7 @@ class SnapshotStorage:
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
         """
         damaged: dict[str, str] = {}
-        newest: tuple[Snapshot, bytes, str] | None = None
+        newest: tuple[int, bytes, str] | None = None
         for path in self.all():
             try:
                 content = read(path)
@@ -245,8 +247,8 @@ class SnapshotStorage:
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
-            if newest is None or snapshot.step > newest[0].step:
-                newest = (snapshot, content, path)
+            if newest is None or snapshot.step > newest[0]:
+                newest = (snapshot.step, content, path)
             if path == self.path:
                 break
         if newest is None:
@@ -256,14 +258,12 @@ class SnapshotStorage:
                 f"no undamaged snapshot left: {'; '.join(damaged.values())}; train from scratch with "
                 "trainer.resume=never, which keeps the files, or set run_name=NEW_NAME"
             )
-        snapshot, content, path = newest
+        _, content, path = newest
         for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
-        with storage_errors(self.path, "written"):
-            if path != self.path:  # a run that has finished would not write it again
+        if path != self.path:  # a run that has finished would not write it again
+            with storage_errors(self.path, "written"):
                 self._copy(path, self.path)
-            elif snapshot.best_step == snapshot.step:  # it was to become the best one, too
-                self._copy(path, self.best)
         return content, path
 
 
