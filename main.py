@@ -45,16 +45,7 @@ from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import probe_logits
 from model import create_optimizer
-from parts import (
-    build_model,
-    choose_sizes,
-    finish_run,
-    load_text,
-    log_model,
-    read_init_weights,
-    record_run,
-    split_text,
-)
+from parts import build_model, finish_run, load_data, log_model, read_init_weights, record_run
 from sample import sample_during_training
 from trainer import Trainer
 
@@ -90,10 +81,7 @@ def run_training(config: Config, started: float) -> float | None:
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
         pretrained = read_init_weights(config, snapshots.found, world)
-        text = load_text(config, snapshots.found, world)
-        choose_sizes(config, text, snapshots, world, started)
-        train_text, held_out = split_text(config, text)
-        final = text.with_config(config.data).final_part()
+        train_text, held_out, final = load_data(config, snapshots, world, started)
         model = build_model(config, snapshots.found, world)
         log_model(config, model)
         if pretrained is not None:

@@ -72,6 +72,27 @@ def read_init_weights(config: Config, snapshot: Snapshot | None, world: World) -
     return pretrained
 
 
+def load_data(
+    config: Config, snapshots: SnapshotManager, world: World, started: float
+) -> tuple[CharDataset, CharDataset, CharDataset | None]:
+    """(training part, held-out part, final part or None) of the text. Fills in what is null in `config`, for this
+    text and the time since `started`, as `time.monotonic()` gives it.
+    """
+    text = load_text(config, snapshots.found, world)
+    choose_sizes(config, text, snapshots, world, started)
+    text = text.with_config(config.data)
+    train_text, held_out = text.split()
+    unseen, _ = compare_characters(train_text, held_out)
+    is_counted = len(train_text.data) <= MAX_COUNTED  # as a whole
+    log.info(
+        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(train_text.data):,}", text.unit, f"{len(held_out.data):,}",
+        f" (of which {unseen:.2%} do not occur in training)" if unseen and is_counted else "",
+        text.vocab_size,
+    )  # fmt: skip
+    return train_text, held_out, text.final_part()
+
+
 def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
     """The text, fetched and encoded once on each host; `config.data` then names the one that is used. A
     run keeps the text it started on.
@@ -87,9 +108,7 @@ def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDa
 def choose_sizes(
     config: Config, text: CharDataset, snapshots: SnapshotManager, world: World, started: float
 ) -> None:
-    """Fills in what is null in `config`: as the run has it, or chosen for the text and the time since
-    `started`, as `time.monotonic()` gives it.
-    """
+    """Fills in what is null in `config`: as the run has it, or chosen for the text and the time."""
 
     def seconds_left() -> float:
         end = started + 60 * (config.trainer.max_minutes or 0.0)
@@ -154,20 +173,6 @@ def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torc
     earlier = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
     return sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
-
-
-def split_text(config: Config, text: CharDataset) -> tuple[CharDataset, CharDataset]:
-    """The text to train on and the held-out text, with the context of `config`."""
-    train_text, held_out = text.with_config(config.data).split()
-    unseen, _ = compare_characters(train_text, held_out)
-    is_counted = len(train_text.data) <= MAX_COUNTED  # as a whole
-    log.info(
-        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
-        config.data.path, f"{len(train_text.data):,}", text.unit, f"{len(held_out.data):,}",
-        f" (of which {unseen:.2%} do not occur in training)" if unseen and is_counted else "",
-        text.vocab_size,
-    )  # fmt: skip
-    return train_text, held_out
 
 
 def log_model(config: Config, model: torch.nn.Module) -> None:

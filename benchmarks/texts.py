@@ -1,0 +1,71 @@
+"""Texts of many kinds, for benchmarks/sizing.py, from what a Debian system has.
+
+    python benchmarks/texts.py directory=DIRECTORY
+
+Writes NAME.txt for each: messages of programs in a language, paragraphs of program code and of documentation. Items are
+distinct and in a random order, the same each time, so that what follows a part is like it.
+"""
+
+import gettext
+import gzip
+import random
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.config.arguments import parse, run_program
+
+LANGUAGES = ("de", "el", "es", "fr", "it", "ja", "ko", "pl", "ru", "tr", "uk")
+PARAGRAPHS = {  # files whose paragraphs are taken
+    "headers": ("/usr/include", "*.h"),
+    "perl": ("/usr/share/perl", "*.p[lm]"),
+    "python": (str(Path(gettext.__file__).parent), "*.py"),
+    "man": ("/usr/share/man/man1", "*.1.gz"),
+}
+MAX_CHARACTERS = 6_000_000  # of a text
+
+
+@dataclass
+class Arguments:
+    """The arguments, `name=value`."""
+
+    directory: str  # where the texts are written
+
+
+def messages(language: str) -> Iterator[str]:
+    """The translated messages of all programs."""
+    for path in sorted(Path("/usr/share/locale", language, "LC_MESSAGES").glob("*.mo")):
+        try:
+            with path.open("rb") as file:
+                catalog = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+        except UnicodeDecodeError:  # not in UTF-8
+            continue
+        yield from (message for key, message in catalog.items() if key)
+
+
+def paragraphs(directory: str, pattern: str) -> Iterator[str]:
+    """The paragraphs of all files that match."""
+    for path in sorted(Path(directory).rglob(pattern)):
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        yield from re.split(r"\n\s*\n", content.decode(errors="ignore"))
+
+
+def program(arguments: list[str]) -> None:
+    directory = Path(parse(Arguments, arguments).directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    kinds = {name: messages(name) for name in LANGUAGES}
+    kinds |= {name: paragraphs(*place) for name, place in PARAGRAPHS.items()}
+    for name, found in kinds.items():
+        items = sorted(set(found))
+        random.Random(name).shuffle(items)
+        text = "\n\n".join(items)[:MAX_CHARACTERS]
+        (directory / f"{name}.txt").write_text(text, "utf-8")
+        print(f"{name}: {len(text):,} characters, {len(set(text))} distinct")
+
+
+if __name__ == "__main__":
+    run_program(program, Arguments)
