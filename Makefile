@@ -45,8 +45,8 @@ typecheck: $(VENV)/.installed-dev  ## check types, a minute long the first time
 	$(RUN) -m mypy
 
 clean:  ## remove the environment and every cache; runs/ and the texts in data/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ tests/__pycache__ \
-		data/cache "$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis \
+		__pycache__ tests/__pycache__ benchmarks/__pycache__ data/cache "$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
 
 # Each stamp is written last, so an interrupted install is done again.
 $(VENV)/.installed: requirements.txt

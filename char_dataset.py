@@ -214,7 +214,7 @@ class CharDataset(Dataset):
         starts = torch.as_tensor(indices, dtype=torch.int64).to(self.data.device, non_blocking=True)
         offsets = torch.arange(self.block_size + 1, device=self.data.device)
         windows = self._ids(starts[:, None] + offsets)  # (B, T + 1)
-        # In one piece each: a GPU's driver copies only that without waiting.
+        # Contiguous: only such tensors are copied to a GPU without waiting.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,7 +41,7 @@ SIZES = {
     "gpt-micro": (4, 4, 128),
     "gpt-nano": (3, 3, 48),
 }
-SOFTCAP = 15  # |logit| stays below it in the modern architecture; a whole number
+SOFTCAP = 15  # |logit| stays below it in the modern architecture
 ROPE_BASE = 10_000.0
 
 
@@ -124,7 +124,9 @@ class GPTConfig:
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for name in (*sizes, "embd_pdrop", "resid_pdrop"):
             if getattr(self, name) is None:
-                raise UserError(f"model.{name} is missing: give it, or take it from the data set")
+                raise UserError(
+                    f"model.{name} is missing: vocab_size and block_size are those of the data set"
+                )
         return self
 
 
@@ -329,9 +331,9 @@ class GPT(nn.Module):
         self, idx: Tensor, targets: Tensor | None = None, cache: list[LayerCache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and if `targets` (B, T) are given, the
-        mean cross-entropy in nats over those that are not -1 (as in minGPT). The loss sends no
-        gradient through the returned logits. With a `cache`, `idx` follows the characters in
-        it. Raises ValueError if the context would exceed `block_size`.
+        mean cross-entropy in nats over those that are not -1 (as in minGPT). Do not backpropagate the
+        loss into the returned logits. With a `cache`, `idx` follows the characters in it.
+        Raises ValueError if the context would exceed `block_size`.
         """
         (_, T), block_size = idx.shape, self.config.block_size
         past = cache[0].length if cache is not None else 0

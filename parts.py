@@ -1,4 +1,4 @@
-"""The parts of a run, built from its configuration: pretrained weights, text, sizes, model; its record and its end."""
+"""Run assembly: pretrained weights, text, sizes and model from a configuration; provenance; the final report."""
 
 import contextlib
 import copy
@@ -66,7 +66,7 @@ def read_init_weights(config: Config, snapshot: Snapshot | None, world: World) -
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
         raise UserError(
-            f"init_from={source}: its characters are {encoding}; set data.encoding={encoding}"
+            f"init_from={source}: was trained with data.encoding={encoding}; set the same"
         )
     config.resolve_architecture(pretrained.model_config)
     return pretrained
@@ -137,7 +137,7 @@ def choose_sizes(
             typed = without(HydraConfig.get().overrides.task, *own)
             named = {"run_name", "run_dir"} & {*map(override_key, typed)}
             chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
-        log.info("sizing      to choose the same: %s", shlex.join(chosen))
+        log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
     memory.warn_if_too_little(config.model, config.trainer, world)
 

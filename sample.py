@@ -62,7 +62,9 @@ class SampleConfig:
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
-    slide: bool = False  # beyond the context, see all of it for each character: ten times slower
+    slide: bool = (
+        False  # beyond the context, compute all of it again for each character: ten times slower
+    )
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # null: different samples every time
     run_dir: str | None = None  # the run; null: the newest under runs/
@@ -71,7 +73,7 @@ class SampleConfig:
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
     stride: int | None = None  # of score: characters between windows; null: the context
-    device: str = "auto"  # cpu, cuda, auto, or another that torch names: mps, xpu
+    device: str = "auto"  # cpu, cuda, auto, or another device of torch: mps, xpu
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)

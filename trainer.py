@@ -71,7 +71,7 @@ class TrainerConfig:
     use_amp: bool = True  # automatic mixed precision; false: float32, on a GPU with TF32 products in training steps
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
-    device: str = "auto"  # cpu, cuda, auto: cuda where there is a GPU; or another that torch names: mps, xpu
+    device: str = "auto"  # cpu, cuda, auto (cuda where there is a GPU), or another device of torch: mps, xpu
     threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer if others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
@@ -126,14 +126,14 @@ class Trainer:
         optimizer: over the model's parameters; a group's `initial_lr` (or else `lr`) is its peak
             learning rate.
         test_dataset: None for no evaluation.
-        schedule: factor on the learning rate at (step, total steps); constant by default.
+        schedule: learning-rate multiplier, called with (step, total steps); constant by default.
         sample: draws texts from the model for the metrics; called on every rank at the same steps; must
             leave the global random state alone.
         probe: logits of the model for one fixed input, kept in snapshots; called like `sample`.
         world: rank, world size and device; by default from the launcher's environment.
         run_dir: where the files of the run go; `snapshots`, if given, know it.
-        run_config: settings to keep in the snapshot and to compare when resuming, beside what is known
-            here: `trainer` and, where model and data set have a dataclass `config`, `model` and `data`.
+        run_config: settings to keep in the snapshot and to compare when resuming, in addition to `trainer`
+            and, where model and data set have a dataclass `config`, `model` and `data`.
         snapshots: the snapshots of the run; by default those in `run_dir`.
         is_pretrained: evaluates before the first step, too: the initial weights may be the best.
         on_start: called on rank 0 when training starts and the files of the run are open.
@@ -246,7 +246,8 @@ class Trainer:
                 while not self._is_over():
                     loss, grad_norm = next(steps)
                     self._log_step(loss, grad_norm)
-                    self._save(self._evaluate())
+                    is_best = self._evaluate()
+                    self._save(is_best)
                 self.requests.finish()
                 self.snapshots.finish(self.step)
             except Stopped as stopped:

@@ -164,7 +164,7 @@ def generate_table(figures: dict) -> list[list[str]]:
 def start_table(figures: dict) -> list[list[str]]:
     row = [spread(column(figures["warm"], "import_s"), "{:.1f}")]
     row += [spread(column(figures[name], "first_step_s"), "{:.1f}") for name in ("warm", "cold")]
-    return [["`import main`", "first step", "first step, kernels built first"], row]
+    return [["`import main`", "first step", "first step, including compiling the kernels"], row]
 
 
 def growth_table(figures: dict) -> list[list[str]]:

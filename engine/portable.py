@@ -1,4 +1,4 @@
-"""What differs between systems and Pythons: file locks, signals, terminals, memory, a check of argparse."""
+"""Portability: file locks, signals, terminals, memory, a check of argparse."""
 
 import argparse
 import contextlib

@@ -477,6 +477,7 @@ EDITS = {
     "another rotation": ("ROPE_BASE ** -(half / width)", "ROPE_BASE ** -(half / width / 2)"),
     "another activation": ("self.activation(self.c_fc(x))", "torch.sin(self.c_fc(x))"),
     "another norm": ("return ops.rms_norm(x)", "return x.tanh()"),
+    "another cap": ("SOFTCAP = 15 ", "SOFTCAP = 2.5 "),
 }
 SOURCE = (ROOT / "model.py").read_text()
 

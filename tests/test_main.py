@@ -151,6 +151,8 @@ def test_an_optimizer_that_is_named_comes_with_its_own_settings():
 
     assert learning_rate() == 8e-3 and learning_rate("optimizer=adamw") == 3e-4
     assert learning_rate("optimizer=adamw", "optimizer.learning_rate=1e-3") == 1e-3
+    for recipe in (ROOT / "conf" / "experiment").iterdir():  # they name a file of conf/optimizer/
+        assert "optimizer" not in yaml.safe_load(recipe.read_text()), recipe
 
 
 @pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])

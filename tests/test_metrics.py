@@ -231,7 +231,7 @@ def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     log_run(tmp_path, ["tensorboard"], 0, range(1, 4))
     assert caplog.messages == [
-        "tensorboard is not installed (pip install tensorboard): its files are not written"
+        "tensorboard is not installed (pip install tensorboard): not logging to it"
     ]
 
 

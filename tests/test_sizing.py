@@ -101,7 +101,7 @@ def test_a_run_chooses_once_and_the_command_it_prints_repeats_it(nproc, tmp_path
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load((first / "config.yaml").read_text())
     assert config["run_name"] == "a_book" and config["trainer"]["max_steps"] == 12
-    line = next(x for x in result.stdout.splitlines() if "to choose the same: " in x)
+    line = next(x for x in result.stdout.splitlines() if "to repeat this choice: " in x)
     arguments = [a for a in shlex.split(line.split(": ", 1)[1])[2:] if not a.startswith("run_dir=")]
     result = start(*arguments, f"run_dir={second}", nproc=nproc)
     assert result.returncode == 0, result.stderr

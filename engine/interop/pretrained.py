@@ -55,7 +55,9 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
     """
     own = dict(distributed.unwrap(model).named_parameters(remove_duplicate=False))
     if odd := sorted(pretrained.model_state.keys() ^ own.keys()):
-        raise UserError(f"init_from: only one of the pretrained and this model has {odd[0]}")
+        raise UserError(
+            f"init_from: one of the pretrained and this model has a parameter {odd[0]}, the other has not"
+        )
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]
     for name, parameter in distributed.unwrap(model).named_parameters():

@@ -42,7 +42,7 @@ class CapturedStep:
                 group["capturable"] = True
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
-        # What has run on the default stream cannot be captured; one stream, as memory is kept for each.
+        # Work on the default stream cannot be captured. One side stream, as memory is pooled for each stream.
         self.stream = torch.cuda.Stream()
 
     def __call__(self, micro_batches: Iterable[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:

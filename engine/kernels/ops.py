@@ -90,11 +90,12 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     return F.dropout(x, p) if training and p else x
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, softcap: int = 0) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not `IGNORE`; take no gradients of it with respect to these logits.
+    (...), int64, that are not `IGNORE`. Do not backpropagate the loss into the returned logits.
     """
     fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
+    fits = fits and isinstance(softcap, int)  # the kernel has no other
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
         return native.cross_entropy(logits, targets, softcap)
     logits = cap(logits, softcap)
@@ -104,7 +105,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: int = 0) -> tuple[Te
     return logits, loss
 
 
-def cap(logits: Tensor, softcap: int) -> Tensor:
+def cap(logits: Tensor, softcap: float) -> Tensor:
     """Soft cap in float32 (Gemma Team, "Gemma 2", 2024): softcap tanh(logits / softcap), unless that is 0."""
     logits = logits.float()
     return softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -222,7 +223,7 @@ def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @functools.cache
 def _log_edit(name: str) -> None:
-    log.warning("attention   %s was edited: it runs as written, maybe slower", name)
+    log.warning("attention   %s was edited: it runs as written, without fused kernels", name)
 
 
 def _choose_kernel(

@@ -1,4 +1,4 @@
-"""The machine: device names, peak rates, memory, what its processors compute in.
+"""The machine: device names, peak rates, memory, the types that it computes in.
 
 Offers functions that describe the hardware, and `AdaptiveThreads`. Knows nothing of runs or settings.
 """

@@ -58,7 +58,9 @@ class AdaptiveThreads:
             self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
             self.changed, self.tried = now, -PROBE_S
             if not self.was_logged:
-                log.info("threads     %d of %d: other processes are busy", threads - 1, self.most)
+                log.info(
+                    "threads     using %d of %d: other processes are busy", threads - 1, self.most
+                )
                 self.was_logged = True
         elif threads < self.most and now - self.changed > (
             PROBE_S if self.changed == self.tried else self.retry

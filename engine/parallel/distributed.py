@@ -78,7 +78,7 @@ def join_processes(
     """Chooses the device, and joins the process group if there are several processes: gloo for
     CPUs, NCCL for GPUs. Raises `UserError`.
 
-    `device` is auto, cpu, cuda, or another that torch names (mps, xpu); `threads` is the number per
+    `device` is auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per
     process on a CPU, None for the host's cores divided by its processes; `timeout_s` bounds every
     wait for another process.
     """

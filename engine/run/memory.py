@@ -107,7 +107,7 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan
             f"trainer.micro_batch_size={smaller.micro_batch_size} resumes from the newest snapshot"
         ) from error
     log.warning(
-        "step %d: out of memory with %d windows at once; retrying with %d, which later steps use, too",
+        "step %d: out of memory with %d windows at once; retrying with %d, for this step and later ones",
         step, windows, smaller.micro_batch_size,
     )  # fmt: skip
     return smaller

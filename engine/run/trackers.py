@@ -124,9 +124,7 @@ class Trackers:
         self.trackers: dict[str, Any] = {}
         for name in names:
             if name == "tensorboard" and not is_installed(name):  # see `check`
-                log.info(
-                    "%s is not installed (pip install %s): its files are not written", name, name
-                )
+                log.info("%s is not installed (pip install %s): not logging to it", name, name)
                 continue
             with self._disable_on_error(name):
                 self.trackers[name] = TRACKERS[name](start)
