@@ -260,8 +260,11 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     # A short text is better served by depth and context than by width.
     has_time = affordable >= 0.9 * enough
-    is_deep = characters >= 500_000 and affordable >= min(max(5e6, 5 * characters), most)
-    layers = 6 if is_deep else 3 if width <= 96 and not has_time else 4
+    layers = 3 if width <= 96 and not has_time else 4
+    if 20_000 <= characters < 200_000 and affordable >= 1.35 * enough:
+        layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
+    elif characters >= 500_000 and affordable >= min(max(5e6, 5 * characters), most):
+        layers = 6
     is_long = characters >= 200_000 and affordable >= 2e6
     return layers, width, 256 if is_long or has_time else 128
 
