@@ -84,12 +84,13 @@ def compose(overrides: list[str]) -> DictConfig:
         raise UserError(explain(error)) from error
 
 
-def validate(composed: DictConfig) -> Config:
-    """The dataclasses of a composed configuration, after every check that needs no text. Raises
-    `UserError` naming a key whose value is missing, of a wrong type, or impossible.
+def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
+    """The dataclasses of a composed configuration, with this `run_dir` if one is given, after every check that needs
+    no text. Raises `UserError` naming a key whose value is missing, of a wrong type, or impossible.
     """
+    own = {} if run_dir is None else {"run_dir": run_dir}
     try:
-        config = cast(Config, OmegaConf.to_object(composed))
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(composed, own)))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     for name, source in (("block_size", "data.block_size"), ("vocab_size", "the text")):

@@ -118,12 +118,11 @@ def run_training(config: Config, started: float) -> float | None:
 @record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
     """Trains as composed, in this process."""
-    hydra_config = HydraConfig.get()
-    if hydra_config.runtime.output_dir != os.getcwd():
-        composed.run_dir = hydra_config.runtime.output_dir  # which Hydra chose for a sweep's job
-    is_job = hydra_config.mode == RunMode.MULTIRUN
+    is_job = HydraConfig.get().mode == RunMode.MULTIRUN
+    chosen = HydraConfig.get().runtime.output_dir  # by Hydra for a sweep's job, or hydra.run.dir
     try:  # each job of a sweep has the whole time
-        return run_training(validate(composed), time.monotonic() if is_job else signals.started)
+        config = validate(composed, None if chosen == os.getcwd() else chosen)
+        return run_training(config, time.monotonic() if is_job else signals.started)
     except Stopped as stopped:  # also ends the other jobs of a sweep
         distributed.leave(stopped.status)
     except UserError as error:

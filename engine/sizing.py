@@ -137,13 +137,13 @@ def choose_model(
     if trainer.max_minutes is not None:
         step_s, seconds = seconds_per_step(), seconds_left()
         steps = min(steps, max(seconds, 0.0) / step_s)
-        plan = f"{duration(seconds)} at {step_characters(config) / step_s:,.0f} characters/s with {model.n_embd} wide"
+        plan = f"{duration(seconds)} at {step_characters(config) / step_s:,.0f} characters/s with width {model.n_embd}"
     operations = steps * step_characters(config) * character_flops(config)
 
     put(config, dict.fromkeys(null))
     fill(config, sizes_of(config, characters, *best_sizes(characters, operations), processes))
     log.info(
-        "sizing      %d x %d wide, context %d: for %s characters and %s",
+        "sizing      %d layers, width %d, context %d: for %s characters and %s",
         model.n_layer, model.n_embd, data.block_size, f"{characters:,}", plan,
     )  # fmt: skip
     affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
