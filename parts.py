@@ -131,6 +131,11 @@ def choose_sizes(
     if snapshots.found is not None:
         sizing.recall(config, snapshots.found.config)
     elif sizing.is_needed(config):
+        if world.device.type != "cpu":
+            log.info(
+                "sizing      the rule was fitted on CPUs, and not measured on a %s",
+                world.device.type,
+            )
         chosen = sizing.choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
         if HydraConfig.initialized():
             own = (f"{override_key(override)}=" for override in chosen)
