@@ -1,4 +1,4 @@
-"""Overrides as they are typed, `KEY=VALUE`: the default recipe, and one clear line for every mistake."""
+"""Command-line overrides, `KEY=VALUE`: the default recipe, and one clear line for every mistake."""
 
 import difflib
 import hashlib

@@ -35,7 +35,7 @@ def describe(dtype: torch.dtype) -> str:
     """Which kernels are used for `dtype`, or why there are none; for the log."""
     found, detail = _build(dtype)
     if found is None:
-        return f"none, plain PyTorch instead: {detail}"
+        return f"plain PyTorch: {detail}"
     return f"C, for {instructions(dtype)}, in {detail}"
 
 
@@ -54,12 +54,12 @@ def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
     """The kernels and their file, or None and the reason."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return None, "they are for Linux on x86-64"
+        return None, "the C kernels need Linux on x86-64"
     chosen = instructions(dtype)
     if chosen is None:
-        return None, f"there are none for {str(dtype).removeprefix('torch.')} on this CPU"
+        return None, f"no C kernels for {str(dtype).removeprefix('torch.')} on this CPU"
     if not compiler or shutil.which(compiler[0]) is None:
-        return None, "there is no C compiler (cc, or what CC names)"
+        return None, "no C compiler (cc, or what CC names)"
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         flags = [*FLAGS.split(), *INSTRUCTION_FLAGS[chosen].split()]
