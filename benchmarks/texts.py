@@ -3,7 +3,7 @@
     python benchmarks/texts.py directory=DIRECTORY
 
 Writes NAME.txt for each: messages of programs in a language, paragraphs of program code and of documentation. Items are
-distinct and in a random order, the same each time, so that what follows a part is like it.
+distinct, in an order that is random and the same for the same packages, so that what follows a part is like it.
 """
 
 import gettext
@@ -40,9 +40,10 @@ def messages(language: str) -> Iterator[str]:
     """The translated messages of all programs."""
     for path in sorted(Path("/usr/share/locale", language, "LC_MESSAGES").glob("*.mo")):
         try:
-            with path.open("rb") as file:
+            with path.open("rb") as file:  # gettext looks messages up, but does not list them
                 catalog = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
-        except UnicodeDecodeError:  # not in UTF-8
+        except UnicodeDecodeError:  # a few catalogs do not have the encoding that they state
+            print(f"{path}: left out, its encoding is wrong")
             continue
         yield from (message for key, message in catalog.items() if key)
 
