@@ -354,14 +354,17 @@ def _mix(x: np.ndarray) -> np.ndarray:
 # Batches
 
 ORDER_STEPS = 64  # steps whose windows are looked up at once, which costs little more than one
+MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of its loss
 
 
 class MicroBatches:
-    """Item k is the k-th micro-batch of `rank` in the whole run, also after resuming.
+    """Item k is the k-th micro-batch of `rank` in the whole run, also after resuming: `(x, y, weight)`.
 
-    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, in order
-    of rank and micro-batch, as `plan` cuts them. An empty micro-batch computes on the
-    next window, with weight 0, so that every rank makes the same collectives.
+    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, and cuts them,
+    in order of rank and micro-batch, into `world_size * accumulation` micro-batches of `plan`, whose sizes differ
+    by at most one window. The weight is the number of windows over those of an average rank: the sum of the weighted
+    mean losses of a rank, averaged over the ranks, is the mean over the windows of the step. An empty
+    micro-batch computes on the next window, with weight 0, so that every rank makes the same collectives.
     """
 
     def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):
@@ -369,13 +372,17 @@ class MicroBatches:
         # Two blocks: prefetch threads may be cutting batches of a block and of the next one.
         self.block_order = functools.lru_cache(maxsize=2)(self._block_order)
 
-    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        step, i = divmod(k, self.plan.accumulation)
+    def __getitem__(self, k: int) -> MicroBatch:
+        plan = self.plan
+        step, i = divmod(k, plan.accumulation)
+        count, number = plan.world_size * plan.accumulation, self.rank * plan.accumulation + i
+        first = plan.batch_size * number // count
+        last = plan.batch_size * (number + 1) // count
         block, step = divmod(step, ORDER_STEPS)
-        first, last = self.plan.micro_batch(self.rank, i)
-        start = step * self.plan.batch_size
+        start = step * plan.batch_size
         windows = slice(start + first, start + max(last, first + 1))
-        return self.dataset.batch(self.block_order(block)[windows])
+        x, y = self.dataset.batch(self.block_order(block)[windows])
+        return x, y, (last - first) * plan.world_size / plan.batch_size
 
     def _block_order(self, block: int) -> torch.Tensor:
         """Window indices of `ORDER_STEPS` steps, int64, on the device of the text."""
@@ -387,20 +394,21 @@ class MicroBatches:
 
 def prefetch(
     batches: MicroBatches, first: int, last: int, workers: int, device: torch.device
-) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-    """Prefetch: micro-batches `first` to `last` (excluded) as `(x, y)` on `device`, up to two per thread cut
-    in advance; without `workers`, each when it is asked for. Closing the generator ends its threads.
+) -> Generator[MicroBatch]:
+    """Prefetch: micro-batches `first` to `last` (excluded) on `device`, up to two per thread cut in advance;
+    without `workers`, each when it is asked for. Closing the generator ends its threads.
     """
     is_cuda = device.type == "cuda"
 
-    def cut(k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = batches[k]
-        # From page-locked memory a GPU copies without waiting.
-        return (x.pin_memory(), y.pin_memory()) if is_cuda and workers else (x, y)
+    def cut(k: int) -> MicroBatch:
+        x, y, weight = batches[k]
+        if is_cuda and workers:  # from page-locked memory a GPU copies without waiting
+            x, y = x.pin_memory(), y.pin_memory()
+        return x, y, weight
 
-    def move(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = batch
-        return x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
+    def move(batch: MicroBatch) -> MicroBatch:
+        x, y, weight = batch
+        return x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda), weight
 
     if not workers:
         for k in range(first, last):
@@ -408,7 +416,7 @@ def prefetch(
         return
     pool = ThreadPoolExecutor(workers, "batches")
     try:
-        pending: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
+        pending: deque[Future[MicroBatch]] = deque()
         for k in range(first, last):
             pending.append(pool.submit(cut, k))
             if len(pending) == 2 * workers:

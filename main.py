@@ -31,21 +31,30 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from config import Config, check_typed, compose, help_text, validate
+from char_dataset import CharDataset, prepare_text
+from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
 from engine.parallel import distributed
-from engine.parallel.distributed import join_processes
+from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
 from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.snapshot import probe_logits
+from engine.snapshots.snapshot import Snapshot, probe_logits
 from model import create_optimizer
-from parts import build_model, finish_run, load_data, log_model, read_init_weights, record_run
+from parts import (
+    build_model,
+    choose_sizes,
+    finish_run,
+    log_model,
+    log_text,
+    read_init_weights,
+    record_run,
+)
 from sample import sample_during_training
 from trainer import Trainer
 
@@ -81,7 +90,12 @@ def run_training(config: Config, started: float) -> float | None:
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
         pretrained = read_init_weights(config, snapshots.found, world)
-        train_text, held_out, final = load_data(config, snapshots, world, started)
+        text = load_text(config, snapshots.found, world)
+        choose_sizes(config, text, snapshots, world, started)
+        text = text.with_config(config.data)
+        train_text, held_out = text.split()
+        final = text.final_part()
+        log_text(config, train_text, held_out)
         model = build_model(config, snapshots.found, world)
         log_model(config, model)
         if pretrained is not None:
@@ -112,6 +126,18 @@ def run_training(config: Config, started: float) -> float | None:
         if world.is_rank_0:
             finish_run(config, trainer, final)
     return loss
+
+
+def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
+    """The text, fetched and encoded once on each host; `config.data` then names the one that is used. A
+    run keeps the text it started on.
+    """
+    recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
+    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded), world)
+    text = CharDataset(config.data)
+    check_ranks_agree(config, text.digest, world)
+    config.model.vocab_size = text.vocab_size
+    return text
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

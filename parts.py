@@ -1,4 +1,4 @@
-"""Run assembly: pretrained weights, text, sizes and model from a configuration; provenance; the final report."""
+"""Run assembly: pretrained weights, sizes and model from a configuration; provenance; the final report."""
 
 import contextlib
 import copy
@@ -17,8 +17,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from char_dataset import MAX_COUNTED, CharDataset, compare_characters, prepare_text
-from config import Config, check_ranks_agree
+from char_dataset import MAX_COUNTED, CharDataset, compare_characters
+from config import Config
 from engine import sizing
 from engine.config import auto
 from engine.config.overrides import override_key, without
@@ -27,7 +27,7 @@ from engine.files import atomic_write
 from engine.interop.pretrained import read_pretrained
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_on_each_host, run_on_rank_0
+from engine.parallel.distributed import World, run_on_rank_0
 from engine.reports.history import Run
 from engine.reports.reference import overfitting_warning, unigram_warning
 from engine.run import memory
@@ -70,39 +70,6 @@ def read_init_weights(config: Config, snapshot: Snapshot | None, world: World) -
         )
     config.resolve_architecture(pretrained.model_config)
     return pretrained
-
-
-def load_data(
-    config: Config, snapshots: SnapshotManager, world: World, started: float
-) -> tuple[CharDataset, CharDataset, CharDataset | None]:
-    """(training part, held-out part, final part or None) of the text. Fills in what is null in `config`, for this
-    text and the time since `started`, as `time.monotonic()` gives it.
-    """
-    text = load_text(config, snapshots.found, world)
-    choose_sizes(config, text, snapshots, world, started)
-    text = text.with_config(config.data)
-    train_text, held_out = text.split()
-    unseen, _ = compare_characters(train_text, held_out)
-    is_counted = len(train_text.data) <= MAX_COUNTED  # as a whole
-    log.info(
-        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
-        config.data.path, f"{len(train_text.data):,}", text.unit, f"{len(held_out.data):,}",
-        f" (of which {unseen:.2%} do not occur in training)" if unseen and is_counted else "",
-        text.vocab_size,
-    )  # fmt: skip
-    return train_text, held_out, text.final_part()
-
-
-def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
-    """The text, fetched and encoded once on each host; `config.data` then names the one that is used. A
-    run keeps the text it started on.
-    """
-    recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
-    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded), world)
-    dataset = CharDataset(config.data)
-    check_ranks_agree(config, dataset.digest, world)
-    config.model.vocab_size = dataset.vocab_size
-    return dataset
 
 
 def choose_sizes(
@@ -178,6 +145,17 @@ def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torc
     earlier = snapshot.choices_on(world.device.type) if snapshot else {}
     dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
     return sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
+
+
+def log_text(config: Config, train_text: CharDataset, held_out: CharDataset) -> None:
+    unseen, _ = compare_characters(train_text, held_out)
+    is_counted = len(train_text.data) <= MAX_COUNTED  # as a whole
+    log.info(
+        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(train_text.data):,}", train_text.unit, f"{len(held_out.data):,}",
+        f" (of which {unseen:.2%} do not occur in training)" if unseen and is_counted else "",
+        train_text.vocab_size,
+    )  # fmt: skip
 
 
 def log_model(config: Config, model: torch.nn.Module) -> None:

@@ -19,12 +19,12 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from char_dataset import MicroBatches, move_if_small, prefetch
+from char_dataset import MicroBatch, MicroBatches, move_if_small, prefetch
 from engine.config import auto
 from engine.config.settings import as_plain, defaults_of, is_dataclass
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
-from engine.kernels.graph import CapturedStep, MicroBatch
+from engine.kernels.graph import CapturedStep
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
 from engine.optim import OptimizerConfig, set_learning_rate
@@ -294,16 +294,15 @@ class Trainer:
 
     def _train_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
         """Forward and backward passes, clipping and the optimizer's update; returns as `steps`."""
-        plan, rank = self.plan, self.world.rank
         total = torch.zeros((), device=self.world.device)
-        for i, (x, y) in enumerate(micro_batches):
+        for i, (x, y, weight) in enumerate(micro_batches, 1):
             # DDP averages gradients over ranks once per step, with the last micro-batch; FSDP with each, as no
             # rank has the memory for all of them.
             if isinstance(self.model, DDP):
-                self.model.require_backward_grad_sync = i == plan.accumulation - 1
+                self.model.require_backward_grad_sync = i == self.plan.accumulation
             with auto.autocast(self.choices):
                 _, loss = self.model(x, y)
-            loss = loss * plan.weight(rank, i)
+            loss = loss * weight
             self.scaler.scale(loss).backward()
             total += loss.detach()
         self.is_updating = True
@@ -355,10 +354,9 @@ class Trainer:
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """The loss of a step, as `_train_step` returns it, without training on its micro-batches."""
-        weights = [self.plan.weight(self.world.rank, i) for i in range(self.plan.accumulation)]
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            losses = [self.model(x, y)[1] for x, y in micro_batches]
-        return sum(w * loss for w, loss in zip(weights, losses, strict=True))
+            losses = [weight * self.model(x, y)[1] for x, y, weight in micro_batches]
+        return torch.stack(losses).sum()
 
     def _learning_rate(self, step: int) -> float:
         group = self.optimizer.param_groups[0]

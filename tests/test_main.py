@@ -19,7 +19,6 @@ from engine.errors import UserError
 from engine.run import memory
 from engine.snapshots.storage import load
 from model import GPTConfig, OptimizerConfig
-from parts import load_text
 from sample import SampleConfig, score
 from trainer import TrainerConfig
 
@@ -429,7 +428,7 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
         "config.all_gather", lambda own, _: [own, own | {"data": own["data"] | other["data"]}]
     )
     with pytest.raises(UserError, match=r"data\.sha256: the ranks differ, \w+ and of another text"):
-        load_text(config, None, ALONE)
+        main.load_text(config, None, ALONE)
 
 
 def test_a_run_that_needs_more_memory_than_is_free_is_warned_of(tmp_path):

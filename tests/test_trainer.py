@@ -197,36 +197,38 @@ def test_samples_come_with_the_first_fourth_sixteenth_line_and_the_last(parts, t
 # --- data order ---
 
 
+class Audit:
+    """A data set whose batches are the indices of their windows."""
+
+    def __init__(self, dataset):
+        self.data, self.block_size, self.windows = dataset.data, dataset.block_size, len(dataset)
+
+    def __len__(self):
+        return self.windows
+
+    def batch(self, indices):
+        return indices.tolist(), None
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(
     parts, size, accumulation
 ):
-    class Audit:
-        """Hands out the indices it was asked for."""
-
-        block_size, data = parts[0].block_size, parts[0].data
-
-        def __len__(self):
-            return len(parts[0])
-
-        def batch(self, indices):
-            return indices.tolist()
-
     epochs, batch = 2, 20  # of which 3 ranks have unequal shares
     config = TrainerConfig(batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
-    plan = Plan.make(config, len(parts[0]), Audit.block_size, size)
+    plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
     steps = -(-epochs * len(parts[0]) // batch)
     seen = []
-    ranks = [MicroBatches(Audit(), 7, plan, rank) for rank in range(size)]
+    ranks = [MicroBatches(Audit(parts[0]), 7, plan, rank) for rank in range(size)]
     for step in range(steps):
         for rank in ranks:
             for i in range(accumulation):
-                seen.extend(rank[step * accumulation + i])
+                seen.extend(rank[step * accumulation + i][0])
     n = len(parts[0])
     assert sorted(seen[:n]) == sorted(seen[n : 2 * n]) == list(range(n))
     assert seen[:n] != seen[n : 2 * n]
-    assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, Audit.block_size))
+    assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, plan.block_size))
 
 
 @pytest.mark.parametrize("use_amp", [True, False])
@@ -276,7 +278,7 @@ def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
         batches[workers] = list(trainer._batches())
     assert len(batches[0]) >= 2 * ORDER_STEPS
     for a, b in zip(batches[0], batches[4], strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2] == 1
 
 
 def test_threads_hand_on_errors_and_end_when_closed():
@@ -284,7 +286,7 @@ def test_threads_hand_on_errors_and_end_when_closed():
         def __getitem__(self, k):
             if k == 5:
                 raise OSError("gone")
-            return torch.tensor(k), torch.tensor(-k)
+            return torch.tensor(k), torch.tensor(-k), 1.0
 
     before = threading.active_count()
     batches = prefetch(Source(), 0, 10, workers=3, device=torch.device("cpu"))
@@ -308,18 +310,20 @@ def test_the_plan_covers_every_window_of_its_epochs():
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they_have(size):
+def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they_have(parts, size):
     for batch, limit in itertools.product(range(size, 3 * size + 20), (1, 2, 3, 7, None)):
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
-        plan = Plan.make(config, windows=101, block_size=8, world_size=size)
-        places = list(itertools.product(range(size), range(plan.accumulation)))
-        cuts = [plan.micro_batch(*place) for place in places]
-        assert [w for first, last in cuts for w in range(first, last)] == list(range(batch))
-        sizes = [last - first for first, last in cuts]
+        plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
+        ranks = [MicroBatches(Audit(parts[0]), 7, plan, rank) for rank in range(size)]
+        cuts = [ranks[rank][i] for rank in range(size) for i in range(plan.accumulation)]
+        weights = [Fraction(weight).limit_denominator(batch) for _, _, weight in cuts]
+        sizes = [weight * batch / size for weight in weights]
+        # An empty one computes on a window all the same.
+        assert [max(1, count) for count in sizes] == [len(windows) for windows, _, _ in cuts]
+        order = window_order(np.arange(batch), len(parts[0]), 7, plan.block_size)
+        assert [w for windows, _, weight in cuts if weight for w in windows] == order.tolist()
         assert max(sizes) == plan.micro_batch_size <= (limit or batch)
-        assert max(sizes) - min(sizes) <= 1
-        weights = [Fraction(plan.weight(*p)).limit_denominator(batch) for p in places]
-        assert [w * batch / size for w in weights] == sizes and sum(weights) == size
+        assert max(sizes) - min(sizes) <= 1 and sum(weights) == size
 
 
 # --- the step ---
@@ -328,7 +332,7 @@ def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they
 def test_a_graph_is_compared_with_the_loss_of_the_step_whatever_the_micro_batches(parts, tmp_path):
     trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
     micro_batches = [*trainer._micro_batches(trainer._batches())]
-    assert [len(x) for x, _ in micro_batches] == [3, 4]
+    assert [len(x) for x, _, _ in micro_batches] == [3, 4]
     expected = trainer._loss(micro_batches)
     assert trainer._train_step(micro_batches)[0].item() == pytest.approx(expected.item(), rel=1e-6)
 

@@ -9,7 +9,7 @@ from engine.machine.hardware import is_out_of_memory
 
 WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
+MicroBatch = tuple[torch.Tensor, torch.Tensor, float]
 SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 
@@ -17,8 +17,8 @@ class CapturedStep:
     """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it. The learning
     rates of its `optimizer` become tensors on the GPU.
 
-    `step` takes the micro-batches (x, y) of one step, on the GPU, whose shapes never change, and
-    returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
+    `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and weights never
+    change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
     changes from call to call must be a tensor that it reads, or the GPU's random state.
 
     A replay runs the captured kernels again; Python code, control flow included, does not run.
@@ -62,9 +62,9 @@ class CapturedStep:
             random_state = torch.cuda.get_rng_state()
             expected = self.loss(inputs).item()
             torch.cuda.set_rng_state(random_state)
-        for captured, new in zip(self.inputs, inputs, strict=True):
-            captured[0].copy_(new[0])
-            captured[1].copy_(new[1])
+        for (x, y, _), (new_x, new_y, _) in zip(self.inputs, inputs, strict=True):
+            x.copy_(new_x)
+            y.copy_(new_y)
         self.graph.replay()
         loss, norm = (result.clone() for result in self.results)
         if is_checked and abs(loss.item() - expected) > self.tolerance * abs(expected):
@@ -75,7 +75,7 @@ class CapturedStep:
         return loss, norm
 
     def _capture(self, inputs: list[MicroBatch]) -> None:
-        self.inputs = [(x.clone(), y.clone()) for x, y in inputs]
+        self.inputs = [(x.clone(), y.clone(), weight) for x, y, weight in inputs]
         try:
             # Prefetch threads may be pinning memory, which a global capture forbids.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

@@ -9,9 +9,7 @@ from engine.errors import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run. A step is cut into `world_size * accumulation` micro-batches, whose sizes differ
-    by at most one window.
-    """
+    """The batch arithmetic of a run."""
 
     windows: int  # training windows of an epoch
     block_size: int  # characters of a window
@@ -55,20 +53,6 @@ class Plan:
     def micro_batch_size(self) -> int:
         """Windows of a rank and forward pass, at most."""
         return -(-self.batch_size // (self.world_size * self.accumulation))
-
-    def micro_batch(self, rank: int, i: int) -> tuple[int, int]:
-        """The windows of a step, first to last (excluded), in micro-batch `i` of `rank`. May be empty: every rank
-        runs equally many micro-batches, so that collectives match.
-        """
-        count, number = self.world_size * self.accumulation, rank * self.accumulation + i
-        return self.batch_size * number // count, self.batch_size * (number + 1) // count
-
-    def weight(self, rank: int, i: int) -> float:
-        """Weight of the mean loss of a micro-batch: its windows over those of an average rank, so that the sum over
-        a rank's micro-batches, averaged over the ranks, is the mean over the windows of the step.
-        """
-        first, last = self.micro_batch(rank, i)
-        return (last - first) * self.world_size / self.batch_size
 
     @property
     def characters(self) -> int:
