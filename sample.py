@@ -22,6 +22,7 @@ import codecs
 import itertools
 import logging
 import math
+import operator
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -129,9 +130,9 @@ def needs_one_thread(model: GPT, num_texts: int) -> bool:
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
-    """Yields `num_samples` texts as iterables: the prompt, then characters. A single text is streamed.
-    Samples for a seed do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt
-    that cannot be read, is empty, or has an unknown character.
+    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. Samples for a seed do
+    not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt that cannot be read, is empty, or has
+    an unknown character.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt, ids = read_prompt(config, snapshot)
@@ -146,11 +147,9 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
-        if config.num_samples == 1:
-            rows: list[Any] = [(vocabulary[int(ids)] for ids in new)]
-        else:
-            rows = sample_until_stop(new, stop, vocabulary)
-        for row in rows:
+        columns = itertools.tee((drawn.tolist() for drawn in new), len(start))
+        for i, column in enumerate(columns):
+            row = map(vocabulary.__getitem__, map(operator.itemgetter(i), column))
             yield decode_pieces(itertools.chain([prompt], cut_at_stop(row, stop)), encoding)
 
 
@@ -174,30 +173,14 @@ def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
         yield f"{names[int(drawn)]:<6} {row}"
 
 
-def sample_until_stop(new: Iterator[torch.Tensor], stop: str, vocabulary: str) -> list[str]:
-    """The text of each row of `new`, drawn until every row has had the string `stop`."""
-    rows: list[list[str]] = []
-    stopped: set[int] = set()
-    for ids in new:
-        rows = rows or [[] for _ in ids]
-        for number, (row, i) in enumerate(zip(rows, ids.tolist(), strict=True)):
-            row.append(vocabulary[i])
-            if stop and "".join(row[-len(stop) :]) == stop:
-                stopped.add(number)
-        if len(stopped) == len(rows):
-            break
-    return ["".join(row) for row in rows]
-
-
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
     """The characters before the string `stop`; all without it."""
     held = ""  # may be the beginning of `stop`
     for piece in pieces:
         held += piece
-        if stop and held.endswith(stop):
-            held = held[: -len(stop)]
-            break
-        if len(held) >= max(len(stop), 1):
+        if held == stop:
+            return
+        if len(held) >= len(stop):
             yield held[0]
             held = held[1:]
     yield from held
@@ -262,7 +245,7 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
 
 
 def default_prompt(vocabulary: str) -> str:
-    """The default prompt."""
+    """A newline, or the first character of a model that has none."""
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
