@@ -30,7 +30,7 @@ from engine.errors import UserError, check_only_one, check_range, one_line
 from engine.files import atomic_write, is_page_of
 from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
-from engine.run.directory import choose_snapshot, choose_snapshots, runs
+from engine.run.directory import choose_snapshots, newest_run, runs
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
@@ -66,18 +66,10 @@ class ExportConfig:
             raise UserError("snapshots= and newest= require page=")
 
     def paths(self) -> list[str]:
-        """The snapshots to export. Raises `UserError` if there is none."""
-        if self.newest == 1:
-            return choose_snapshots(self.snapshots, self.snapshot, self.run_dir)
-        found: list[str] = []
-        for run in runs():
-            if len(found) == self.newest:
-                break
-            try:
-                found.append(choose_snapshot(None, run))
-            except UserError as error:  # it has not saved yet, or cannot be read
-                print(f"left out: {error}", file=sys.stderr)
-        return found or [choose_snapshot(None, None)]
+        """The snapshots or runs to export. Raises `UserError` if there is none."""
+        if self.newest > 1:
+            return runs()[: self.newest] or [newest_run()]  # which says that there is none
+        return choose_snapshots(self.snapshots, self.snapshot, self.run_dir)
 
 
 def main(arguments: list[str]) -> None:
@@ -102,15 +94,16 @@ def main(arguments: list[str]) -> None:
 
 
 def write_page(paths: list[str], out: str, skip_errors: bool) -> None:
-    """Writes a page that runs the models of the snapshots at `paths`; with `skip_errors`, those that can be used, if
-    there is one. Raises `UserError`.
+    """Writes a page that runs the models of the snapshots or runs at `paths`; with `skip_errors`, those that can be
+    used, if there is one. Raises `UserError`.
     """
     models: dict[str, dict[str, Any]] = {}  # by path
-    for path in paths:
+    for source in paths:
         try:
+            [path] = choose_snapshots([source], None, None)
             models[path] = describe(load_full(path), path)
         except UserError as error:
-            if not skip_errors or (path == paths[-1] and not models):
+            if not skip_errors or (source == paths[-1] and not models):
                 raise
             print(f"left out: {error}", file=sys.stderr)
     names = [model["name"] for model in models.values()]
