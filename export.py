@@ -127,16 +127,15 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
     try:
         model = load_model(snapshot, "cpu", strict=True)
         settings = dataclasses.asdict(model.config)
-        return page.describe(
-            snapshot.config.get("run_name", "run"),
-            facts(snapshot, model),
-            default_prompt(snapshot.vocabulary),
-            settings,
-            snapshot.model_state,
-            snapshot.vocabulary,
-            snapshot.encoding,
-            model(page.checked_ids(settings)[None])[0][0],
-        )
+        logits = model(page.checked_ids(settings)[None])[0][0]
+        return {
+            "name": snapshot.config.get("run_name", "run"),
+            "facts": facts(snapshot, model),
+            "prompt": default_prompt(snapshot.vocabulary),
+            "vocabulary": list(snapshot.vocabulary),
+            "encoding": snapshot.encoding,
+            **page.describe(settings, snapshot.model_state, logits),
+        }
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 

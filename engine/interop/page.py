@@ -1,6 +1,6 @@
 """A model as one HTML page, which runs it in the browser: engine/interop/browser/.
 
-    content = render([describe(name, config, weights, vocabulary, ...), ...])
+    content = render([{"name": ..., **describe(config, weights, logits)}, ...])
 
 The page computes in 32 bits from weights in 16. It has the logits that PyTorch gives for one input, and compares its
 own with them when it is opened.
@@ -8,7 +8,6 @@ own with them when it is opened.
 
 import base64
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,10 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.half().float() for name, weight in weights.items()}
 
 
-def describe(
-    name: str,
-    facts: Sequence[tuple[str, str]],
-    prompt: str,
-    config: dict[str, Any],
-    weights: dict[str, Tensor],
-    vocabulary: str,
-    encoding: str,
-    logits: Tensor,
-) -> dict[str, Any]:
-    """Serializes a model for the page.
-
-    Args:
-        config: a dictionary of `GPTConfig`'s fields; `weights` are `rounded`.
-        logits: (T, V) of the model with these weights for `checked_ids`. Raises `UserError` if the page would compute
-            others: the code of the model was edited.
+def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
+    """Serializes a model for the page: `GPTConfig`'s fields, the `rounded` weights, and the logits (T, V) that the model
+    gives with them for `checked_ids`. Raises `UserError` if the page would compute others: the code of the model was
+    edited.
     """
     ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
@@ -57,14 +44,8 @@ def describe(
     if config["tie_weights"]:
         del tensors["head.weight"]
     halves = torch.cat([weight.flatten() for weight in tensors.values()]).half()
-    kept = ("arch", "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tie_weights")
     return {
-        "name": name,
-        "facts": facts,
-        "prompt": prompt,
-        "config": {key: config[key] for key in (*kept, "token_shift")},
-        "vocabulary": list(vocabulary),
-        "encoding": encoding,
+        "config": config,
         "tensors": [(name, weight.numel()) for name, weight in tensors.items()],
         "weights": base64.b64encode(halves.numpy().astype("<f2").tobytes()).decode(),
         "check": {"ids": ids[:last].tolist(), "logits": logits[last - 1].tolist()},
