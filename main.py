@@ -104,9 +104,7 @@ def run_training(config: Config, started: float) -> float | None:
         bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size
-        draw_samples = functools.partial(
-            sample_during_training, bare, train_text.vocabulary, world.device, config.data.encoding
-        )
+        draw_samples = functools.partial(sample_during_training, bare, train_text)
         trainer = Trainer(
             config.trainer,
             model,

@@ -249,24 +249,21 @@ def default_prompt(vocabulary: str) -> str:
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
-def sample_during_training(
-    model: GPT, vocabulary: str, device: torch.device, encoding: str
-) -> list[str]:
+def sample_during_training(model: GPT, text: CharDataset) -> list[str]:
     """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
     a sharded model must call it.
     """
     num_texts, num_characters = 2, 120
-    first = torch.tensor([[vocabulary.index(default_prompt(vocabulary))]]).to(device)
+    first = torch.tensor([[text.stoi[default_prompt(text.vocabulary)]]] * num_texts)
     threads = torch.get_num_threads()
     if needs_one_thread(model, num_texts):
         torch.set_num_threads(1)
     try:
-        options = SampleConfig().options()
-        out = model.generate(first.expand(num_texts, -1), num_characters, **options)
+        first = first.to(model.tok_emb.weight.device)
+        out = model.generate(first, num_characters, **SampleConfig().options())
     finally:
         torch.set_num_threads(threads)
-    texts = ["".join(vocabulary[i] for i in row[1:]) for row in out.tolist()]
-    return [to_text(text, encoding) for text in texts]
+    return [text.decode(row[1:]) for row in out.tolist()]
 
 
 def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]:

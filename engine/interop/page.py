@@ -31,9 +31,8 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
-    """Serializes a model for the page: `GPTConfig`'s fields, the `rounded` weights, and the logits (T, V) that the model
-    gives with them for `checked_ids`. Raises `UserError` if the page would compute others: the code of the model was
-    edited.
+    """Serializes a model for the page: `GPTConfig`'s fields, the `rounded` weights, and the logits (T, V) that it gives
+    with them for `checked_ids`. Raises `UserError` if the page would compute others: the model's code was edited.
     """
     ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
