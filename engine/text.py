@@ -64,8 +64,6 @@ def file_errors(name: str) -> Iterator[None]:
     """Turns the errors of every kind of file system into `Unreadable`, naming the file."""
     try:
         yield
-    except UserError:
-        raise
     except IsADirectoryError as error:
         raise Unreadable(f"{name}: is a directory; for the files in it: '{name}/*'") from error
     except Exception as error:  # each remote file system raises its own
@@ -99,13 +97,10 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
     return files
 
 
-def is_local_file(file: OpenFile) -> bool:
-    return isinstance(file.fs, LocalFileSystem)
-
-
 def name_of(file: OpenFile) -> str:
     """The name of a file in messages."""
-    return file.path.removeprefix(f"{os.getcwd()}/") if is_local_file(file) else file.full_name
+    is_local = isinstance(file.fs, LocalFileSystem)
+    return file.path.removeprefix(f"{os.getcwd()}/") if is_local else file.full_name
 
 
 def version_of(file: OpenFile) -> list[str]:
@@ -120,25 +115,18 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     logs progress every few seconds. Raises `Unreadable`, also for a truncated file.
     """
     name = name_of(file)
-    with file_errors(name):
-        if file.compression == "zip":  # fsspec would read the first file in it
-            raise UserError(
-                f"{name}: use zip://NAME::{name}, or zip://*::{name} for all files in it"
-            )
-        if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
-            raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
-        size = None if file.compression else file.fs.info(file.path).get("size")
-        with OpenFile(file.fs, file.path, "rb", file.compression) as stream:
-            count, logged = 0, time.monotonic()
-            for piece in iter(lambda: stream.read(PIECE), b""):
-                count += len(piece)
-                if time.monotonic() - logged > PROGRESS_S:
-                    logged = time.monotonic()
-                    share = f" ({count / size:.0%})" if size else ""
-                    log.info("reading     %s: %s MB%s", name, f"{count / 1e6:,.0f}", share)
-                yield piece
-            if size not in (None, count) and not is_local_file(file):
-                raise EOFError(f"{count} of {size} bytes received")
+    if file.compression == "zip":  # fsspec would read the first file in it
+        raise UserError(f"{name}: use zip://NAME::{name}, or zip://*::{name} for all in it")
+    if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
+        raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
+    count, logged = 0, time.monotonic()
+    with file_errors(name), OpenFile(file.fs, file.path, "rb", file.compression) as stream:
+        for piece in iter(lambda: stream.read(PIECE), b""):
+            count += len(piece)
+            if time.monotonic() - logged > PROGRESS_S:
+                logged = time.monotonic()
+                log.info("reading     %s: %s MB", name, f"{count / 1e6:,.0f}")
+            yield piece
 
 
 def read_text(

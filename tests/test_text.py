@@ -241,7 +241,7 @@ def test_a_long_read_logs_its_progress(site, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(text_files, "PROGRESS_S", 0)
     with caplog.at_level(logging.INFO, "gpt"):
         read(f"{site}/a.txt")
-    assert caplog.messages[-1] == f"reading     {site}/a.txt: 2 MB (100%)"
+    assert caplog.messages[-1] == f"reading     {site}/a.txt: 2 MB"
 
 
 def test_a_text_that_arrives_incomplete_is_refused(site, tmp_path):
