@@ -65,9 +65,7 @@ class DataConfig:
         several = isinstance(self.path, list)
         paths = self.path if several else [self.path]
         if not paths or any(path in (None, "") or isinstance(path, list | dict) for path in paths):
-            raise UserError(
-                f"data.path={self.path}: must be the path or URL of a text, or a list of these"
-            )
+            raise UserError(f"data.path={self.path}: must be a path or URL, or a list of these")
         self.path = [str(path) for path in paths] if several else str(self.path)
         if self.url == SHAKESPEARE_URL and self.path != "data/input.txt":
             raise UserError(
@@ -82,8 +80,7 @@ class DataConfig:
         check_range("data.final_split", self.final_split, 0, below=1)
         if (self.train_split or 0) + self.final_split >= 1:
             raise UserError(
-                f"data.train_split={self.train_split} and data.final_split={self.final_split} leave nothing to "
-                "hold out: their sum must be below 1"
+                f"data.train_split={self.train_split}, data.final_split={self.final_split}: must add up to less than 1"
             )
         if self.shuffle is not None:
             check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
@@ -184,9 +181,7 @@ class CharDataset(Dataset):
             return None
         final = self._part(self._final_start(), len(self.data))
         if len(final.data) < 2:
-            raise UserError(
-                f"data.final_split={self.config.final_split}: fewer than two characters"
-            )
+            raise UserError(f"data.final_split={self.config.final_split}: too short to be scored")
         return final
 
     def _final_start(self) -> int:

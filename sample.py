@@ -107,10 +107,8 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
     try:
         model.load_state_dict(snapshot.model_state)
     except RuntimeError as error:
-        raise UserError(
-            "the snapshot's weights are of another model; was model.py changed since? "
-            f"{one_line(error)[:300]}"
-        ) from error
+        why = f"was model.py changed? {one_line(error)[:300]}"
+        raise UserError(f"the snapshot's weights are of another model: {why}") from error
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise UserError("the snapshot's weights are not finite: the run diverged; take another")
     if device == "auto":
@@ -198,9 +196,7 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that is no longer there.
     """
     if "data" not in snapshot.config:
-        raise UserError(
-            "copied=true: the snapshot does not say on which text the model was trained"
-        )
+        raise UserError("copied=true: the snapshot does not say what text it was trained on")
     known = {field.name for field in fields(DataConfig)}  # an older run may have others
     settings = {name: v for name, v in snapshot.config["data"].items() if name in known}
     data = CharDataset(DataConfig(**settings))

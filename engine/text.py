@@ -192,9 +192,7 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
             for _ in read_text([partial], sha256, encoding) if sha256 is not None else ():
                 pass
     except OSError as error:
-        raise UserError(
-            f"data.path={path}: cannot write the downloaded text: {error.strerror}"
-        ) from error
+        raise UserError(f"data.path={path}: cannot be written: {error.strerror}") from error
 
 
 # --------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_the_final_part_is_in_neither_part_of_the_split(text_file):
     final = whole.final_part()
     parts = [part.decode(part.data) for part in (train, held_out, final)]
     assert "".join(parts) == text_file.read_text() and len(parts[2]) == len(whole.data) // 4
-    with pytest.raises(UserError, match="leave nothing to hold out"):
+    with pytest.raises(UserError, match="must add up to less than 1"):
         DataConfig(path="x", train_split=0.9, final_split=0.1)
 
 

@@ -36,9 +36,7 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
     """
     ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
-        raise UserError(
-            "a page cannot run a model whose code was edited; sample.py can, and shows alternatives"
-        )
+        raise UserError("a page cannot run a model whose code was edited; sample.py can")
     tensors = dict(weights)
     if config["tie_weights"]:
         del tensors["head.weight"]

@@ -63,9 +63,7 @@ class ShiftedLayer(nn.Module):
             length = cached.get_seq_length()
             last, end = getattr(cached, "last_input", (last, 0))
             if not isinstance(cached, DynamicLayer) or length != end + y.size(1):
-                raise ValueError(
-                    "a model with token shift needs a DynamicCache that was not cropped"
-                )
+                raise ValueError("token shift needs a DynamicCache that was not cropped")
             cached.last_input = y[:, -1:], length  # type: ignore[attr-defined]
         before = torch.cat((last, y[:, :-1]), dim=1)
         if attention_mask is not None:  # (B, 1, S, T): padding, which is hidden, has nothing to add
@@ -91,9 +89,8 @@ def shifted(layer, config):
 
 class ShiftedGeneration(GenerationMixin):
     _is_stateful = True  # Transformers refuses assisted generation
-    _supports_flash_attn = _supports_flex_attn = (
-        False  # their masks do not say which position is padding
-    )
+    # Their masks do not say which position is padding.
+    _supports_flash_attn = _supports_flex_attn = False
 
     def generate(self, inputs=None, generation_config=None, **kwargs):  # type: ignore[override]
         default = getattr(generation_config or self.generation_config, "num_beams", None)

@@ -249,9 +249,7 @@ def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, torch.Tensor]:
     ids = {token: i for token, i in tokenizer["vocab"].items() if token != tokenizer["unk_token"]}
     for token in ids:
         if len(token) != 1:
-            raise UserError(
-                f"its tokens are not characters: there is {token!r}; use a model of export.py"
-            )
+            raise UserError(f"its tokens must be characters, as export.py has: there is {token!r}")
     vocabulary = "".join(sorted(ids, key=ids.__getitem__))
     return vocabulary, torch.tensor([ids[character] for character in vocabulary])
 
