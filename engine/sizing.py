@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.run.metrics import duration
 
@@ -60,24 +61,21 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
     had decided the steps, they are the same, or change in proportion to another time. Raises `UserError`
     for a run that was started without a time, and now has nothing else to end it.
     """
-    trainer, before = config.trainer, recorded.get("trainer", {})
-    has_null = any(get(config, key) is None for key in CHOSEN)
-    minutes = before.get("max_minutes")
+    trainer, before = config.trainer, flatten(recorded)
+    minutes = before.get("trainer.max_minutes")
     if minutes is not None and (trainer.max_minutes is not None or trainer.max_steps is None):
-        steps = round(before["max_steps"] * (trainer.max_minutes or minutes) / minutes)
+        steps = round(before["trainer.max_steps"] * (trainer.max_minutes or minutes) / minutes)
         trainer.max_steps = min(steps, trainer.max_steps or steps)
     if trainer.max_steps is None and trainer.max_epochs is None:
         raise UserError(
             f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
             "train longer, raise trainer.max_steps"
         )
-    if trainer.max_minutes is not None or has_null:
-        intervals = ("eval_every_steps", "save_every_steps")
-        fill(config, {f"trainer.{name}": before.get(name) for name in intervals})
-    trainer.max_minutes = trainer.max_minutes if minutes is not None else None
-    for key in CHOSEN:
-        group, name = key.split(".")
-        fill(config, {key: recorded.get(group, {}).get(name)})
+    intervals = ("trainer.eval_every_steps", "trainer.save_every_steps")
+    keys = (*CHOSEN, *intervals) if is_needed(config) else ()
+    fill(config, {key: before.get(key) for key in keys})
+    if minutes is None:
+        trainer.max_minutes = None
 
 
 def choose(
@@ -103,8 +101,7 @@ def choose(
         choose_steps(config, characters, bool(null), seconds_per_step(), seconds_left())
     elif trainer.eval_every_steps is None:
         chosen += ["trainer.eval_every_steps"]
-        training = int(characters * config.data.train_split)
-        steps = planned_steps(config, training)
+        steps = planned_steps(config, characters)
         cost = EVALUATION_COST * held_out_characters(config, characters)
         fitting = evaluations(steps * step_characters(config) / cost)
         trainer.eval_every_steps = math.ceil(steps / fitting)
@@ -131,8 +128,7 @@ def choose_model(
     trainer, data, model = config.trainer, config.data, config.model
     fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
     fill(config, sizes_of(config, characters, *REFERENCE, processes) | FIRST_GUESS)
-    training = int(characters * data.train_split)
-    steps = planned_steps(config, training)
+    steps = planned_steps(config, characters)
     plan = f"{steps:,.0f} steps"
     if trainer.max_minutes is not None:
         step_s, seconds = seconds_per_step(), seconds_left()
@@ -150,15 +146,15 @@ def choose_model(
     held_out = min(characters / 10, max(MIN_HELD_OUT, affordable))
     split = round((1 - data.final_split) * (1 - held_out / characters), 6)
     fill(config, {"data.train_split": split})
-    training = int(characters * data.train_split)
-    trained = planned_steps(config, training) * step_characters(config)
+    training = training_characters(config, characters)
+    trained = planned_steps(config, characters) * step_characters(config)
     if trainer.max_minutes is not None:
         trained = min(trained, operations / character_flops(config))
     passes = min(trained / training, USEFUL_PASSES)
     dropout, weight_decay = regularization(training, passes)
     rate = learning_rate(characters, model.n_embd)
-    if config.init_from is not None:
-        rate *= fine_tuning_share(passes)
+    if config.init_from is not None:  # less, the more passes may overfit
+        rate *= (2 / max(passes, 2.0)) ** 1.25
     fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
     fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
     log.info(
@@ -172,10 +168,13 @@ def evaluations(cost: float) -> int:
     return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
 
 
+def training_characters(config: Any, characters: int) -> int:
+    """The number of characters to train on in a text of `characters` characters."""
+    return int(characters * config.data.train_split)
+
+
 def held_out_characters(config: Any, characters: int) -> float:
-    """The number of held-out characters in a text of `characters` characters."""
-    split = config.data
-    return characters * (1 - split.final_split) - int(characters * split.train_split)
+    return characters * (1 - config.data.final_split) - training_characters(config, characters)
 
 
 def choose_steps(
@@ -185,7 +184,6 @@ def choose_steps(
     If `is_limited`, no more than pay for a text of so many `characters`.
     """
     trainer = config.trainer
-    training = int(characters * config.data.train_split)
     character_s = EVALUATION_COST * step_s / step_characters(config)
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
     left = seconds - FINISH_S
@@ -201,8 +199,9 @@ def choose_steps(
         )
     pays = math.inf
     if is_limited:
-        pays = math.ceil(USEFUL_PASSES * training / step_characters(config))
-    typed = planned_steps(config, training)
+        useful = USEFUL_PASSES * training_characters(config, characters)
+        pays = math.ceil(useful / step_characters(config))
+    typed = planned_steps(config, characters)
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps == typed:
         trainer.max_minutes = None  # it decided nothing, and does not when the run resumes
@@ -234,9 +233,7 @@ def sizes_of(
     width = own_width or width
     if heads is None:  # of 64 channels, or of 32 in a narrow model
         most = max(1, width // (64 if width >= 128 else 32))
-        heads = next(
-            count for count in range(most, 0, -1) if width % (2 * count) == 0 or count == 1
-        )
+        heads = next(n for n in range(most, 0, -1) if width % (2 * n) == 0 or n == 1)
     context = config.data.block_size or min(context, max(1, characters // 20))
     step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
     return {
@@ -282,18 +279,11 @@ def learning_rate(characters: int, width: int) -> float:
     return 0.008 * (128 / width) ** 0.5 * max(900_000 / characters, 1.0) ** 0.3
 
 
-def fine_tuning_share(passes: float) -> float:
-    """The share of the learning rate for fresh weights that pretrained ones get: all of it for up to two passes
-    over the text, and less the more passes may overfit.
-    """
-    return (2 / max(passes, 2.0)) ** 1.25
-
-
-def planned_steps(config: Any, training: int) -> float:
-    """The steps that the settings allow over a training text of so many characters, whatever the time."""
+def planned_steps(config: Any, characters: int) -> float:
+    """The steps that the settings allow over a text of so many characters, whatever the time."""
     trainer = config.trainer
     # Too short a text is refused when it is split.
-    windows = max(training - config.data.block_size, 1)
+    windows = max(training_characters(config, characters) - config.data.block_size, 1)
     epochs = math.inf if trainer.max_epochs is None else trainer.max_epochs
     return min(trainer.max_steps or math.inf, epochs * -(-windows // trainer.batch_size))
 
