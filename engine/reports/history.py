@@ -104,12 +104,6 @@ def name_runs(runs: list[Run]) -> list[str]:
     return [" ".join(f"{key.split('.')[-1]}={value}" for key, _, value in job) for job in own]
 
 
-def has_run_out_of_patience(run: Run, settings: dict[str, Any]) -> bool:
-    """Whether the last `trainer.patience` evaluations had no lower loss, which ends a run."""
-    patience = settings.get("trainer.patience")
-    return patience is not None and run.best not in run.val[-patience:]
-
-
 def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
     """Means over seeds: of the lowest held-out losses of finished runs that differ in their seed, and otherwise
     in nothing that changes the loss more than that. For each mean, the lowest first: what it is of, from the
@@ -117,9 +111,13 @@ def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
     """
     groups: dict[str, dict[int, tuple[float, str]]] = {}
     for run, name in zip(runs, names, strict=True):
-        settings = flatten(run.config) if run.best else {}
+        if run.best is None:
+            continue
+        settings = flatten(run.config)
+        patience = settings.get("trainer.patience")
+        ended_early = patience is not None and run.best not in run.val[-patience:]
         # An unfinished run has a higher loss for that reason alone.
-        if run.best and (run.step >= run.total_steps or has_run_out_of_patience(run, settings)):
+        if run.step >= run.total_steps or ended_early:
             relevant = sorted((k, str(v)) for k, v in settings.items() if k not in IRRELEVANT)
             group = groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {})
             group.setdefault(settings.get("trainer.seed", 0), (run.best["loss"], name))
