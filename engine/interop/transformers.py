@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.errors import UserError, one_line
 from engine.kernels.native import NORM_EPS
@@ -113,10 +114,7 @@ def byte_tokens() -> list[str]:
 
 
 def to_files(
-    config: dict[str, Any],
-    weights: dict[str, torch.Tensor],
-    vocabulary: str,
-    encoding: str = "utf-8",
+    config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str, encoding: str
 ) -> dict[str, bytes]:
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
@@ -129,9 +127,7 @@ def to_files(
     return files
 
 
-def to_transformers(
-    config: dict[str, Any], weights: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights in float32, under Transformers' names and in its layout, with the unknown token."""
     if config["arch"] == "gpt2" and not config["bias"]:  # its GPT-2 always has biases
         biased = [n for n in weights if n.startswith(("blocks.", "ln_f.")) and ".shift." not in n]
@@ -214,7 +210,7 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
     }
 
 
-def read(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], str, str]:
+def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor], str, str]:
     """Configuration, weights (float32), vocabulary and encoding of an exported model, or of one that Transformers
     has trained further and saved. Raises `UserError` for one that is damaged, or not one of ours.
     """
@@ -244,7 +240,7 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], str, str
     return config, weights, vocabulary, encoding
 
 
-def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, torch.Tensor]:
+def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, Tensor]:
     """The characters in the order of their ids, and the ids, without the unknown token."""
     ids = {token: i for token, i in tokenizer["vocab"].items() if token != tokenizer["unk_token"]}
     for token in ids:
@@ -267,9 +263,7 @@ def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     return config | {"vocab_size": vocab_size}
 
 
-def from_transformers(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inverse of `to_transformers`, but the unknown token and zero biases stay."""
     weights, left = {}, dict(tensors)
     for name, theirs in parameter_names(config).items():
@@ -291,7 +285,7 @@ def parameter_names(config: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def is_transposed(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> bool:
+def is_transposed(name: str, tensor: Tensor, config: dict[str, Any]) -> bool:
     """Whether Transformers has the matrix transposed: GPT-2's are `Conv1D`s."""
     return config["arch"] == "gpt2" and name.startswith("blocks.") and tensor.dim() == 2
 
