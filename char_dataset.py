@@ -147,7 +147,6 @@ class CharDataset(Dataset):
         """The same text with the `block_size` and the split of `config`."""
         dataset = copy.copy(self)
         dataset.config, dataset.block_size = config, config.block_size or 1
-        dataset._check_length(f"text, {config.path},")
         return dataset
 
     def _check_length(self, name: str) -> None:

@@ -41,7 +41,7 @@ from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text import find_files, from_text, quoted, read_text, to_text
+from engine.text import find_files, from_text, quoted, read_text
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -202,9 +202,7 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     data = CharDataset(DataConfig(**settings))
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
-    ids = data.split()[0].data.numpy()
-    points = np.array([ord(character) for character in data.vocabulary], np.uint32)
-    source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
+    source = data.decode(data.split()[0].data.tolist())
     copied = total = 0
     lines = f"\n{source}\n"
     for text in texts:

@@ -19,10 +19,9 @@ import torch.nn as nn
 from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
-from engine.run.directory import choose_snapshot
+from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
-from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 
@@ -32,13 +31,12 @@ def read_pretrained(source: str) -> Snapshot:
     snapshot), or a directory that `export.py` or Transformers has written. Raises `UserError`.
     """
     try:
-        if is_local(source) and os.path.exists(os.path.join(source, "config.json")):
+        if os.path.exists(os.path.join(source, "config.json")):
             model, weights, vocabulary, encoding = transformers.read(source)
             log.info("init_from   %s", source)
             settings = {"model": model, "data": {"encoding": encoding}}
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
-        is_run = is_local(source) and os.path.isdir(source)
-        path = choose_snapshot(None, source) if is_run else source
+        [path] = choose_snapshots([source], None, None)
         found = load_full(path)
         log.info("init_from   %s, %s", path, found)
         settings = found.config | {"model": found.model_config}  # SnapshotError if it has none
