@@ -228,14 +228,11 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
             prompt = from_text(config.prompt, encoding)
         else:
             prompt = default_prompt(vocabulary)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
-    if not prompt:
-        raise UserError(f"{name}: is empty; a prompt has at least one character")
-    try:
+        if not prompt:
+            raise UserError("is empty; a prompt has at least one character")
         return prompt, encode(prompt, vocabulary, encoding=encoding)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+    except (OSError, UnicodeDecodeError, UserError) as error:
+        raise UserError(f"{name}: {one_line(error)}") from error
 
 
 def default_prompt(vocabulary: str) -> str:
