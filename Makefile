@@ -21,8 +21,8 @@ ddp: $(VENV)/.installed  ## the same with NPROC processes (2)
 sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROMEO: num_samples=3'
 	$(RUN) sample.py $(ARGS)
 
-playground: $(VENV)/.installed  ## a page to try the models of the newest runs; ARGS='newest=2'
-	$(RUN) export.py page=runs/playground.html $(or $(ARGS),newest=3)
+playground: $(VENV)/.installed  ## a page to try the newest run; ARGS='snapshots=[runs/a,runs/b]'
+	$(RUN) export.py page=runs/playground.html $(ARGS)
 	$(RUN) -m webbrowser "file://$(CURDIR)/runs/playground.html"
 
 test: $(VENV)/.installed-dev  ## run the tests, without the slow ones

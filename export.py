@@ -2,7 +2,6 @@
 
 python export.py page=play.html                                 a page that runs the model, in any browser
 python export.py page=play.html snapshots=[a.pt,b.pt]           several models side by side
-python export.py page=play.html newest=3                        those of the newest runs
 python export.py out=my_gpt                                     the newest run, its best snapshot
 python export.py run_dir=runs/NAME out=my_gpt                   another run
 python export.py snapshot=runs/NAME/gpt_snapshot.pt out=my_gpt
@@ -17,7 +16,6 @@ network where it is opened.
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +24,11 @@ from typing import Any
 import torch
 
 from engine.config.arguments import parse, run_program
-from engine.errors import UserError, check_only_one, check_range, one_line
+from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
 from engine.interop import page
 from engine.interop.transformers import to_files, unknown_token
-from engine.run.directory import choose_snapshots, newest_run, runs
+from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.storage import is_local
@@ -47,7 +45,6 @@ class ExportConfig:
     run_dir: str | None = None  # the run; without: the newest under runs/
     snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
     snapshots: list[str] | None = None  # of a page: several, [a.pt,b.pt]
-    newest: int = 1  # of a page: the number of newest runs under runs/ to include
 
     def __post_init__(self):
         check_only_one(out=self.out, page=self.page)
@@ -58,27 +55,18 @@ class ExportConfig:
             raise UserError(f"{name}={path}: must be local")
         if os.path.lexists(path) and not (self.page and is_page_of(path, "export.py")):
             raise UserError(f"{name}={path}: already exists; give another name, or remove it")
-        check_range("newest", self.newest, 1)
-        newest = self.newest > 1
-        for name in ("snapshots", "snapshot", "run_dir"):
-            check_only_one(newest=newest, **{name: getattr(self, name)})
-        if self.out and (self.snapshots or newest):
-            raise UserError("snapshots= and newest= require page=")
-
-    def paths(self) -> list[str]:
-        """The snapshots or runs to export. Raises `UserError` if there is none."""
-        if self.newest > 1:
-            return runs()[: self.newest] or [newest_run()]  # which says that there is none
-        return choose_snapshots(self.snapshots, self.snapshot, self.run_dir)
+        if self.out and self.snapshots:
+            raise UserError("snapshots= requires page=")
 
 
 def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
+    paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
     if config.page is not None:
-        write_page(config.paths(), config.page, config.newest > 1)
+        write_page(paths, config.page)
         return
     assert config.out is not None
-    [path] = config.paths()
+    [path] = paths
     snapshot = load_full(path)
     line = f"{config.out}: {path}, {snapshot}"
     try:
@@ -93,19 +81,9 @@ def main(arguments: list[str]) -> None:
     print(line)
 
 
-def write_page(paths: list[str], out: str, skip_errors: bool) -> None:
-    """Writes a page that runs the models of the snapshots or runs at `paths`; with `skip_errors`, those that can be
-    used, if there is one. Raises `UserError`.
-    """
-    models: dict[str, dict[str, Any]] = {}  # by path
-    for source in paths:
-        try:
-            [path] = choose_snapshots([source], None, None)
-            models[path] = describe(load_full(path), path)
-        except UserError as error:
-            if not skip_errors or (source == paths[-1] and not models):
-                raise
-            print(f"left out: {error}", file=sys.stderr)
+def write_page(paths: list[str], out: str) -> None:
+    """Writes a page that runs the models of the snapshots at `paths`. Raises `UserError`."""
+    models = {path: describe(load_full(path), path) for path in paths}
     names = [model["name"] for model in models.values()]
     for path, model in models.items():
         if names.count(model["name"]) > 1:  # snapshots of one run
