@@ -9,7 +9,6 @@ python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
 python sample.py score=book.txt stride=128                  in windows that overlap: more context for each character
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of the mean of their probabilities
-python sample.py alternatives=5 max_new_tokens=40           what else the model considered for each character
 python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and how much of it is copied
 """
 
@@ -41,7 +40,7 @@ from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text import find_files, from_text, quoted, read_text
+from engine.text import find_files, from_text, read_text
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -68,7 +67,6 @@ class SampleConfig:
     seed: int | None = 1337  # null: different samples every time
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
-    alternatives: int | None = None  # print the n likeliest for each character
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
     stride: int | None = None  # of score: characters between windows; null: the context
@@ -76,14 +74,12 @@ class SampleConfig:
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
-        num_samples = self.num_samples > 1
-        others = {"stop": self.stop, "copied": self.copied, "num_samples": num_samples}
+        others = {"stop": self.stop, "copied": self.copied, "num_samples": self.num_samples > 1}
         for name, value in others.items():
-            check_only_one(alternatives=self.alternatives, score=self.score, **{name: value})
+            check_only_one(score=self.score, **{name: value})
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
-        check_range("alternatives", self.alternatives, 1)
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -149,26 +145,6 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         for i, column in enumerate(columns):
             row = map(vocabulary.__getitem__, map(operator.itemgetter(i), column))
             yield decode_pieces(itertools.chain([prompt], cut_at_stop(row, stop)), encoding)
-
-
-def alternatives(config: SampleConfig, snapshot: Snapshot) -> Iterator[str]:
-    """Yields a line for each character as it is drawn: the character, then the likeliest `config.alternatives`
-    with the probabilities that the model gives them, before temperature, top_k and top_p. Raises
-    `UserError` for a prompt that cannot be used.
-    """
-    assert config.alternatives is not None
-    names = [quoted(character, snapshot.encoding) for character in snapshot.vocabulary]
-    ids = read_prompt(config, snapshot)[1]
-    model = load_model(snapshot, config.device)
-    logits: list[torch.Tensor] = []  # of the last position of each call
-    model.register_forward_hook(lambda module, inputs, outputs: logits.append(outputs[0][0, -1]))
-    count = min(config.alternatives, len(names))
-    ids = ids.to(model.tok_emb.weight.device)[None]
-    for drawn in model.stream(ids, config.max_new_tokens, **config.options()):
-        likeliest = logits.pop().float().softmax(dim=0).topk(count)
-        pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-        row = "  ".join(f"{names[i]:>4} {probability:6.2%}" for i, probability in pairs)
-        yield f"{names[int(drawn)]:<6} {row}"
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -367,9 +343,6 @@ def main(arguments: list[str]) -> None:
         print(f"[{path}, {snapshot}]", file=sys.stderr)
     if config.score is not None:
         print_score(config, paths, snapshots)
-    elif config.alternatives is not None:
-        for line in alternatives(config, snapshots[0]):
-            print(line, flush=True)
     else:
         texts = print_texts(sample(config, snapshots[0]))
         if config.copied:
