@@ -144,7 +144,11 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         columns = itertools.tee((drawn.tolist() for drawn in new), len(start))
         for i, column in enumerate(columns):
             row = map(vocabulary.__getitem__, map(operator.itemgetter(i), column))
-            yield decode_pieces(itertools.chain([prompt], cut_at_stop(row, stop)), encoding)
+            pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(row, stop))
+            if encoding == "bytes":
+                content = (piece.encode("latin-1") for piece in pieces)
+                pieces = codecs.iterdecode(content, "utf-8", "replace")
+            yield pieces
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -158,13 +162,6 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
             yield held[0]
             held = held[1:]
     yield from held
-
-
-def decode_pieces(pieces: Iterable[str], encoding: str) -> Iterable[str]:
-    """The text of a model's characters, as they come: those of bytes are decoded from UTF-8."""
-    if encoding != "bytes":
-        return pieces
-    return codecs.iterdecode((piece.encode("latin-1") for piece in pieces), "utf-8", "replace")
 
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
