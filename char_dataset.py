@@ -35,7 +35,6 @@ from engine.text import (
     from_text,
     is_small_local_file,
     open_text,
-    quoted,
     to_text,
     unit_of,
 )
@@ -274,10 +273,10 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
     except KeyError as error:
         character = error.args[0]
     unit = unit_of(encoding)
-    shown = quoted(character, encoding) + f" (U+{ord(character):04X})" * (unit == "character")
+    code = f"0x{ord(character):02x}" if unit == "byte" else f"U+{ord(character):04X}"
     raise UserError(
-        f"{unit} {shown} at position {start + text.index(character)} is not among the {len(vocabulary)} {unit}s of "
-        "the training text"
+        f"{unit} {character!r} ({code}) at position {start + text.index(character)} is not among the "
+        f"{len(vocabulary)} {unit}s of the training text"
     )
 
 

@@ -296,11 +296,6 @@ def unit_of(encoding: str | None) -> str:
     return "byte" if encoding == "bytes" else "character"
 
 
-def quoted(character: str, encoding: str) -> str:
-    """A character of the model as messages show it: quoted, or the number of a byte that is not ASCII."""
-    return f"0x{ord(character):02x}" if encoding == "bytes" and character > "~" else repr(character)
-
-
 def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
     """Streaming encoder: writes the ids of the first share `config.truncate` of a text into the empty
     `file`, in the smallest unsigned type that holds them, its items shuffled as `config.shuffle` says.
