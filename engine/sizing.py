@@ -19,8 +19,7 @@ log = logging.getLogger("gpt")
 # The fields that are chosen where they are null. Snapshots keep them, and config.yaml shows them.
 SIZES = ("data.block_size", "model.n_layer", "model.n_head", "model.n_embd", "trainer.batch_size")
 DROPOUT = ("model.embd_pdrop", "model.resid_pdrop")
-REGULARIZATION = (*DROPOUT, "optimizer.weight_decay")
-CHOSEN = (*SIZES, *REGULARIZATION, "data.train_split", "optimizer.learning_rate")
+CHOSEN = (*SIZES, *DROPOUT, "data.train_split", "optimizer.weight_decay", "optimizer.learning_rate")
 
 REFERENCE = (4, 128, 128)  # layers, width and context with which the machine's speed is measured
 REFERENCE_FLOPS = 5.5e6  # of it, for each character of training
