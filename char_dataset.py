@@ -242,7 +242,9 @@ class CharDataset(Dataset):
 
     def decode(self, ids) -> str:
         """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
-        return to_text("".join(self.itos[int(i)] for i in ids), self.config.encoding)
+        points = np.array([ord(character) for character in self.vocabulary], np.uint32)
+        ids = np.asarray(torch.as_tensor(ids).cpu(), np.int64)
+        return to_text(points[ids].tobytes().decode("utf-32-le"), self.config.encoding)
 
 
 def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:

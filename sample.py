@@ -175,7 +175,7 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     data = CharDataset(DataConfig(**settings))
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
-    source = data.decode(data.split()[0].data.tolist())
+    source = data.decode(data.split()[0].data)
     copied = total = 0
     lines = f"\n{source}\n"
     for text in texts:
