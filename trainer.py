@@ -238,16 +238,16 @@ class Trainer:
         ):
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
-                self.requests.finish()  # of an earlier call to `train`, which was stopped
                 self.training_log.start(self.step, self.choices)
                 # The initial weights are pretrained, or the run was stopped before this evaluation.
                 if self.evaluations.is_due(self.step):
-                    self._save(self._evaluate(), is_due=self.step > 0)
+                    self._evaluate()
+                    self._save()
                 while not self._is_over():
                     loss, grad_norm = next(steps)
                     self._log_step(loss, grad_norm)
-                    is_best = self._evaluate()
-                    self._save(is_best)
+                    self._evaluate()
+                    self._save()
                 self.requests.finish()
                 self.snapshots.finish(self.step)
             except Stopped as stopped:
@@ -396,10 +396,10 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------
     # Evaluating and saving
 
-    def _evaluate(self) -> bool:
-        """Evaluates if that is due; returns whether this is the lowest held-out loss so far."""
+    def _evaluate(self) -> None:
+        """Evaluates if that is due."""
         if not self.evaluations.is_due(self.step):
-            return False
+            return
         with self.training_log.paused():
             self.divergence.check(self.step)
             started = time.perf_counter()
@@ -413,7 +413,6 @@ class Trainer:
             self.training_log.log_evaluation(
                 self.step, loss, characters, rank_losses, seconds, best
             )
-        return best is None or loss < best[0]
 
     def evaluate(self) -> tuple[float, int, list[float | None]]:
         """(nats per character, characters scored, each rank's loss) of the held-out text; see
@@ -425,15 +424,16 @@ class Trainer:
         with auto.eagerly(self.choices), auto.autocast(self.choices):
             return evaluate(self.bare, self.test_dataset, self.world, self.requests.check, limit)
 
-    def _save_is_due(self) -> bool:
-        if self.step in (0, self.snapshots.saved_step):  # nothing has been trained since
-            return False
+    def _save(self) -> None:
+        """Saves the latest snapshot if that is due, and the best one if this step has the lowest loss."""
+        is_best = self.evaluations.is_best(self.step)
         every = self.config.save_every_steps, self.config.save_every
-        return self.requests.save or self._is_over() or self.plan.is_due(self.step, *every)
-
-    def _save(self, is_best: bool, is_due: bool = False) -> None:
-        """Saves the latest snapshot if that is due, and the best one."""
-        is_due = is_due or self._save_is_due()
+        is_due = self.step > 0 and (
+            self.requests.save
+            or self._is_over()
+            or self.plan.is_due(self.step, *every)
+            or self.snapshots.saved_step == self.step  # without its evaluation
+        )
         if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
         self.requests.save = False

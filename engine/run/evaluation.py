@@ -39,6 +39,10 @@ class Evaluations:
         """Whether `step` has been evaluated."""
         return self.last is not None and self.last[1] == step
 
+    def is_best(self, step: int) -> bool:
+        """Whether `step` has been evaluated, and has the lowest loss."""
+        return self.is_done(step) and self.since_best == 0
+
     def is_due(self, step: int) -> bool:
         """Whether `step` is to be evaluated, and has not been."""
         if not self.has_text or self.is_done(step):
