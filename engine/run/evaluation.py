@@ -49,15 +49,12 @@ class Evaluations:
             return False
         if step == 0:
             return self.at_start
-        total, every_epochs = self.plan.total_steps, None if self.every_steps else 1
-        if self.every_steps:
-            is_short = self.every_steps >= total
-        else:
-            is_short = self.plan.finished_epochs(total - 1) == 0
+        plan, total = self.plan, self.plan.total_steps
+        interval = self.every_steps or -(-plan.windows // plan.batch_size)
         # One point does not show whether a run learns.
-        is_halfway = is_short and total >= MIN_HALVED and step == total // 2
-        is_last = step == total
-        return is_last or is_halfway or self.plan.is_due(step, self.every_steps, every_epochs)
+        is_halfway = interval >= total >= MIN_HALVED and step == total // 2
+        every_epochs = None if self.every_steps else 1
+        return step == total or is_halfway or plan.is_due(step, self.every_steps, every_epochs)
 
     def record(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
         """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""
