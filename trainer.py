@@ -345,7 +345,7 @@ class Trainer:
         return prefetch(batches, first, last, config.data_loader_workers, world.device)
 
     def _open_files(self) -> None:
-        self.snapshots.open((*HISTORY, *trackers.HISTORY))
+        self.snapshots.open(HISTORY)
         evaluated, names = self.evaluations.is_done(self.step), self.config.trackers
         run_dir, settings = self.snapshots.run_dir, self.run_config
         self.training_log.open(run_dir, self.step, evaluated, names, settings)

@@ -1,9 +1,8 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS`. `package` is
-what it imports, None for nothing. `history` is the file or folder in the run directory that a run from
-scratch renames; None: nothing to rename. `log` gets finite numbers, not always the same
-ones; a resumed run logs the steps after its snapshot again. The final loss goes to metrics.jsonl alone.
+A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS` under the name of its
+package. `log` gets finite numbers, not always the same ones; a resumed run logs the steps after its snapshot
+again. The final loss goes to metrics.jsonl alone.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from engine.errors import UserError, one_line
+from engine.errors import UserError, check_option, one_line
 
 log = logging.getLogger("gpt")
 
@@ -34,8 +33,6 @@ class TensorBoard:
     """TensorBoard: event files in `run_dir/tensorboard`. What a resumed run logs again replaces
     what was there.
     """
-
-    package, history = "tensorboard", "tensorboard"
 
     def __init__(self, start: Start):
         from torch.utils.tensorboard import SummaryWriter
@@ -61,8 +58,6 @@ class WandB:
     Each start of a run writes a folder of its own there; the id that they share, kept beside them,
     makes them one W&B run. Lines cannot be removed from it, so none is logged twice.
     """
-
-    package, history = "wandb", None
 
     def __init__(self, start: Start):
         import wandb
@@ -94,21 +89,14 @@ class WandB:
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
-HISTORY = tuple(tracker.history for tracker in TRACKERS.values() if tracker.history)
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises `UserError` for a name not in `TRACKERS`, or whose package is missing.
-
-    TensorBoard, the default, may be missing.
-    """
+    """Raises `UserError` for a name not in `TRACKERS`, or a package that is missing, but for the default."""
     for name in names:
-        if name not in TRACKERS:
-            known = ", ".join(TRACKERS)
-            raise UserError(f"trainer.trackers: {name} is not one of them; choose from {known}")
-        package = TRACKERS[name].package
-        if package not in (None, "tensorboard") and not is_installed(package):
-            raise UserError(f"trainer.trackers: {package} is not installed: pip install {package}")
+        check_option("trainer.trackers", name, TRACKERS)
+        if name != "tensorboard" and not is_installed(name):
+            raise UserError(f"trainer.trackers: {name} is not installed: pip install {name}")
 
 
 def is_installed(package: str) -> bool:

@@ -84,7 +84,7 @@ class SnapshotManager:
         log.info("resuming from %s, step %d", found[1], snapshot.step)
         return snapshot
 
-    def open(self, history: tuple[str, ...] = ()) -> None:
+    def open(self, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, renames what an
         earlier one left: its snapshots, and its files `history` in the run directory.
         """
