@@ -82,12 +82,11 @@ class TrainerConfig:
     # fmt: on
 
     def __post_init__(self):
-        for name in ("compile", "deterministic"):  # True, from Python and from YAML
-            setattr(self, name, str(getattr(self, name)).lower())
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
             self.snapshot_path = self.snapshot_path.removeprefix(protocol)
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16"))
-        for name in ("compile", "deterministic"):
+        for name in ("compile", "deterministic"):  # True, from Python and from YAML
+            setattr(self, name, str(getattr(self, name)).lower())
             check_option(f"trainer.{name}", getattr(self, name), ("auto", "true", "false"))
         check_option("trainer.strategy", self.strategy, ("ddp", "fsdp"))
         check_option("trainer.snapshot_format", self.snapshot_format, ("single", "sharded"))
@@ -211,8 +210,6 @@ class Trainer:
         )
         if found:
             self._restore(found)
-        if found and probe and has_changed(self._call_eagerly(probe), found.probe_logits):
-            log.warning("%s: %s", self.snapshots.path, CHANGED)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(self.world)
         self.train_step = self._captured()  # `_train_step`, or its CUDA graph
@@ -478,6 +475,8 @@ class Trainer:
         if snapshot.loss is not None and snapshot.loss_step is not None:
             self.evaluations.last = (snapshot.loss, snapshot.loss_step)
             self.evaluations.since_best = snapshot.since_best
+        if self.probe and has_changed(self._call_eagerly(self.probe), snapshot.probe_logits):
+            log.warning("%s: %s", self.snapshots.path, CHANGED)
 
     def _stop(self, stopped: Stopped) -> None:
         """Saves, logs how to resume, and raises `stopped`."""
