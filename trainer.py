@@ -29,7 +29,7 @@ from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
 from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, report_unresponsive_ranks
+from engine.parallel.distributed import World, join_processes, report_unresponsive_ranks
 from engine.run import memory, trackers
 from engine.run.directory import HISTORY
 from engine.run.divergence import DivergenceCheck
@@ -169,27 +169,25 @@ class Trainer:
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.train_dataset, self.test_dataset = train_dataset, test_dataset
         self.sample, self.probe, self.on_start = sample, probe, on_start
-        self.world = world or distributed.join_processes(
-            config.device, config.threads, config.timeout_s
-        )
-        self.model = sharding.wrap(model, self.world, config.strategy)
+        world = world or join_processes(config.device, config.threads, config.timeout_s)
+        self.world, device = world, world.device
+        self.model = sharding.wrap(model, world, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
-        device = self.world.device
         own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
         own = {name: value for name, value in own.items() if is_dataclass(value)}
         self.run_config = as_plain(own | (run_config or {}))
-        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, self.world.size)
+        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, world.size)
         self.step, self.is_updating = 0, False
-        self.snapshots = snapshots or SnapshotManager(config, run_dir, self.world)
+        self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
             path = self.snapshots.path
             defaults = defaults_of(own | {"optimizer": OptimizerConfig})
-            check_can_resume(found, path, self.run_config, defaults, train_dataset, self.world)
+            check_can_resume(found, path, self.run_config, defaults, train_dataset, world)
         earlier = found.choices_on(device.type) if found else {}
         flops = self.plan.total_steps * self.plan.characters * flops_per_token(bare)
-        flops /= self.world.size if device.type == "cuda" else 1
+        flops /= world.size if device.type == "cuda" else 1
         self.choices = auto.resolve(config, device, flops, earlier)
         auto.apply(self.choices, bare)
         amp_dtype = self.choices["amp_dtype"]
@@ -197,21 +195,19 @@ class Trainer:
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
             self.plan = memory.fit_micro_batch(
-                self.plan, known, bare, train_dataset, self.choices, self.world
+                self.plan, known, bare, train_dataset, self.choices, world
             )
-        every, has_text = config.eval_every_steps, test_dataset is not None
-        self.evaluations = Evaluations(self.plan, every, config.patience, has_text, is_pretrained)
-        unit = getattr(train_dataset, "unit", "character")
-        self.training_log = TrainingLog(
-            self.world, self.plan, config.log_every_steps, flops_per_token(bare), unit
-        )
+        has_text = test_dataset is not None
+        self.evaluations = Evaluations(self.plan, config, has_text, is_pretrained)
+        per_token, unit = flops_per_token(bare), getattr(train_dataset, "unit", "character")
+        self.training_log = TrainingLog(world, self.plan, config.log_every_steps, per_token, unit)
         self.divergence = DivergenceCheck(
-            self.world, self.scaler, self._learning_rate, self.training_log
+            world, self.scaler, self._learning_rate, self.training_log
         )
         if found:
             self._restore(found)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.requests = Requests(self.world)
+        self.requests = Requests(world)
         self.train_step = self._captured()  # `_train_step`, or its CUDA graph
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)

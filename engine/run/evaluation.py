@@ -18,14 +18,13 @@ MIN_HALVED = 20  # steps of a run that is also evaluated halfway
 
 @dataclass
 class Evaluations:
-    """When a run evaluates: every `every_steps` steps (None: every epoch), at the last one, halfway if it would
-    be at the last one alone, and with `at_start` before the first; never unless `has_text`. Also tells when
-    `patience` evaluations in a row were no better.
+    """When a run evaluates, by its `TrainerConfig`: every `eval_every_steps` steps, at the last one, halfway if it
+    would be at the last one alone, and with `at_start` before the first; never unless `has_text`. Also tells
+    when `patience` evaluations in a row were no better.
     """
 
     plan: Plan
-    every_steps: int | None
-    patience: int | None
+    config: Any
     has_text: bool
     at_start: bool
     last: tuple[float, int] | None = None  # (held-out loss, step) of the newest evaluation
@@ -49,12 +48,12 @@ class Evaluations:
             return False
         if step == 0:
             return self.at_start
-        plan, total = self.plan, self.plan.total_steps
-        interval = self.every_steps or -(-plan.windows // plan.batch_size)
+        plan, total, every_steps = self.plan, self.plan.total_steps, self.config.eval_every_steps
+        interval = every_steps or -(-plan.windows // plan.batch_size)
         # One point does not show whether a run learns.
         is_halfway = interval >= total >= MIN_HALVED and step == total // 2
-        every_epochs = None if self.every_steps else 1
-        return step == total or is_halfway or plan.is_due(step, self.every_steps, every_epochs)
+        every_epochs = None if every_steps else 1
+        return step == total or is_halfway or plan.is_due(step, every_steps, every_epochs)
 
     def record(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
         """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""
@@ -63,7 +62,8 @@ class Evaluations:
 
     def patience_is_over(self, step: int) -> bool:
         """Whether `step` has been evaluated, and was the last of `patience` evaluations without a lower loss."""
-        return self.patience is not None and self.is_done(step) and self.since_best >= self.patience
+        patience = self.config.patience
+        return patience is not None and self.is_done(step) and self.since_best >= patience
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ class TrainingLog:
     flops_per_character: float  # of training, for the model FLOPs utilization (MFU)
     unit: str  # what is predicted, a character or a byte
     metrics: Metrics | None = None
-    lines: int = 0  # of metrics.jsonl, on rank 0
+    lines: int = 0  # of metrics.jsonl, that the snapshot counts
 
     def open(
         self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict
@@ -182,15 +182,14 @@ class TrainingLog:
 
     def sync(self) -> int:
         """Flushes `metrics.jsonl` to disk; returns its number of lines, unwritten ones included."""
-        if self.metrics:
-            self.metrics.flush(sync=True)
-            self.lines = self.metrics.lines
-        return self.lines
+        if not self.metrics:
+            return 0
+        self.metrics.flush(sync=True)
+        return self.metrics.lines
 
     def close(self) -> None:
         if self.metrics:
             self.metrics.close()
-            self.lines = self.metrics.lines
             self.metrics = None
 
     def _of(self, step: int) -> str:
