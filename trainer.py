@@ -25,7 +25,7 @@ from engine.config.settings import as_plain, defaults_of, is_dataclass
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep
-from engine.machine.hardware import flops_per_token, is_out_of_memory
+from engine.machine.hardware import flops_per_token
 from engine.machine.threads import AdaptiveThreads
 from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
@@ -119,21 +119,19 @@ class Trainer:
     """Trains `model` with `optimizer` on `train_dataset`; evaluates on `test_dataset`; saves; resumes.
 
     Args:
+        model: bare, wrapped in DDP, or sharded (`sharding.build`); of several processes, a bare one is wrapped in DDP.
+        optimizer: over the model's parameters; a group's `initial_lr` (or else `lr`) is its peak learning rate.
         train_dataset: a small one is moved to the GPU in place, as is `test_dataset`.
-        model: bare, wrapped in DDP, or sharded (`sharding.build`); a bare one is wrapped in DDP if there
-            are several processes.
-        optimizer: over the model's parameters; a group's `initial_lr` (or else `lr`) is its peak
-            learning rate.
         test_dataset: None for no evaluation.
         schedule: learning-rate multiplier, called with (step, total steps); constant by default.
         sample: draws texts from the model for the metrics; called on every rank at the same steps; must
             leave the global random state alone.
         probe: logits of the model for one fixed input, kept in snapshots; called like `sample`.
         world: rank, world size and device; by default from the launcher's environment.
-        run_dir: where the files of the run go; `snapshots`, if given, know it.
+        run_dir: where the files of the run go.
         run_config: settings to keep in the snapshot and to compare when resuming, in addition to `trainer`
             and, where model and data set have a dataclass `config`, `model` and `data`.
-        snapshots: the snapshots of the run; by default those in `run_dir`.
+        snapshots: by default those in `run_dir`; if given, they know the directory.
         is_pretrained: evaluates before the first step, too: the initial weights may be the best.
         on_start: called on rank 0 when training starts and the files of the run are open.
 
@@ -190,8 +188,8 @@ class Trainer:
         flops /= world.size if device.type == "cuda" else 1
         self.choices = auto.resolve(config, device, flops, earlier)
         auto.apply(self.choices, bare)
-        amp_dtype = self.choices["amp_dtype"]
-        self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == "float16")
+        is_float16 = self.choices["amp_dtype"] == "float16"
+        self.scaler = torch.amp.GradScaler(device.type, enabled=is_float16)
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
             self.plan = memory.fit_micro_batch(
@@ -201,13 +199,12 @@ class Trainer:
         self.evaluations = Evaluations(self.plan, config, has_text, is_pretrained)
         per_token, unit = flops_per_token(bare), getattr(train_dataset, "unit", "character")
         self.training_log = TrainingLog(world, self.plan, config.log_every_steps, per_token, unit)
-        self.divergence = DivergenceCheck(
-            world, self.scaler, self._learning_rate, self.training_log
-        )
-        if found:
-            self._restore(found)
+        learning_rate, training_log = self._learning_rate, self.training_log
+        self.divergence = DivergenceCheck(world, self.scaler, learning_rate, training_log)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(world)
+        if found:
+            self._restore(found)
         self.train_step = self._captured()  # `_train_step`, or its CUDA graph
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
@@ -272,8 +269,6 @@ class Trainer:
                     with threads.step(), auto.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
                 except RuntimeError as error:
-                    if not is_out_of_memory(error):
-                        raise
                     self._halve_micro_batch(error)
                     batches.close()
                     batches = self._batches()
@@ -300,10 +295,8 @@ class Trainer:
             total += loss.detach()
         self.is_updating = True
         self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
-        if self.config.grad_norm_clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        limit = self.config.grad_norm_clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         norm = sharding.full_tensor(norm).to(self.world.device)
         self.scaler.step(self.optimizer)
         self.is_updating = False
@@ -312,9 +305,7 @@ class Trainer:
         return total, norm
 
     def _halve_micro_batch(self, error: RuntimeError) -> None:
-        """Halves the micro-batch so that the step that ran out of memory can be repeated. Raises `UserError` if
-        it cannot be.
-        """
+        """Halves the micro-batch so that a step that ran out of memory can be repeated; see `memory.halved`."""
         may_repeat = self.world.size == 1 and not self.is_updating
         self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
         self.choices["micro_batch_size"] = self.plan.micro_batch_size
@@ -376,8 +367,8 @@ class Trainer:
         if self.sample is not None and self.training_log.samples_are_due(self.step):
             with self.training_log.paused():
                 samples = self._call_eagerly(self.sample)
-        rate = self._learning_rate(self.step - 1)
-        self.training_log.log_step(self.step, loss, rate, grad_norm, samples)
+        learning_rate = self._learning_rate(self.step - 1)
+        self.training_log.log_step(self.step, loss, learning_rate, grad_norm, samples)
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """Calls `function`, which runs the model, without torch.compile; a sharded model under autocast."""

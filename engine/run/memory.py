@@ -94,9 +94,11 @@ def too_large(plan: Plan) -> str:
 
 
 def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan:
-    """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` unless the step
-    `may_repeat`: it cannot with several ranks, nor once the optimizer has changed a weight.
+    """The plan with half the micro-batch, after `step` ran out of memory. Raises another `error`, and `UserError`
+    unless the step `may_repeat`: it cannot with several ranks, nor once the optimizer has changed a weight.
     """
+    if not hardware.is_out_of_memory(error):
+        raise error
     windows = plan.micro_batch_size
     smaller = plan.with_micro_batch(max(1, windows // 2))
     if windows == 1:
