@@ -195,8 +195,7 @@ class Trainer:
             self.plan = memory.fit_micro_batch(
                 self.plan, known, bare, train_dataset, self.choices, world
             )
-        has_text = test_dataset is not None
-        self.evaluations = Evaluations(self.plan, config, has_text, is_pretrained)
+        self.evaluations = Evaluations(self.plan, config, test_dataset is not None, is_pretrained)
         per_token, unit = flops_per_token(bare), getattr(train_dataset, "unit", "character")
         self.training_log = TrainingLog(world, self.plan, config.log_every_steps, per_token, unit)
         learning_rate, training_log = self._learning_rate, self.training_log
@@ -208,9 +207,6 @@ class Trainer:
         self.train_step = self._captured()  # `_train_step`, or its CUDA graph
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
-
-    # ----------------------------------------------------------------------------------------------
-    # The loop
 
     def train(self) -> float | None:
         """Trains to the end of the plan; returns the held-out loss of the last step, nats per character.
@@ -377,9 +373,6 @@ class Trainer:
         with auto.eagerly(self.choices), context:
             return function()
 
-    # ----------------------------------------------------------------------------------------------
-    # Evaluating and saving
-
     def _evaluate(self) -> None:
         """Evaluates if that is due."""
         if not self.evaluations.is_due(self.step):
@@ -451,12 +444,9 @@ class Trainer:
             probe_logits=self._call_eagerly(self.probe) if self.probe else torch.empty(0),
         )
 
-    # ----------------------------------------------------------------------------------------------
-    # Resuming and stopping
-
     def _restore(self, snapshot: Snapshot) -> None:
         self.snapshots.restore(snapshot, self.bare, self.optimizer)
-        if self.scaler.is_enabled() and snapshot.scaler_state:
+        if snapshot.scaler_state:
             self.scaler.load_state_dict(snapshot.scaler_state)
         self.step, self.training_log.lines = snapshot.step, snapshot.metrics_lines
         if snapshot.loss is not None and snapshot.loss_step is not None:
