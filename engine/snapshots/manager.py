@@ -10,8 +10,7 @@ import functools
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -26,16 +25,13 @@ from engine.snapshots.storage import SnapshotStorage, set_aside, snapshot_path
 log = logging.getLogger("gpt")
 
 
-@dataclass
-class SaveInProgress:
-    """A save in progress. On success, `saved_step` replaces the manager's, and `best` as soon as the best
-    snapshot is written. `written` is the writer's future, on rank 0.
-    """
+class SaveInProgress(NamedTuple):
+    """A save in progress; `best` replaces the manager's as soon as the best snapshot is written."""
 
     step: int
-    saved_step: int | None
+    latest: bool
     best: tuple[float, int] | None
-    written: Future[None]
+    written: Future[None]  # on rank 0
 
     def error(self) -> str:
         """On rank 0: waits for the end of the save; its error, empty if it succeeded."""
@@ -51,8 +47,8 @@ class SnapshotManager:
 
     def __init__(self, config: Any, run_dir: str, world: World):
         self.config, self.run_dir, self.world = config, run_dir, world
-        path = snapshot_path(config.snapshot_path, run_dir)
-        self.storage = SnapshotStorage(path, config.keep_snapshots)
+        self.path = snapshot_path(config.snapshot_path, run_dir)
+        self.storage = SnapshotStorage(self.path, config.keep_snapshots)
         self.failures, self._last_error = 0, ""  # saves in a row that have failed
         self.saved_step: int | None = None  # of the latest snapshot that was written
         self.best: tuple[float, int] | None = None  # (held-out loss, step) of the best one written
@@ -62,10 +58,6 @@ class SnapshotManager:
         # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
         if config.resume != "never" or distributed.is_restart(world):
             self.found = self._find()
-
-    @property
-    def path(self) -> str:
-        return self.storage.path
 
     # ----------------------------------------------------------------------------------------------
     # Before the first step
@@ -88,7 +80,6 @@ class SnapshotManager:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, renames what an
         earlier one left: its snapshots, and its files `history` in the run directory.
         """
-        os.makedirs(self.run_dir, exist_ok=True)
         self.storage.prepare()
         if self.saved_step is not None:  # it resumes
             return
@@ -96,10 +87,8 @@ class SnapshotManager:
         why = "trainer.resume=never" if is_asked else f"there is no snapshot at {self.path}"
         files = [os.path.join(self.run_dir, name) for name in history]
         if earlier := [*self.storage.all(), *filter(os.path.exists, files)]:
-            log.warning(
-                "%s: training from scratch; earlier files are renamed to %s",
-                why, ", ".join(set_aside(earlier)),
-            )  # fmt: skip
+            moved = ", ".join(set_aside(earlier))
+            log.warning("%s: training from scratch; earlier files are renamed to %s", why, moved)
 
     def restore(
         self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -148,7 +137,6 @@ class SnapshotManager:
         lowest: Any = (snapshot.loss, snapshot.loss_step) if best else self.best
         best_loss, best_step = lowest or (None, None)
         snapshot = dataclasses.replace(snapshot, best_loss=best_loss, best_step=best_step)
-        saved_step = snapshot.step if latest else self.saved_step
         written: Future[None] = Future()
         try:
             snapshot = self._collect(snapshot)
@@ -160,7 +148,7 @@ class SnapshotManager:
                 written = self._thread.submit(
                     lambda: self.storage.write(copied.to_bytes(), copied.step, latest, best)
                 )
-        self._saving = SaveInProgress(snapshot.step, saved_step, lowest, written)
+        self._saving = SaveInProgress(snapshot.step, latest, lowest, written)
 
     def _collect(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with full tensors, on rank 0, or without any, which every rank has written."""
@@ -183,7 +171,7 @@ class SnapshotManager:
         if is_best:  # also of a save that failed afterwards, at the latest
             self.best = saving.best
         if not error:
-            self.saved_step = saving.saved_step
+            self.saved_step = saving.step if saving.latest else self.saved_step
             self.failures, self._last_error = 0, ""
             return
         self.failures += 1
