@@ -143,7 +143,7 @@ def failing(self, micro_batches):
     limit = 0 if self.step == 3 and self.world.rank == 1 else limit
     return step(self, micro_batches)
 model.GPT.forward, trainer.Trainer._train_step = refusing, failing
-trainer.memory.raises_out_of_memory = lambda device: True
+trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
 """,
     )
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)

@@ -604,7 +604,7 @@ class Refusing:
     error: Exception = torch.OutOfMemoryError()
 
     def __init__(self, monkeypatch, limit: int):
-        monkeypatch.setattr("engine.run.memory.raises_out_of_memory", lambda device: True)
+        monkeypatch.setattr("engine.run.memory.RAISES_OUT_OF_MEMORY", {"cpu"})
         self.limit, self.forward, self.seen = limit, GPT.forward, []
         monkeypatch.setattr(GPT, "forward", lambda model, *args, **more: self(model, *args, **more))
 

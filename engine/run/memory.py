@@ -15,15 +15,9 @@ from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
+RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system kills the process
 # Share of a GPU's memory for what a trial does not show: fragments, evaluation, libraries.
 HEADROOM = 0.05
-
-
-def raises_out_of_memory(device: torch.device) -> bool:
-    """Whether exhausted memory raises `torch.OutOfMemoryError`: on GPUs. On a CPU the operating system kills the
-    process.
-    """
-    return device.type == "cuda"
 
 
 def fit_micro_batch(
@@ -41,7 +35,7 @@ def fit_micro_batch(
     `plan` unchanged where memory is not refused, and for a sharded model, of which a rank that ran out of memory
     would leave the others waiting.
     """
-    if not raises_out_of_memory(world.device) or sharding.is_sharded(model):
+    if world.device.type not in RAISES_OUT_OF_MEMORY or sharding.is_sharded(model):
         return plan
     plan = plan.with_micro_batch(known or plan.micro_batch_size)
     hardware.free_unused(world.device)  # an earlier Trainer of this process

@@ -226,9 +226,8 @@ class SnapshotStorage:
 
     def all(self) -> list[str]:
         """Every snapshot of the run: the latest, the one before it, the numbered ones, the best."""
-        return [
-            path for kind in ("", r"\.prev", NUMBERED, r"\.best") for path in self.present(kind)
-        ]
+        kinds = ("", r"\.prev", NUMBERED, r"\.best")
+        return [path for kind in kinds for path in self.present(kind)]
 
     def find(self) -> tuple[bytes, str] | None:
         """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes
