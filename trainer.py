@@ -124,8 +124,7 @@ class Trainer:
         train_dataset: a small one is moved to the GPU in place, as is `test_dataset`.
         test_dataset: None for no evaluation.
         schedule: learning-rate multiplier, called with (step, total steps); constant by default.
-        sample: draws texts from the model for the metrics; called on every rank at the same steps; must
-            leave the global random state alone.
+        sample: draws texts for the metrics, on every rank at the same steps; must leave the global random state alone.
         probe: logits of the model for one fixed input, kept in snapshots; called like `sample`.
         world: rank, world size and device; by default from the launcher's environment.
         run_dir: where the files of the run go.
@@ -392,9 +391,7 @@ class Trainer:
             )
 
     def evaluate(self) -> tuple[float, int, list[float | None]]:
-        """(nats per character, characters scored, each rank's loss) of the held-out text; see
-        engine/run/evaluation.py. Raises `UserError` without a `test_dataset`.
-        """
+        """(nats per character, characters scored, each rank's loss) of the `test_dataset`; `UserError` without one."""
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
         limit = self.choices.get("micro_batch_size")  # found by trial

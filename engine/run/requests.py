@@ -17,13 +17,11 @@ class Requests:
 
     Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
     main thread, where Python allows no handlers, nothing changes.
-
-    Attributes:
-        save: whether a save was requested.
     """
 
     def __init__(self, world: World):
-        self.world, self.save = world, False
+        self.world = world
+        self.save = False  # whether a save was requested
         self._own: set[int] = set()
         self._handlers: dict = {}
         self._highest = torch.zeros((), dtype=torch.int64)  # on the CPU: no wait for a GPU

@@ -24,7 +24,7 @@ import torch
 from engine.errors import UserError, one_line
 from engine.parallel.distributed import World, all_gather, run_on_rank_0
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import SnapshotStorage, is_local, load, shards_folder
+from engine.snapshots.storage import SnapshotStorage, load, shards_folder
 
 log = logging.getLogger("gpt")
 
@@ -136,12 +136,10 @@ def remove_unused_shards(storage: SnapshotStorage) -> None:
     """
     name = run_folder(storage.path)
     parent = shards_folder(storage.path, name)
-    if not is_local(storage.path) or not os.path.isdir(parent):
+    if not os.path.isdir(parent):  # nor is one in an object store
         return
     used = set()
-    for path in storage.present(r"(\.(?!tmp|check)\w+)*"):
-        if os.path.abspath(path) == parent:  # matches if the snapshot's name has no extension
-            continue
+    for path in storage.present(r"(\.(?!tmp|check|shards)\w+)*"):
         try:
             used.add(load(path).shards.get("folder"))
         except UserError as error:
