@@ -41,26 +41,22 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
     """
     path = storage.snapshot_path(snapshot_path, run_dir)
     is_new = not os.path.exists(run_dir)
-    with contextlib.ExitStack() as stack:
+    stack = contextlib.ExitStack()
 
-        def lock() -> None:
-            if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
-                raise UserError(
-                    f"trainer.snapshot_path={snapshot_path}: must name a file of its own"
-                )
-            stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
-            if is_new:
-                stack.callback(remove_if_unused, run_dir)
-            stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
-            if storage.is_local(path):
-                folder, name = os.path.split(path)
-                beside = os.path.join(folder, f".{name}{LOCK}")
-                stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
+    def lock() -> None:
+        if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
+            raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file of its own")
+        stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
+        if is_new:
+            stack.callback(remove_if_unused, run_dir)
+        stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
+        if storage.is_local(path):
+            folder, name = os.path.split(path)
+            beside = os.path.join(folder, f".{name}{LOCK}")
+            stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
 
+    with stack, report_unresponsive_ranks(world, lambda: "while the run starts or ends"):
         run_on_rank_0(lock, world)
-        stack.enter_context(
-            report_unresponsive_ranks(world, lambda: "while the run starts or ends")
-        )
         yield
 
 
