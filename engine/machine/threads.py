@@ -27,8 +27,8 @@ class AdaptiveThreads:
     def __init__(self, enabled: bool):
         self.enabled, self.most = enabled, torch.get_num_threads()
         self.was_logged = False
-        self.changed, self.tried = time.perf_counter(), -PROBE_S
         self.retry = RETRY[0]
+        self.tried, self.next_try = -PROBE_S, 0.0  # when one more thread was, and will be, tried
         # Of the steps since the last decision.
         self.seconds = self.cpu_seconds = self.preemptions = 0.0
 
@@ -56,17 +56,15 @@ class AdaptiveThreads:
             torch.set_num_threads(threads - 1)
             was_tried = now - self.tried < PROBE_S
             self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
-            self.changed, self.tried = now, -PROBE_S
+            self.tried, self.next_try = -PROBE_S, now + self.retry
             if not self.was_logged:
                 log.info(
                     "threads     using %d of %d: other processes are busy", threads - 1, self.most
                 )
                 self.was_logged = True
-        elif threads < self.most and now - self.changed > (
-            PROBE_S if self.changed == self.tried else self.retry
-        ):
+        elif threads < self.most and now > self.next_try:
             torch.set_num_threads(threads + 1)
-            self.changed = self.tried = now
+            self.tried, self.next_try = now, now + PROBE_S
 
     def close(self) -> None:
         """Gives back all threads."""
