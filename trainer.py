@@ -8,6 +8,7 @@ It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, a
 """
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -32,8 +33,7 @@ from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, join_processes, report_unresponsive_ranks
 from engine.run import memory, trackers
 from engine.run.directory import HISTORY
-from engine.run.divergence import DivergenceCheck
-from engine.run.evaluation import Evaluations, evaluate
+from engine.run.evaluation import Evaluated, Evaluations, evaluate
 from engine.run.plan import Plan
 from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
@@ -164,8 +164,8 @@ class Trainer:
         if config.patience is not None and test_dataset is None:
             raise UserError(f"trainer.patience={config.patience}: there is nothing to evaluate")
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
-        self.train_dataset, self.test_dataset = train_dataset, test_dataset
-        self.sample, self.probe, self.on_start = sample, probe, on_start
+        self.train_dataset, self.test_dataset, self.on_start = train_dataset, test_dataset, on_start
+        self.probe = probe and functools.partial(self._call_eagerly, probe)
         world = world or join_processes(config.device, config.threads, config.timeout_s)
         self.world, device = world, world.device
         self.model = sharding.wrap(model, world, config.strategy)
@@ -195,10 +195,16 @@ class Trainer:
                 self.plan, known, bare, train_dataset, self.choices, world
             )
         self.evaluations = Evaluations(self.plan, config, test_dataset is not None, is_pretrained)
-        per_token, unit = flops_per_token(bare), getattr(train_dataset, "unit", "character")
-        self.training_log = TrainingLog(world, self.plan, config.log_every_steps, per_token, unit)
-        learning_rate, training_log = self._learning_rate, self.training_log
-        self.divergence = DivergenceCheck(world, self.scaler, learning_rate, training_log)
+        self.training_log = TrainingLog(
+            world,
+            self.plan,
+            config.log_every_steps,
+            flops_per_token(bare),
+            getattr(train_dataset, "unit", "character"),
+            self.scaler,
+            self._learning_rate,
+            sample and functools.partial(self._call_eagerly, sample),
+        )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(world)
         if found:
@@ -230,7 +236,7 @@ class Trainer:
                     self._save()
                 while not self._is_over():
                     loss, grad_norm = next(steps)
-                    self._log_step(loss, grad_norm)
+                    self.training_log.log_step(self.step, loss, grad_norm)
                     self._evaluate()
                     self._save()
                 self.requests.finish()
@@ -269,7 +275,6 @@ class Trainer:
                     batches = self._batches()
                     continue
                 self.step += 1
-                self.divergence.record(self.step, loss, norm)
                 yield loss, norm
         finally:
             threads.close()
@@ -352,19 +357,6 @@ class Trainer:
             return CapturedStep(self._train_step, self._loss, self.optimizer, tolerance)
         return self._train_step
 
-    def _log_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Logs the step if a line is due."""
-        self.training_log.skip_first_step(self.step)
-        if not self.training_log.is_due(self.step):
-            return
-        self.divergence.check(self.step)
-        samples: list[str] = []
-        if self.sample is not None and self.training_log.samples_are_due(self.step):
-            with self.training_log.paused():
-                samples = self._call_eagerly(self.sample)
-        learning_rate = self._learning_rate(self.step - 1)
-        self.training_log.log_step(self.step, loss, learning_rate, grad_norm, samples)
-
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """Calls `function`, which runs the model, without torch.compile; a sharded model under autocast."""
         sharded = sharding.is_sharded(self.bare)
@@ -377,20 +369,19 @@ class Trainer:
         if not self.evaluations.is_due(self.step):
             return
         with self.training_log.paused():
-            self.divergence.check(self.step)
+            self.training_log.check_finite(self.step)
             started = time.perf_counter()
-            loss, characters, rank_losses = self.evaluate()
+            result = self.evaluate()
+            loss = result[0]
             if not math.isfinite(loss):
-                raise self.divergence.error(self.step, f"the held-out loss is {loss}")
+                raise self.training_log.divergence(self.step, f"the held-out loss is {loss}")
             seconds = time.perf_counter() - started
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             best = self.snapshots.best
             self.evaluations.record(self.step, loss, best)
-            self.training_log.log_evaluation(
-                self.step, loss, characters, rank_losses, seconds, best
-            )
+            self.training_log.log_evaluation(self.step, result, seconds, best)
 
-    def evaluate(self) -> tuple[float, int, list[float | None]]:
+    def evaluate(self) -> Evaluated:
         """(nats per character, characters scored, each rank's loss) of the `test_dataset`; `UserError` without one."""
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
@@ -417,7 +408,7 @@ class Trainer:
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
-        self.divergence.check(self.step)
+        self.training_log.check_finite(self.step)
         if not sharding.is_sharded(self.bare):
             distributed.check_replicas(self.bare, self.step, self.world)
         loss, loss_step = self.evaluations.last or (None, None)
@@ -438,7 +429,7 @@ class Trainer:
             text_digest=self.train_dataset.digest,
             choices=self.choices,
             config=self.run_config,
-            probe_logits=self._call_eagerly(self.probe) if self.probe else torch.empty(0),
+            probe_logits=self.probe() if self.probe else torch.empty(0),
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -449,7 +440,7 @@ class Trainer:
         if snapshot.loss is not None and snapshot.loss_step is not None:
             self.evaluations.last = (snapshot.loss, snapshot.loss_step)
             self.evaluations.since_best = snapshot.since_best
-        if self.probe and has_changed(self._call_eagerly(self.probe), snapshot.probe_logits):
+        if self.probe and has_changed(self.probe(), snapshot.probe_logits):
             log.warning("%s: %s", self.snapshots.path, CHANGED)
 
     def _stop(self, stopped: Stopped) -> None:

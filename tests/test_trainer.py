@@ -189,7 +189,7 @@ def test_a_switch_may_be_a_truth_value_in_python(parts, tmp_path):
 
 def test_samples_come_with_the_first_fourth_sixteenth_line_and_the_last(parts, tmp_path):
     trainer = make(parts, tmp_path, log_every_steps=2, max_steps=38, eval_every_steps=None)
-    trainer.sample = lambda: ["some"]
+    trainer.training_log.sample = lambda: ["some"]
     trainer.train()
     assert [x["step"] for x in metrics(tmp_path) if "samples" in x] == [2, 8, 32, 38]
 

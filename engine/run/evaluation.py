@@ -14,6 +14,7 @@ from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass; elsewhere as on a CPU
 MIN_HALVED = 20  # steps of a run that is also evaluated halfway
+Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
 
 
 @dataclass
@@ -73,7 +74,7 @@ def evaluate(
     world: World,
     check_requests: Callable[[], None],
     max_windows: int | None = None,
-) -> tuple[float, int, list[float | None]]:
+) -> Evaluated:
     """The held-out loss, exact: every character of `dataset` but the first is scored once, in
     non-overlapping windows, which the ranks share.
 

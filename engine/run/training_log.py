@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,28 +12,40 @@ import torch
 
 from engine.config import auto
 from engine.config.settings import flatten
+from engine.errors import UserError
 from engine.kernels import build
 from engine.machine.hardware import device_name, peak_flops, peak_memory
 from engine.parallel import distributed
 from engine.parallel.distributed import World
+from engine.run.evaluation import Evaluated
 from engine.run.metrics import Metrics, duration, format_loss
 from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
 MANY_PASSES = 50  # over the text
+MIN_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
 
 
 @dataclass
 class TrainingLog:
-    """The log of a run. All ranks call the same methods in the same order; rank 0 writes."""
+    """The log of a run, which also ends it if its gradients are no longer finite. All ranks call the same methods in
+    the same order; rank 0 writes.
+    """
 
     world: World
     plan: Plan
     every_steps: int  # between two lines
     flops_per_character: float  # of training, for the model FLOPs utilization (MFU)
     unit: str  # what is predicted, a character or a byte
+    scaler: torch.amp.GradScaler  # skips steps that overflow in float16: no divergence
+    learning_rate: Callable[[int], float]  # of a step
+    sample: Callable[[], list[str]] | None  # draws texts
     metrics: Metrics | None = None
     lines: int = 0  # of metrics.jsonl, that the snapshot counts
+
+    def __post_init__(self):
+        # Step, this rank's loss and gradient norm of the first step with a norm that is not finite; step -1 for none.
+        self.bad = torch.full((3,), -1.0, device=self.world.device)
 
     def open(
         self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict
@@ -88,21 +100,6 @@ class TrainingLog:
         yield
         self.lap_started += time.perf_counter() - started
 
-    def skip_first_step(self, step: int) -> None:
-        """Restarts the clock after the first step, which compiles."""
-        if step == self.started_at + 1 and not self.is_due(step):
-            self.lap_step, self.lap_started = step, time.perf_counter()
-
-    def is_due(self, step: int) -> bool:
-        """Whether `step` has a line."""
-        return step == self.plan.total_steps or step % self.every_steps == 0
-
-    def samples_are_due(self, step: int) -> bool:
-        """Whether text is sampled for the line of `step`: for lines 1, 4, 16, 64, ... and the last."""
-        line = step // self.every_steps
-        is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
-        return is_power_of_4 or step == self.plan.total_steps
-
     def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
         """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
         if evaluated:
@@ -114,28 +111,32 @@ class TrainingLog:
             step, total, limits if step >= total else "trainer.patience",
         )  # fmt: skip
 
-    def log_step(
-        self,
-        step: int,
-        rank_loss: torch.Tensor,
-        lr: float,
-        grad_norm: torch.Tensor,
-        samples: list[str],
-    ) -> None:
-        """One line of training: the mean of each rank's loss, nats per character."""
+    def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """One line of training if it is due: the mean over the ranks of their losses, nats per character. Notes on the
+        device, so that no step waits for it, whether the norm over all ranks is finite; see `check_finite`.
+        """
+        now = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
+        is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
+        self.bad = torch.where(is_first, now, self.bad)
+        if step != self.plan.total_steps and step % self.every_steps != 0:
+            if step == self.started_at + 1:  # which compiles: the clock starts again
+                self.lap_step, self.lap_started = step, time.perf_counter()
+            return
+        self.check_finite(step)
+        samples = self._draw_samples(step)
         # On the host: not every device has float64.
         total = distributed.all_reduce_sum(rank_loss.cpu().double(), self.world)
         loss = total.item() / self.world.size
         if not self.metrics:
             return
-        now = time.perf_counter()
-        seconds = (now - self.lap_started) / (step - self.lap_step)
-        self.lap_step, self.lap_started = step, now
+        ended = time.perf_counter()
+        seconds = (ended - self.lap_started) / (step - self.lap_step)
+        self.lap_step, self.lap_started = step, ended
         rate = self.plan.characters / seconds
         mfu = None
         if self.peak_flops:
             mfu = rate * self.flops_per_character / (self.peak_flops * self.world.size)
-        norm = grad_norm.item()
+        norm, lr = grad_norm.item(), self.learning_rate(step - 1)
         self.metrics.log(
             step, self.plan.epoch(step), "train", loss,
             lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu,
@@ -150,18 +151,22 @@ class TrainingLog:
         if samples:
             log.info("sampled     %s", samples[0].strip().replace("\n", " | "))
 
+    def _draw_samples(self, step: int) -> list[str]:
+        """Texts for the line of `step`: for lines 1, 4, 16, 64, ... and the last."""
+        line = step // self.every_steps
+        is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
+        if self.sample is None or not (is_power_of_4 or step == self.plan.total_steps):
+            return []
+        with self.paused():
+            return self.sample()
+
     def log_evaluation(
-        self,
-        step: int,
-        loss: float,
-        characters: int,
-        rank_losses: list[float | None],
-        seconds: float,
-        best: tuple[float, int] | None,
+        self, step: int, result: Evaluated, seconds: float, best: tuple[float, int] | None
     ) -> None:
         """One line of evaluation; `best` is the lowest held-out loss before, and its step."""
         if not self.metrics:
             return
+        loss, characters, rank_losses = result
         self.metrics.log(
             step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses
         )
@@ -174,11 +179,30 @@ class TrainingLog:
             f" | by rank {by_rank}" if self.world.size > 1 else "",
         )  # fmt: skip
 
-    def log_divergence(self, step: int, loss: float, grad_norm: float, reason: str) -> None:
-        """The last line of a run whose numbers stopped being finite."""
+    def check_finite(self, step: int) -> None:
+        """Raises `UserError` on every rank if a gradient norm up to `step` was not finite; with float16, whose scaler
+        skips such steps, if its scale has become too small. Waits for the device.
+        """
+        if self.scaler.is_enabled():
+            if self.scaler.get_scale() < MIN_SCALE:
+                raise self.divergence(step, "float16 gradients overflow at any scale")
+            return
+        first, loss, norm = self.bad.tolist()
+        if first >= 0:
+            raise self.divergence(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
+
+    def divergence(
+        self, step: int, what: str, loss: float = math.nan, norm: float = math.nan
+    ) -> UserError:
+        """The error of a run that diverged at `step`, also its last line of metrics."""
+        what += f" at learning rate {self.learning_rate(step - 1):.3g}"
         if self.metrics:
             epoch = self.plan.epoch(step)
-            self.metrics.log(step, epoch, "train", loss, grad_norm=grad_norm, diverged=reason)
+            self.metrics.log(step, epoch, "train", loss, grad_norm=norm, diverged=what)
+        return UserError(
+            f"step {step}: {what}: training has diverged; lower optimizer.learning_rate or raise "
+            "optimizer.warmup_steps; the snapshots saved before stay"
+        )
 
     def sync(self) -> int:
         """Flushes `metrics.jsonl` to disk; returns its number of lines, unwritten ones included."""
