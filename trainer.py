@@ -2,9 +2,8 @@
 
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
-It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, and a data set is a
-`CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`,
-`block_size`, `vocabulary` and `digest`.
+It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, and a data set is a `CharDataset` or has
+the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`, `block_size`, `vocabulary` and `digest`.
 """
 
 import contextlib
@@ -109,8 +108,7 @@ class TrainerConfig:
             )
         if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):
             raise UserError(
-                f"trainer.snapshot_path={self.snapshot_path}: trainer.snapshot_format=sharded needs a "
-                "folder that all hosts see, not a URL"
+                f"trainer.snapshot_path={self.snapshot_path}: a sharded snapshot needs a folder that all hosts see"
             )
         trackers.check(self.trackers)
 
@@ -134,8 +132,7 @@ class Trainer:
         is_pretrained: evaluates before the first step, too: the initial weights may be the best.
         on_start: called on rank 0 when training starts and the files of the run are open.
 
-    Raises `UserError` for a data set of another kind, a batch of fewer windows than processes, or a
-    snapshot that cannot be resumed.
+    Raises `UserError` for a data set of another kind, a batch smaller than the world, or a snapshot of another run.
     """
 
     def __init__(
@@ -158,8 +155,7 @@ class Trainer:
     ):
         if not hasattr(train_dataset, "batch"):
             raise UserError(
-                f"train_dataset: a {type(train_dataset).__name__} has no batch(); split a text with "
-                "CharDataset.split(), not with random_split"
+                f"train_dataset: a {type(train_dataset).__name__} has no batch(); split with CharDataset.split()"
             )
         if config.patience is not None and test_dataset is None:
             raise UserError(f"trainer.patience={config.patience}: there is nothing to evaluate")
@@ -173,27 +169,25 @@ class Trainer:
         own = {"trainer": config, "model": getattr(bare, "config", None)}
         own["data"] = getattr(train_dataset, "config", None)
         own = {name: value for name, value in own.items() if is_dataclass(value)}
-        self.run_config = as_plain(own | (run_config or {}))
-        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, world.size)
+        self.run_config = run_config = as_plain(own | (run_config or {}))
+        self.plan = plan = Plan.make(
+            config, len(train_dataset), train_dataset.block_size, world.size
+        )
         self.step, self.is_updating = 0, False
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
-            path = self.snapshots.path
             defaults = defaults_of(own | {"optimizer": OptimizerConfig})
-            check_can_resume(found, path, self.run_config, defaults, train_dataset, world)
+            check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset, world)
         earlier = found.choices_on(device.type) if found else {}
-        flops = self.plan.total_steps * self.plan.characters * flops_per_token(bare)
+        flops = plan.total_steps * plan.characters * flops_per_token(bare)
         flops /= world.size if device.type == "cuda" else 1
-        self.choices = auto.resolve(config, device, flops, earlier)
-        auto.apply(self.choices, bare)
-        is_float16 = self.choices["amp_dtype"] == "float16"
-        self.scaler = torch.amp.GradScaler(device.type, enabled=is_float16)
+        self.choices = choices = auto.resolve(config, device, flops, earlier)
+        auto.apply(choices, bare)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=choices["amp_dtype"] == "float16")
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
-            self.plan = memory.fit_micro_batch(
-                self.plan, known, bare, train_dataset, self.choices, world
-            )
+            self.plan = memory.fit_micro_batch(plan, known, bare, train_dataset, choices, world)
         self.evaluations = Evaluations(self.plan, config, test_dataset is not None, is_pretrained)
         self.training_log = TrainingLog(
             world,
@@ -252,9 +246,8 @@ class Trainer:
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:
-        """Runs the remaining optimizer steps, one per iteration. Yields this rank's loss, whose mean over the
-        ranks is that of the batch, and the gradient norm over all ranks, on the device. Evaluates, logs and
-        saves nothing.
+        """Runs the remaining optimizer steps, one per iteration, and nothing else. Yields this rank's loss, whose mean
+        over the ranks is that of the batch, and the gradient norm over all ranks, on the device.
         """
         batches = self._batches()
         self.optimizer.zero_grad()
@@ -295,8 +288,7 @@ class Trainer:
             total += loss.detach()
         self.is_updating = True
         self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
-        limit = self.config.grad_norm_clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip or math.inf)
         norm = sharding.full_tensor(norm).to(self.world.device)
         self.scaler.step(self.optimizer)
         self.is_updating = False
@@ -392,11 +384,10 @@ class Trainer:
     def _save(self) -> None:
         """Saves the latest snapshot if that is due, and the best one if this step has the lowest loss."""
         is_best = self.evaluations.is_best(self.step)
-        every = self.config.save_every_steps, self.config.save_every
         is_due = self.step > 0 and (
             self.requests.save
             or self._is_over()
-            or self.plan.is_due(self.step, *every)
+            or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
             or self.snapshots.saved_step == self.step  # without its evaluation
         )
         if self.requests.save and is_due:
@@ -450,10 +441,9 @@ class Trainer:
         if self.snapshots.saved_step != self.step:
             self.snapshots.save(self._snapshot(), latest=True, best=False)
         self.snapshots.finish(self.step)
+        without = ", without trainer.resume=never," if self.config.resume == "never" else ""
         log.info(
             "%s: stopped after step %d of %d; the same command%s resumes from %s",
-            stopped.name, self.step, self.plan.total_steps,
-            ", without trainer.resume=never," if self.config.resume == "never" else "",
-            self.snapshots.path,
+            stopped.name, self.step, self.plan.total_steps, without, self.snapshots.path,
         )  # fmt: skip
         raise stopped

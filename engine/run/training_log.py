@@ -115,9 +115,9 @@ class TrainingLog:
         """One line of training if it is due: the mean over the ranks of their losses, nats per character. Notes on the
         device, so that no step waits for it, whether the norm over all ranks is finite; see `check_finite`.
         """
-        now = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
+        noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
-        self.bad = torch.where(is_first, now, self.bad)
+        self.bad = torch.where(is_first, noted, self.bad)
         if step != self.plan.total_steps and step % self.every_steps != 0:
             if step == self.started_at + 1:  # which compiles: the clock starts again
                 self.lap_step, self.lap_started = step, time.perf_counter()
@@ -129,9 +129,9 @@ class TrainingLog:
         loss = total.item() / self.world.size
         if not self.metrics:
             return
-        ended = time.perf_counter()
-        seconds = (ended - self.lap_started) / (step - self.lap_step)
-        self.lap_step, self.lap_started = step, ended
+        now = time.perf_counter()
+        seconds = (now - self.lap_started) / (step - self.lap_step)
+        self.lap_step, self.lap_started = step, now
         rate = self.plan.characters / seconds
         mfu = None
         if self.peak_flops:
