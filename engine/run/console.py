@@ -72,7 +72,7 @@ def command_line() -> Iterator[None]:
             raise
         fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not create
     except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
         fail(
-            "interrupted; the same command resumes from the last snapshot, if there is one",
-            128 + signal.SIGINT,
+            "interrupted; the same command resumes from the last snapshot, if there is one", status
         )

@@ -46,10 +46,7 @@ def fit_micro_batch(
         if all(distributed.all_gather(fits, world)):
             choices["micro_batch_size"] = windows
             return plan
-        log.info(
-            "memory      a micro-batch of %d windows does not fit into the memory of the GPU",
-            windows,
-        )
+        log.info("memory      a micro-batch of %d windows does not fit on the GPU", windows)
         if windows == 1:
             raise UserError(too_large(plan))
         plan = plan.with_micro_batch(windows // 2)
@@ -94,18 +91,14 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan
     if not hardware.is_out_of_memory(error):
         raise error
     windows = plan.micro_batch_size
-    smaller = plan.with_micro_batch(max(1, windows // 2))
     if windows == 1:
         raise UserError(f"step {step}: out of memory: {too_large(plan)}") from error
+    smaller = plan.with_micro_batch(windows // 2)
+    what = f"step {step}: out of memory with {windows} windows at once"
     if not may_repeat:
-        raise UserError(
-            f"step {step}: out of memory with {windows} windows at once; the same command with "
-            f"trainer.micro_batch_size={smaller.micro_batch_size} resumes from the newest snapshot"
-        ) from error
-    log.warning(
-        "step %d: out of memory with %d windows at once; retrying with %d, for this step and later ones",
-        step, windows, smaller.micro_batch_size,
-    )  # fmt: skip
+        setting = f"trainer.micro_batch_size={smaller.micro_batch_size}"
+        raise UserError(f"{what}; the same command with {setting} resumes") from error
+    log.warning("%s; retrying with %d", what, smaller.micro_batch_size)
     return smaller
 
 

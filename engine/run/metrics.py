@@ -101,11 +101,9 @@ class Metrics:
         ]
         write_lines(self.path, kept)
         self.lines = len(kept)  # in the file, or waiting to be written
-        if self.lines < lines:
-            log.warning(
-                "%s: missing %d of %d lines up to step %d",
-                self.path, lines - self.lines, lines, step,
-            )  # fmt: skip
+        missing = lines - self.lines
+        if missing > 0:
+            log.warning("%s: missing %d of %d lines up to step %d", self.path, missing, lines, step)
         before = kept[-1].get("seconds", 0) if kept else 0
         self.started = time.perf_counter() - before
         self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))

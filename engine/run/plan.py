@@ -25,13 +25,10 @@ class Plan:
         """
         if config.max_steps is None and (config.max_minutes or config.max_epochs is None):
             raise UserError(
-                f"trainer.max_minutes={config.max_minutes}: main.py turns it into trainer.max_steps; give the "
-                "Trainer max_steps"
+                f"trainer.max_minutes={config.max_minutes}: main.py turns it into steps; give the Trainer max_steps"
             )
         if config.batch_size is None:
-            raise UserError(
-                "trainer.batch_size=null: main.py chooses it; give the Trainer a number"
-            )
+            raise UserError("trainer.batch_size=null: main.py chooses it; give a number")
         check_shares(config.batch_size, world_size)
         ends = [] if config.max_steps is None else [config.max_steps]
         if config.max_epochs is not None:

@@ -105,11 +105,12 @@ class TrainingLog:
         if evaluated:
             log.info("held-out loss %.4f at step %d", *evaluated)
         total = self.plan.total_steps
-        limits = "trainer.max_steps, max_epochs or max_minutes"
+        key = (
+            "trainer.max_steps, max_epochs or max_minutes" if step >= total else "trainer.patience"
+        )
         log.info(
-            "this run is finished: %d of %d steps; to train longer, raise %s",
-            step, total, limits if step >= total else "trainer.patience",
-        )  # fmt: skip
+            "this run is finished: %d of %d steps; to train longer, raise %s", step, total, key
+        )
 
     def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """One line of training if it is due: the mean over the ranks of their losses, nats per character. Notes on the
