@@ -55,7 +55,7 @@ class TrainingLog:
 
     def start(self, step: int, choices: dict[str, Any]) -> None:
         """Logs device, precision, batch and plan; starts the clock at `step`."""
-        world, plan = self.world, self.plan
+        world, plan, unit = self.world, self.plan, self.unit
         is_float32 = choices["amp_dtype"] == "float32"
         self.peak_flops = None if is_float32 else peak_flops(world.device)  # None: no MFU is logged
         ranks = f"{world.size} process{'es' * (world.size > 1)}"
@@ -68,25 +68,22 @@ class TrainingLog:
         if world.device.type == "cpu":
             log.info("kernels     %s", build.describe(getattr(torch, choices["amp_dtype"])))
         least, rest = divmod(plan.batch_size, world.size * plan.accumulation)
+        sizes = f"{least} or {least + 1}" if rest else least
         log.info(
-            "batch       %d windows = %s x %s micro-batch x %d accumulated; x %d %ss = %s %ss "
-            "per step",
-            plan.batch_size, ranks, f"{least} or {least + 1}" if rest else least, plan.accumulation,
-            plan.block_size, self.unit, f"{plan.characters:,}", self.unit,
-        )  # fmt: skip
+            f"batch       {plan.batch_size} windows = {ranks} x {sizes} micro-batch x {plan.accumulation} accumulated; "
+            f"x {plan.block_size} {unit}s = {plan.characters:,} {unit}s per step"
+        )
+        steps = f"{plan.total_steps} step{'s' * (plan.total_steps > 1)}"
         planned = plan.total_steps * plan.characters
         passes = planned / (plan.windows + plan.block_size)
+        start = f"; from step {step}" if step else ""
         log.info(
-            "plan        %d step%s = %s %ss = %.3g passes over the text%s",
-            plan.total_steps, "s" * (plan.total_steps > 1), f"{planned:,}", self.unit,
-            passes, f"; from step {step}" if step else "",
-        )  # fmt: skip
+            f"plan        {steps} = {planned:,} {unit}s = {passes:.3g} passes over the text{start}"
+        )
         if passes > MANY_PASSES:
             log.warning(
-                "plan: %.3g passes over the text will probably overfit; the best snapshot is kept, "
-                "trainer.patience=3 ends the run sooner, and experiment=auto chooses the model and the steps for "
-                "the text",
-                passes,
+                f"plan: {passes:.3g} passes over the text will probably overfit; the best snapshot is kept, "
+                "trainer.patience=3 ends the run sooner, and experiment=auto chooses for the text"
             )
         self.started_at = self.lap_step = step
         self.lap_started = time.perf_counter()
@@ -134,9 +131,11 @@ class TrainingLog:
         seconds = (now - self.lap_started) / (step - self.lap_step)
         self.lap_step, self.lap_started = step, now
         rate = self.plan.characters / seconds
-        mfu = None
+        mfu, mfu_shown = None, ""
         if self.peak_flops:
             mfu = rate * self.flops_per_character / (self.peak_flops * self.world.size)
+            mfu_shown = f" | MFU {mfu:.0%}"
+        left = duration(seconds * (self.plan.total_steps - step))
         norm, lr = grad_norm.item(), self.learning_rate(step - 1)
         self.metrics.log(
             step, self.plan.epoch(step), "train", loss,
@@ -144,11 +143,9 @@ class TrainingLog:
             memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
         )  # fmt: skip
         log.info(
-            "%s | loss %.4f | lr %.2e | norm %.2f | %s %ss/s%s | %s left",
-            self._of(step), loss, lr, norm, f"{rate:,.0f}", self.unit,
-            f" | MFU {mfu:.0%}" if mfu is not None else "",
-            duration(seconds * (self.plan.total_steps - step)),
-        )  # fmt: skip
+            f"{self._of(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | "
+            f"{rate:,.0f} {self.unit}s/s{mfu_shown} | {left} left"
+        )
         if samples:
             log.info("sampled     %s", samples[0].strip().replace("\n", " | "))
 
@@ -171,14 +168,13 @@ class TrainingLog:
         self.metrics.log(
             step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses
         )
-        by_rank = ", ".join(format_loss(x) for x in rank_losses)
-        log.info(
-            "%s | held-out loss %.4f (%.4f bits per %s)%s | %s %ss in %.1f s%s",
-            self._of(step), loss, loss / math.log(2), self.unit,
-            f" | best {best[0]:.4f} at step {best[1]}" if best and best[0] <= loss else "",
-            f"{characters:,}", self.unit, seconds,
-            f" | by rank {by_rank}" if self.world.size > 1 else "",
-        )  # fmt: skip
+        line = f"{self._of(step)} | held-out loss {loss:.4f} ({loss / math.log(2):.4f} bits per {self.unit})"
+        if best and best[0] <= loss:
+            line += f" | best {best[0]:.4f} at step {best[1]}"
+        line += f" | {characters:,} {self.unit}s in {seconds:.1f} s"
+        if self.world.size > 1:
+            line += f" | by rank {', '.join(map(format_loss, rank_losses))}"
+        log.info(line)
 
     def check_finite(self, step: int) -> None:
         """Raises `UserError` on every rank if a gradient norm up to `step` was not finite; with float16, whose scaler
