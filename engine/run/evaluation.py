@@ -1,5 +1,6 @@
 """Evaluation: when it is due; the held-out loss, exact, and the same for any world size."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,7 @@ class Evaluations:
 
     def patience_is_over(self, step: int) -> bool:
         """Whether `step` has been evaluated, and was the last of `patience` evaluations without a lower loss."""
-        patience = self.config.patience
-        return patience is not None and self.is_done(step) and self.since_best >= patience
+        return self.is_done(step) and self.since_best >= (self.config.patience or math.inf)
 
 
 @torch.no_grad()

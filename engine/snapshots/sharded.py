@@ -154,9 +154,7 @@ def load_full(path: str) -> Snapshot:
     """The snapshot at `path` with all tensors in it, merged if it is sharded. Raises `UserError`."""
     snapshot = load(path)
     if snapshot.shards:
-        alone = World.alone(torch.device("cpu"))
-        snapshot.model_state, snapshot.optimizer_state = read_shards(
-            path, snapshot.shards, {}, alone
-        )
+        states = read_shards(path, snapshot.shards, {}, World.alone(torch.device("cpu")))
+        snapshot.model_state, snapshot.optimizer_state = states
         snapshot.shards = {}
     return snapshot
