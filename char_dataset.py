@@ -357,8 +357,8 @@ class MicroBatches:
 
     Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, and cuts them,
     in order of rank and micro-batch, into `world_size * accumulation` micro-batches of `plan`, whose sizes differ
-    by at most one window. The weight is the number of windows over those of an average rank: the sum of the weighted
-    mean losses of a rank, averaged over the ranks, is the mean over the windows of the step. An empty
+    by at most one window: `accumulation` of each rank. The weight is windows * world_size / batch_size: the sum of the
+    weighted mean losses of a rank, averaged over the ranks, is the mean over the windows of the step. An empty
     micro-batch computes on the next window, with weight 0, so that every rank makes the same collectives.
     """
 

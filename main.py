@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from char_dataset import CharDataset, prepare_text
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
+from engine.config import auto
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained
@@ -45,9 +46,8 @@ from engine.run.directory import open_run
 from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, probe_logits
-from model import create_optimizer
+from model import build_model, create_optimizer
 from parts import (
-    build_model,
     choose_sizes,
     finish_run,
     log_model,
@@ -89,6 +89,7 @@ def run_training(config: Config, started: float) -> float | None:
     with open_run(config.run_dir, config.trainer.snapshot_path, world):
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
+        # These three fill in what is null in `config`.
         pretrained = read_init_weights(config, snapshots.found, world)
         text = load_text(config, snapshots.found, world)
         choose_sizes(config, text, snapshots, world, started)
@@ -96,11 +97,12 @@ def run_training(config: Config, started: float) -> float | None:
         train_text, held_out = text.split()
         final = text.final_part()
         log_text(config, train_text, held_out)
-        model = build_model(config, snapshots.found, world)
+        dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
+        model = build_model(config.model, config.trainer, dtype, world)
         log_model(config, model)
         if pretrained is not None:
             load_pretrained(pretrained, model, train_text.vocabulary)
-            pretrained.model_state.clear()
+            pretrained.model_state.clear()  # frees its memory
         bare: Any = distributed.unwrap(model)
         optimizer = create_optimizer(model, config.optimizer)
         shape = train_text.vocab_size, train_text.block_size

@@ -26,8 +26,9 @@ from engine.generation import LayerCache
 from engine.kernels import ops
 from engine.optim import OptimizerConfig, create_optimizer
 from engine.parallel import sharding
+from engine.parallel.distributed import World
 
-__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
+__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "build_model", "create_optimizer"]
 
 # n_layer, n_head, n_embd of the named sizes; names and values as in karpathy/minGPT
 SIZES = {
@@ -120,7 +121,7 @@ class GPTConfig:
         return cls(**values)
 
     def complete(self) -> Any:
-        """Itself, with no size or dropout None (which no type can say); raises `UserError` if one is."""
+        """Itself, typed as if no size or dropout could be None; raises `UserError` if one is."""
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for name in (*sizes, "embd_pdrop", "resid_pdrop"):
             if getattr(self, name) is None:
@@ -188,7 +189,7 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
 rotary_table = functools.lru_cache(4)(rotary)
 
 
-@ops.fused  # uses a fused kernel while results agree; removable
+@ops.fused  # a fused kernel, while this code is unedited; the line may be removed
 def causal_attention(
     qkv: Tensor, n_head: int, rotation, cache: LayerCache | None, pdrop: float
 ) -> Tensor:
@@ -383,3 +384,9 @@ class GPT(nn.Module):
 
     # generate(idx, max_new_tokens, ...) -> (B, T + max_new_tokens), and the same id by id
     generate, stream = generation.generate, generation.stream
+
+
+def build_model(config: GPTConfig, trainer: Any, amp_dtype: str, world: World) -> nn.Module:
+    """A `GPT` with fresh weights on this rank's device, wrapped in DDP or sharded as the `TrainerConfig` says."""
+    torch.manual_seed(trainer.seed)  # every rank starts from the same weights
+    return sharding.build(lambda: GPT(config), world, trainer.strategy, getattr(torch, amp_dtype))

@@ -1,4 +1,4 @@
-"""Run assembly: pretrained weights, sizes and model from a configuration; provenance; the final report."""
+"""Run assembly: pretrained weights and sizes for a configuration; provenance; the final report."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ from engine.run.metrics import Metrics, read_lines, write_lines
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
-from model import GPT, GPTConfig, create_optimizer
+from model import GPTConfig, build_model, create_optimizer
 from sample import load_model
 from trainer import Trainer
 
@@ -85,7 +85,8 @@ def choose_sizes(
         trial = copy.deepcopy(config)
         trial.model = sized_model(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
-        model = build_model(trial, None, world)
+        dtype = auto.resolve_amp_dtype(trial.trainer, world.device, {})
+        model = build_model(trial.model, trial.trainer, dtype, world)
         optimizer = create_optimizer(model, trial.optimizer)
         split = text.with_config(trial.data).split()
         step_s = time_steps(
@@ -100,7 +101,7 @@ def choose_sizes(
     elif sizing.is_needed(config):
         if world.device.type != "cpu":
             log.info(
-                "sizing      the rule was fitted on CPUs, and not measured on a %s",
+                "sizing      the rule was fitted on CPUs: on %s it is a guess",
                 world.device.type,
             )
         chosen = sizing.choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
@@ -129,7 +130,7 @@ def time_steps(trainer: Trainer) -> float:
             fewest = 18 if trainer.world.device.type == "cuda" else 4
             if len(times) > fewest and times[-1] > TRIAL_S:
                 break
-    trainer.requests.finish()
+    trainer.requests.finish()  # of `steps`, which was left before its end
     return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
@@ -137,14 +138,6 @@ def sized_model(config: Config) -> GPTConfig:
     """The model's configuration, checked, with the context of the data. Raises `UserError`."""
     block_size = config.data.block_size
     return dataclasses.replace(config.model, model_type=None, block_size=block_size)
-
-
-def build_model(config: Config, snapshot: Snapshot | None, world: World) -> torch.nn.Module:
-    """The model on this rank's device, wrapped in DDP or sharded, with fresh weights."""
-    torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
-    earlier = snapshot.choices_on(world.device.type) if snapshot else {}
-    dtype = getattr(torch, auto.resolve_amp_dtype(config.trainer, world.device, earlier))
-    return sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, dtype)
 
 
 def log_text(config: Config, train_text: CharDataset, held_out: CharDataset) -> None:

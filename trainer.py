@@ -173,13 +173,14 @@ class Trainer:
         self.plan = plan = Plan.make(
             config, len(train_dataset), train_dataset.block_size, world.size
         )
-        self.step, self.is_updating = 0, False
+        self.step = 0
+        self.is_updating = False  # an error meanwhile leaves some weights updated
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
             defaults = defaults_of(own | {"optimizer": OptimizerConfig})
             check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset, world)
-        earlier = found.choices_on(device.type) if found else {}
+        earlier = self.snapshots.earlier_choices()
         flops = plan.total_steps * plan.characters * flops_per_token(bare)
         flops /= world.size if device.type == "cuda" else 1
         self.choices = choices = auto.resolve(config, device, flops, earlier)
@@ -203,7 +204,7 @@ class Trainer:
         self.requests = Requests(world)
         if found:
             self._restore(found)
-        self.train_step = self._captured()  # `_train_step`, or its CUDA graph
+        self.train_step = self._make_step()  # `_train_step`, or its CUDA graph
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
 
@@ -242,7 +243,7 @@ class Trainer:
                 self.snapshots.close()  # after an error, too, a save in progress is worth its time
                 self.training_log.close()
         if self.step < self.plan.total_steps:
-            log.info("no lower held-out loss in the last %d evaluations", self.config.patience)
+            log.info("stopped: no lower held-out loss in %d evaluations", self.config.patience)
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:
@@ -301,7 +302,7 @@ class Trainer:
         may_repeat = self.world.size == 1 and not self.is_updating
         self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)
         self.choices["micro_batch_size"] = self.plan.micro_batch_size
-        self.train_step = self._captured()
+        self.train_step = self._make_step()
         self.optimizer.zero_grad()
 
     def _micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -338,7 +339,7 @@ class Trainer:
         group = self.optimizer.param_groups[0]
         return group.get("initial_lr", group["lr"]) * self.schedule(step, self.plan.total_steps)
 
-    def _captured(self) -> Callable:
+    def _make_step(self) -> Callable:
         """`_train_step`, on one GPU as a CUDA graph."""
         one_gpu = self.world.device.type == "cuda" and self.world.size == 1
         # A graph reads the learning rate from the GPU, which other optimizers copy to the CPU.
@@ -388,7 +389,7 @@ class Trainer:
             self.requests.save
             or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
-            or self.snapshots.saved_step == self.step  # without its evaluation
+            or self.snapshots.saved_step == self.step  # again, now with its evaluation
         )
         if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)

@@ -44,7 +44,7 @@ PIECE = 2**18  # bytes read at once
 FILE_END = ""  # follows the pieces of each file
 PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
-VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|generation|blobid")
+VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
 LARGE = 64 * 2**20  # bytes
 FORMAT = 3  # version of the cache files
 CHUNK = 2**18  # ids rewritten at once
@@ -233,7 +233,8 @@ def open_text(config: Any) -> EncodedText:
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
-    settings = (config.truncate, sha256, encoding, config.shuffle)
+    # The path, as the names of files in an archive do not have the archive.
+    settings = (path, config.truncate, sha256, encoding, config.shuffle)
     identity = json.dumps([FORMAT, *settings, *map(version_of, files)])
     stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
     try:

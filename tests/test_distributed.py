@@ -153,6 +153,25 @@ trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
     assert "trainer.micro_batch_size=1" in result.stderr
 
 
+def test_a_save_may_take_longer_than_ranks_wait_for_each_other(tmp_path):
+    script = patched_main(
+        tmp_path,
+        """
+import time
+from engine.snapshots.storage import SnapshotStorage
+write = SnapshotStorage.write
+def slow(*arguments):
+    time.sleep(8)
+    write(*arguments)
+SnapshotStorage.write = slow
+""",
+    )
+    run = tmp_path / "run"
+    settings = ["trainer.max_steps=3", "trainer.timeout_s=5", f"run_dir={run}"]
+    result = start(*TINY, *settings, nproc=2, script=script)
+    assert result.returncode == 0 and load(str(run / "gpt_snapshot.pt")).step == 3, result.stderr
+
+
 def test_ranks_whose_weights_differ_are_named_when_a_snapshot_is_saved(tmp_path):
     script = patched_main(
         tmp_path,

@@ -74,7 +74,7 @@ def test_an_edit_that_concerns_the_end_of_a_context_alone_is_refused(tmp_path, m
         gpt = load_model(snapshot, "cpu")
         snapshot.probe_logits = probe_logits(gpt, len(LETTERS), 96, "cpu")
         with pytest.raises(
-            UserError, match=r"0\.pt: a page cannot run a model whose code was edited; sample\.py"
+            UserError, match=r"0\.pt: the page computes the architectures of model\.py as it came"
         ):
             write(tmp_path, snapshot)
         assert not (tmp_path / "page.html").exists()

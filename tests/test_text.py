@@ -200,6 +200,14 @@ def test_a_compression_that_is_not_read_is_named(tmp_path):
     assert read(f"zip://*::{tmp_path / 'two.zip'}") == "ab"
 
 
+def test_a_text_in_an_archive_is_known_by_its_content_and_its_archive(tmp_path):
+    for name, letters in (("one.zip", "a"), ("two.zip", "b"), ("one.zip", "c")):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("text", letters)
+        config = DataConfig(path=f"zip://text::{tmp_path / name}", cache_dir=str(tmp_path / "c"))
+        assert text_files.open_text(config).vocabulary == letters
+
+
 def test_the_embedded_text_needs_nothing():
     data = CharDataset(DataConfig(path=PYDOC))
     assert len(data.data) > 300_000 and data.vocab_size > 80

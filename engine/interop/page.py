@@ -36,7 +36,9 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
     """
     ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     if not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
-        raise UserError("a page cannot run a model whose code was edited; sample.py can")
+        raise UserError(
+            "the page computes the architectures of model.py as it came; sample.py runs this model"
+        )
     tensors = dict(weights)
     if config["tie_weights"]:
         del tensors["head.weight"]

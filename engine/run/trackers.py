@@ -1,8 +1,8 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS` under the name of its
-package. `log` gets finite numbers, not always the same ones; a resumed run logs the steps after its snapshot
-again. The final loss goes to metrics.jsonl alone.
+A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS`. `package` is what it
+imports, None for nothing. `log` gets finite numbers, not always the same ones; a resumed run logs the steps
+after its snapshot again. The final loss goes to metrics.jsonl alone.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ class TensorBoard:
     what was there.
     """
 
+    package = "tensorboard"
+
     def __init__(self, start: Start):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -58,6 +60,8 @@ class WandB:
     Each start of a run writes a folder of its own there; the id that they share, kept beside them,
     makes them one W&B run. Lines cannot be removed from it, so none is logged twice.
     """
+
+    package = "wandb"
 
     def __init__(self, start: Start):
         import wandb
@@ -95,8 +99,9 @@ def check(names: Iterable[str]) -> None:
     """Raises `UserError` for a name not in `TRACKERS`, or a package that is missing, but for the default."""
     for name in names:
         check_option("trainer.trackers", name, TRACKERS)
-        if name != "tensorboard" and not is_installed(name):
-            raise UserError(f"trainer.trackers: {name} is not installed: pip install {name}")
+        package = TRACKERS[name].package
+        if package not in (None, "tensorboard") and not is_installed(package):
+            raise UserError(f"trainer.trackers: {package} is not installed: pip install {package}")
 
 
 def is_installed(package: str) -> bool:

@@ -76,6 +76,12 @@ class SnapshotManager:
         log.info("resuming from %s, step %d", found[1], snapshot.step)
         return snapshot
 
+    def earlier_choices(self) -> dict[str, Any]:
+        """What `auto` settings resolved to in the snapshot to resume from; empty without one, or on another kind of
+        device.
+        """
+        return self.found.choices_on(self.world.device.type) if self.found else {}
+
     def open(self, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, renames what an
         earlier one left: its snapshots, and its files `history` in the run directory.
@@ -165,6 +171,8 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
+        # In two steps, as in `_find`: the save may take longer than ranks wait in a broadcast.
+        distributed.run_on_each_host(lambda: self.world.is_rank_0 and saving.error(), self.world)
         error, is_best = distributed.run_on_rank_0(
             lambda: (saving.error(), self.storage.best_step == saving.step), self.world
         )
