@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatch, MicroBatches, move_if_small, prefetch
 from engine.config import auto
-from engine.config.settings import as_plain, defaults_of, is_dataclass
+from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep

@@ -45,23 +45,10 @@ def is_fixed(key: str) -> bool:
     return key in FIXED or (key.startswith("model.") and key not in MODEL_MAY_CHANGE)
 
 
-def is_incomparable(key: str) -> bool:
-    """Whether losses of runs that differ in the setting `key` cannot be compared."""
-    return key in INCOMPARABLE or (key.startswith("model.") and key not in IRRELEVANT)
-
-
-def is_dataclass(value: Any) -> bool:
-    """Whether `value` is an instance of a dataclass."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def as_plain(value: Any) -> Any:
     """The same in plain types, which a snapshot can hold: dataclasses as dictionaries, the rest as text."""
-
-    def plain(x: Any) -> Any:
-        return dataclasses.asdict(x) if is_dataclass(x) else str(x)
-
-    return json.loads(json.dumps(value, default=plain))
+    text = json.dumps(value, default=lambda x: vars(x) if dataclasses.is_dataclass(x) else str(x))
+    return json.loads(text)
 
 
 def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import statistics
 from typing import Any
 
 from engine.config.overrides import override_key
-from engine.config.settings import is_incomparable
+from engine.config.settings import INCOMPARABLE
 from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
@@ -57,9 +57,8 @@ def find_reference(run: Run, references: References) -> tuple[dict[str, Any] | N
     reference = references.get(run.recipe or "")
     if reference is None:
         return None, f"There is no reference for {recipe_name(run)}: the run is judged on its own."
-    unlike = [
-        o for o in run.changes if override_key(o) == "model" or is_incomparable(override_key(o))
-    ]
+    keys = {change: override_key(change) for change in run.changes}
+    unlike = [o for o, key in keys.items() if key in INCOMPARABLE or key.split(".")[0] == "model"]
     if run.starts[-1]["text_sha256"] != reference["text_sha256"]:
         unlike.append("another text")
     if unlike:
