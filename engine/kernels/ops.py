@@ -210,10 +210,7 @@ def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not is_standard and not torch.compiler.is_compiling():
             _log_edit(f"{attention.__module__}.{attention.__name__}")
         if is_standard and len(arguments) == 5 and not named and type(arguments[0]) is Tensor:
-            qkv, n_head, rotation, cache, pdrop = arguments
-            width = qkv.size(2) // 3 // n_head
-            length = qkv.size(1) if cache is None else qkv.size(1) + cache.length
-            kernel = _choose_kernel(qkv, width, length, rotation, cache, pdrop)
+            kernel = _choose_kernel(*arguments)
             if kernel is not None:
                 return kernel(*arguments)
         return attention(*arguments, **named)
@@ -227,28 +224,23 @@ def _log_edit(name: str) -> None:
 
 
 def _choose_kernel(
-    qkv: Tensor, width: int, length: int, rotation: native.Rotation, cache: Any, pdrop: float
+    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: Any, pdrop: float
 ) -> Callable[..., Tensor] | None:
-    """The fused attention for heads of this width and a context of this length. None where plain
-    matrix products are faster.
-    """
-    S = qkv.size(1)
-    if cache is not None and 1 < S < length:
+    """The fused attention for these arguments. None where plain matrix products are faster."""
+    S, width = qkv.size(1), qkv.size(2) // 3 // n_head
+    length = S if cache is None else S + cache.length
+    if 1 < S < length:
         return None
     if not qkv.is_cpu:
         return _torch_attention
     if pdrop:  # on a CPU, torch's fused attention has no dropout
         return None
-    if (
-        width >= 2 * native.WIDTH
-        and width % native.WIDTH == 0
-        and native.supports(qkv)
-        and _fits(rotation, S, width)
-    ):
-        if cache is None:
-            return _native_attention
-        if S == 1 and qkv.dtype is cache.keys.dtype and not torch.is_grad_enabled():
-            return _native_attention
+    is_native = cache is None or (
+        S == 1 and qkv.dtype is cache.keys.dtype and not torch.is_grad_enabled()
+    )
+    has_width = width >= 2 * native.WIDTH and width % native.WIDTH == 0
+    if is_native and has_width and native.supports(qkv) and _fits(rotation, S, width):
+        return _native_attention
     return _torch_attention if length > MAX_PLAIN_ATTENTION else None
 
 
