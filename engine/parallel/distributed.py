@@ -98,10 +98,10 @@ def join_processes(
     share = max(1, cores // local_size)
     if bound and local_size > 1:  # or torch.compile starts 32 workers in each process
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, share)))
-    gpu = chosen.type == "cuda"
+    gpu = chosen if chosen.type == "cuda" else None
     if gpu:
         try:  # a driver older than this build of torch lists GPUs that cannot be used
-            torch.cuda.set_device(chosen)
+            torch.cuda.set_device(gpu)
         except RuntimeError as error:
             raise UserError(
                 f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
@@ -112,18 +112,13 @@ def join_processes(
     store = None
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
-        backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if gpu else ("gloo", None)
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         try:
             store = rendezvous(rank, size, timeout)
             if size > local_size:
                 choose_interface(store, rank, size)
             dist.init_process_group(
-                backend,
-                timeout=timeout,
-                store=store,
-                rank=rank,
-                world_size=size,
-                device_id=device_id,
+                backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=gpu
             )
         except (RuntimeError, ValueError) as error:
             raise UserError(
