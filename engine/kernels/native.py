@@ -17,7 +17,6 @@ from engine.kernels.build import library
 
 WIDTH = 16  # row lengths are a multiple of this, except for `cross_entropy`
 NORM_EPS, LAYER_NORM_EPS = 1e-6, 1e-5  # as in kernels.c
-PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 Rotation = tuple[Tensor, Tensor] | None  # cosines and sines (T, D / 2)
 
@@ -35,7 +34,7 @@ def supports(x: Tensor, multiple: int = WIDTH) -> bool:
 
 def holds_memory(x: Tensor) -> bool:
     """Whether x is a CPU tensor, not a subclass without storage (FakeTensor, DTensor)."""
-    return type(x) in PLAIN_TENSORS and x.is_cpu
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu
 
 
 def _call(dtype: torch.dtype, name: str, *arguments: Tensor | int | None) -> None:

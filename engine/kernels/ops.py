@@ -99,9 +99,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
         return native.cross_entropy(logits, targets, softcap)
     logits = cap(logits, softcap)
-    loss = F.cross_entropy(
-        logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=IGNORE
-    )
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
     return logits, loss
 
 
