@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError, one_line
 from engine.machine import hardware
-from engine.parallel import slurm
 from engine.parallel.rendezvous import choose_interface, rendezvous
 
 log = logging.getLogger("gpt")
@@ -148,7 +147,8 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not gpus:
         return torch.device("cpu")
-    if gpus == 1 and slurm.shows_own_gpus():
+    # srun may show each task its own GPU alone, as number 0.
+    if gpus == 1 and os.environ.keys() & {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"}:
         return torch.device("cuda", 0)
     if local_size > gpus:
         raise UserError(

@@ -33,8 +33,3 @@ def export_torchrun_env(env: MutableMapping[str, str] = os.environ) -> None:
         "MASTER_PORT": env.get("MASTER_PORT", str(port)),
     }
     env.update(ranks)
-
-
-def shows_own_gpus() -> bool:
-    """Whether srun lets each task see its own GPUs alone, numbered from 0."""
-    return any(name in os.environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"))
