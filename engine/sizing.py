@@ -151,9 +151,10 @@ def choose_model(
         trained = min(trained, operations / character_flops(config))
     passes = min(trained / training, USEFUL_PASSES)
     dropout, weight_decay = regularization(training, passes)
-    rate = learning_rate(characters, model.n_embd)
-    if config.init_from is not None:  # less, the more passes may overfit
-        rate *= (2 / max(passes, 2.0)) ** 1.25
+    if config.init_from is None:
+        rate = learning_rate(characters, model.n_embd)
+    else:
+        rate = fine_tuning_rate(passes, model.n_embd)
     fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
     fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
     log.info(
@@ -276,6 +277,11 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
 def learning_rate(characters: int, width: int) -> float:
     """Peak learning rate of Muon for a model of this width and a training text of so many `characters`."""
     return 0.008 * (128 / width) ** 0.5 * max(900_000 / characters, 1.0) ** 0.3
+
+
+def fine_tuning_rate(passes: float, width: int) -> float:
+    """Peak learning rate for pretrained weights: less, the more passes may overfit."""
+    return max(0.008 * (128 / width) ** 0.5 * (2 / max(passes, 2.0)) ** 1.5, 0.001)
 
 
 def planned_steps(config: Any, characters: int) -> float:
