@@ -242,9 +242,7 @@ class CharDataset(Dataset):
 
     def decode(self, ids) -> str:
         """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
-        points = np.array([ord(character) for character in self.vocabulary], np.uint32)
-        ids = np.asarray(torch.as_tensor(ids).cpu(), np.int64)
-        return to_text(points[ids].tobytes().decode("utf-32-le"), self.config.encoding)
+        return to_text("".join(self.itos[int(i)] for i in ids), self.config.encoding)
 
 
 def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
@@ -276,9 +274,11 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
         character = error.args[0]
     unit = unit_of(encoding)
     code = f"0x{ord(character):02x}" if unit == "byte" else f"U+{ord(character):04X}"
+    is_part = unit == "byte" and not character.isascii()  # of a character in UTF-8
+    shown = code if is_part else f"{character!r} ({code})"
     raise UserError(
-        f"{unit} {character!r} ({code}) at position {start + text.index(character)} is not among the "
-        f"{len(vocabulary)} {unit}s of the training text"
+        f"{unit} {shown} at position {start + text.index(character)} is not among the {len(vocabulary)} {unit}s of "
+        "the training text"
     )
 
 

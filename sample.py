@@ -40,7 +40,7 @@ from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text import find_files, from_text, read_text
+from engine.text import find_files, from_text, read_text, to_text
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -124,9 +124,9 @@ def needs_one_thread(model: GPT, num_texts: int) -> bool:
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
-    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. Samples for a seed do
-    not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt that cannot be read, is empty, or has
-    an unknown character.
+    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. For a given seed,
+    samples do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt that cannot be read, is
+    empty, or has an unknown character.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt, ids = read_prompt(config, snapshot)
@@ -169,13 +169,15 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that is no longer there.
     """
     if "data" not in snapshot.config:
-        raise UserError("copied=true: the snapshot does not say what text it was trained on")
+        raise UserError("copied=true: the snapshot does not say which text it was trained on")
     known = {field.name for field in fields(DataConfig)}  # an older run may have others
     settings = {name: v for name, v in snapshot.config["data"].items() if name in known}
     data = CharDataset(DataConfig(**settings))
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
-    source = data.decode(data.split()[0].data)
+    ids = data.split()[0].data.numpy()  # looked up at once: the text may be long
+    points = np.array([ord(character) for character in data.vocabulary], np.uint32)
+    source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
     copied = total = 0
     lines = f"\n{source}\n"
     for text in texts:
@@ -201,11 +203,14 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
             prompt = from_text(config.prompt, encoding)
         else:
             prompt = default_prompt(vocabulary)
-        if not prompt:
-            raise UserError("is empty; a prompt has at least one character")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
+    if not prompt:
+        raise UserError(f"{name}: is empty; a prompt has at least one character")
+    try:
         return prompt, encode(prompt, vocabulary, encoding=encoding)
-    except (OSError, UnicodeDecodeError, UserError) as error:
-        raise UserError(f"{name}: {one_line(error)}") from error
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def default_prompt(vocabulary: str) -> str:

@@ -25,7 +25,7 @@ from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
 from engine.kernels.graph import CapturedStep
-from engine.machine.hardware import flops_per_token
+from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
 from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
@@ -117,7 +117,7 @@ class Trainer:
     """Trains `model` with `optimizer` on `train_dataset`; evaluates on `test_dataset`; saves; resumes.
 
     Args:
-        model: bare, wrapped in DDP, or sharded (`sharding.build`); of several processes, a bare one is wrapped in DDP.
+        model: bare, wrapped in DDP, or sharded (`sharding.build`); with several processes a bare one is wrapped in DDP.
         optimizer: over the model's parameters; a group's `initial_lr` (or else `lr`) is its peak learning rate.
         train_dataset: a small one is moved to the GPU in place, as is `test_dataset`.
         test_dataset: None for no evaluation.
@@ -128,11 +128,11 @@ class Trainer:
         run_dir: where the files of the run go.
         run_config: settings to keep in the snapshot and to compare when resuming, in addition to `trainer`
             and, where model and data set have a dataclass `config`, `model` and `data`.
-        snapshots: by default those in `run_dir`; if given, they know the directory.
+        snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: evaluates before the first step, too: the initial weights may be the best.
         on_start: called on rank 0 when training starts and the files of the run are open.
 
-    Raises `UserError` for a data set of another kind, a batch smaller than the world, or a snapshot of another run.
+    Raises `UserError` for another kind of data set, a batch with fewer windows than ranks, or another run's snapshot.
     """
 
     def __init__(
@@ -247,8 +247,8 @@ class Trainer:
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:
-        """Runs the remaining optimizer steps, one per iteration, and nothing else. Yields this rank's loss, whose mean
-        over the ranks is that of the batch, and the gradient norm over all ranks, on the device.
+        """Runs the remaining optimizer steps, one per iteration, without evaluating, logging or saving. Yields this
+        rank's loss, whose mean over the ranks is the batch's, and the gradient norm over all ranks, on the device.
         """
         batches = self._batches()
         self.optimizer.zero_grad()
@@ -264,6 +264,8 @@ class Trainer:
                     with threads.step(), auto.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
                 except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     self._halve_micro_batch(error)
                     batches.close()
                     batches = self._batches()
@@ -389,7 +391,8 @@ class Trainer:
             self.requests.save
             or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
-            or self.snapshots.saved_step == self.step  # again, now with its evaluation
+            or self.snapshots.saved_step
+            == self.step  # resumed without its evaluation, which the snapshot now gets
         )
         if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)

@@ -121,12 +121,15 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
         raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
     count, logged = 0, time.monotonic()
     with file_errors(name), OpenFile(file.fs, file.path, "rb", file.compression) as stream:
+        size = None if file.compression else file.fs.info(file.path).get("size")
         for piece in iter(lambda: stream.read(PIECE), b""):
             count += len(piece)
             if time.monotonic() - logged > PROGRESS_S:
                 logged = time.monotonic()
                 log.info("reading     %s: %s MB", name, f"{count / 1e6:,.0f}")
             yield piece
+        if size not in (None, count) and not isinstance(file.fs, LocalFileSystem):
+            raise EOFError(f"{count} of {size} bytes received")
 
 
 def read_text(

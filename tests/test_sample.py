@@ -356,7 +356,7 @@ def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
     assert result.stdout.startswith("größer"), result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=Ü")
     assert (
-        "prompt: byte '\\x9c' (0x9c) at position 1 is not among the 8 bytes of the training text"
+        "prompt: byte 0x9c at position 1 is not among the 8 bytes of the training text"
         in result.stderr
     )
     result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")

@@ -17,7 +17,7 @@ class CapturedStep:
     """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it. The learning
     rates of its `optimizer` become tensors on the GPU.
 
-    `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and weights never
+    `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and loss weights never
     change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
     changes from call to call must be a tensor that it reads, or the GPU's random state.
 

@@ -27,7 +27,7 @@ ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
 JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
 OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
-HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # which a run from scratch must not append to
+HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # which a run from scratch renames
 SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 

@@ -41,7 +41,7 @@ class Evaluations:
         return self.last is not None and self.last[1] == step
 
     def is_best(self, step: int) -> bool:
-        """Whether `step` has been evaluated, and has the lowest loss."""
+        """Whether `step` has been evaluated, with the lowest loss so far."""
         return self.is_done(step) and self.since_best == 0
 
     def is_due(self, step: int) -> bool:

@@ -85,11 +85,9 @@ def too_large(plan: Plan) -> str:
 
 
 def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan:
-    """The plan with half the micro-batch, after `step` ran out of memory. Raises another `error`, and `UserError`
-    unless the step `may_repeat`: it cannot with several ranks, nor once the optimizer has changed a weight.
+    """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` for a single window, or if
+    the step may not be repeated (`may_repeat`): with several ranks, or once the optimizer has changed a weight.
     """
-    if not hardware.is_out_of_memory(error):
-        raise error
     windows = plan.micro_batch_size
     if windows == 1:
         raise UserError(f"step {step}: out of memory: {too_large(plan)}") from error
@@ -97,7 +95,9 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan
     what = f"step {step}: out of memory with {windows} windows at once"
     if not may_repeat:
         setting = f"trainer.micro_batch_size={smaller.micro_batch_size}"
-        raise UserError(f"{what}; the same command with {setting} resumes") from error
+        raise UserError(
+            f"{what}; the same command with {setting} resumes from the newest snapshot"
+        ) from error
     log.warning("%s; retrying with %d", what, smaller.micro_batch_size)
     return smaller
 

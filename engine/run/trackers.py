@@ -96,7 +96,7 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises `UserError` for a name not in `TRACKERS`, or a package that is missing, but for the default."""
+    """Raises `UserError` for a name not in `TRACKERS`, or if its package is missing, except TensorBoard."""
     for name in names:
         check_option("trainer.trackers", name, TRACKERS)
         package = TRACKERS[name].package

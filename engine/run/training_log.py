@@ -28,7 +28,7 @@ MIN_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
 
 @dataclass
 class TrainingLog:
-    """The log of a run, which also ends it if its gradients are no longer finite. All ranks call the same methods in
+    """The log of a run; it also ends the run once a gradient is no longer finite. All ranks call the same methods in
     the same order; rank 0 writes.
     """
 
@@ -41,7 +41,7 @@ class TrainingLog:
     learning_rate: Callable[[int], float]  # of a step
     sample: Callable[[], list[str]] | None  # draws texts
     metrics: Metrics | None = None
-    lines: int = 0  # of metrics.jsonl, that the snapshot counts
+    lines: int = 0  # of metrics.jsonl that the snapshot counts
 
     def __post_init__(self):
         # Step, this rank's loss and gradient norm of the first step with a norm that is not finite; step -1 for none.
@@ -110,8 +110,8 @@ class TrainingLog:
         )
 
     def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """One line of training if it is due: the mean over the ranks of their losses, nats per character. Notes on the
-        device, so that no step waits for it, whether the norm over all ranks is finite; see `check_finite`.
+        """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Also records, on the
+        device so that no step waits for it, the first gradient norm that is not finite; see `check_finite`.
         """
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
@@ -211,6 +211,7 @@ class TrainingLog:
     def close(self) -> None:
         if self.metrics:
             self.metrics.close()
+            self.lines = self.metrics.lines  # for another `train`
             self.metrics = None
 
     def _of(self, step: int) -> str:
