@@ -25,6 +25,7 @@ from omegaconf import MISSING
 from torch.utils.data import Dataset
 
 from engine.errors import UserError, check_option, check_range
+from engine.kernels.graph import MicroBatch
 from engine.kernels.ops import IGNORE
 from engine.run.plan import Plan
 from engine.text import (
@@ -349,7 +350,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
 # Batches
 
 ORDER_STEPS = 64  # steps whose windows are looked up at once, which costs little more than one
-MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of its loss
 
 
 class MicroBatches:

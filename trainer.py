@@ -19,12 +19,12 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from char_dataset import MicroBatch, MicroBatches, move_if_small, prefetch
+from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
 from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
-from engine.kernels.graph import CapturedStep
+from engine.kernels.graph import CapturedStep, MicroBatch
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
 from engine.optim import OptimizerConfig, set_learning_rate

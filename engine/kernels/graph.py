@@ -9,7 +9,7 @@ from engine.machine.hardware import is_out_of_memory
 
 WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor, float]
+MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of its loss
 SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 
