@@ -261,12 +261,11 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
 def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
     """Standard causal attention with torch's own fused kernels, for S = T or S = 1."""
     B, S, _ = qkv.shape
-    qkv = qkv.view(B, S, 3, n_head, -1)
-    q, k, v = qkv.unbind(2)
+    # Split, as the backward pass of a slice would fill the rest of its gradient with zeros, and add it.
+    qk, v = qkv.view(B, S, 3, n_head, -1).split((2, 1), dim=2)
     if rotation is not None:
-        cos, sin = (table[:, None, None] for table in rotation)
-        q, k = rms_norm(rotate(qkv[:, :, :2], cos, sin)).unbind(2)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, D)
+        qk = rms_norm(rotate(qk, *(table[:, None, None] for table in rotation)))
+    q, k, v = (x.transpose(1, 2) for x in (*qk.unbind(2), v.squeeze(2)))  # (B, H, S, D)
     if cache is not None:
         k, v = cache.append(k, v)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=pdrop, is_causal=S > 1)
