@@ -380,7 +380,8 @@ class Trainer:
         """(nats per character, characters scored, each rank's loss) of the `test_dataset`; `UserError` without one."""
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
-        limit = self.choices.get("micro_batch_size")  # found by trial
+        # Where the trial found less than a rank's share of a batch, memory is short.
+        limit = self.choices.get("micro_batch_size") if self.plan.accumulation > 1 else None
         with auto.eagerly(self.choices), auto.autocast(self.choices):
             return evaluate(self.bare, self.test_dataset, self.world, self.requests.check, limit)
 

@@ -605,7 +605,7 @@ class Refusing:
 
     def __init__(self, monkeypatch, limit: int):
         monkeypatch.setattr("engine.run.memory.RAISES_OUT_OF_MEMORY", {"cpu"})
-        self.limit, self.forward, self.seen = limit, GPT.forward, []
+        self.limit, self.forward, self.seen, self.evaluated = limit, GPT.forward, [], []
         monkeypatch.setattr(GPT, "forward", lambda model, *args, **more: self(model, *args, **more))
 
     def __call__(self, model, x, *args, **more):
@@ -613,6 +613,8 @@ class Refusing:
             self.seen.append(len(x))
             if len(x) > self.limit:
                 raise self.error
+        else:
+            self.evaluated.append(len(x))
         return self.forward(model, x, *args, **more)
 
 
@@ -625,9 +627,13 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
     trainer.train()
     assert torch.equal(weights(trainer), weights(given))
     assert load(str(tmp_path / "found" / "gpt_snapshot.pt")).choices["micro_batch_size"] == 3
+    assert max(memory.evaluated) == 3
     memory.seen.clear()
     resumed = make(parts, tmp_path / "found", max_steps=8)
     assert memory.seen == [3] and resumed.plan.micro_batch_size == 3  # another GPU may have less
+    memory.limit = 12
+    make(parts, tmp_path / "enough").train()
+    assert max(memory.evaluated) > 12  # without gradients, and as many as keep the device busy
     memory.limit = 0
     with pytest.raises(UserError, match=r"a window of data\.block_size=8 needs more memory"):
         make(parts, tmp_path / "none")

@@ -80,7 +80,7 @@ def evaluate(
 
     Returns (nats per character over all ranks, characters scored, each rank's own loss or None if it
     had no window). Up to rounding the loss depends neither on the world size nor on the batch size.
-    A batch has at most `max_windows` windows: the micro-batch that fitted into memory in training.
+    A batch has at most `max_windows` windows: the micro-batch, where no larger one fitted into memory in training.
     `check_requests()` is called before each batch, equally often on every rank, and may raise.
     """
     first = dataset.num_eval_windows * world.rank // world.size
