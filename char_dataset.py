@@ -54,7 +54,7 @@ class DataConfig:
     sha256: str | None = None  # SHA-256 of the files, decompressed, hexadecimal; null: any text
     block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see engine/sizing.py
     train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
-    final_split: float = 0.0  # share of the text, at its end, that is held back for one score after training
+    final_split: float = 0.0  # test split: share of the text, at its end, that is scored once, after training
     truncate: float = 1.0  # share of the text to use at all, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model

@@ -22,6 +22,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import hydra
@@ -31,30 +32,25 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import CharDataset, prepare_text
+from char_dataset import MAX_COUNTED, CharDataset, compare_characters, prepare_text
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config import auto
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
-from engine.interop.pretrained import load_pretrained
-from engine.parallel import distributed
+from engine.interop.pretrained import load_pretrained, read_init_weights
+from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
+from engine.run.provenance import record_run
 from engine.signals import Stopped
+from engine.sizing import choose_sizes
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, probe_logits
 from model import build_model, create_optimizer
-from parts import (
-    choose_sizes,
-    finish_run,
-    log_model,
-    log_text,
-    read_init_weights,
-    record_run,
-)
+from report import finish_run
 from sample import sample_during_training
 from trainer import Trainer
 
@@ -89,55 +85,90 @@ def run_training(config: Config, started: float) -> float | None:
     with open_run(config.run_dir, config.trainer.snapshot_path, world):
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
-        # These three fill in what is null in `config`.
+        recorded = snapshots.found.config if snapshots.found else None
+        make_trainer = functools.partial(build_trainer, snapshots=snapshots, world=world)
+
+        # These three resolve the fields of `config` that are still null.
         pretrained = read_init_weights(config, snapshots.found, world)
-        text = load_text(config, snapshots.found, world)
-        choose_sizes(config, text, snapshots, world, started)
+        text = load_text(config, recorded, world)
+        choose_sizes(config, text, recorded, world, started, make_trainer)
+
         text = text.with_config(config.data)
-        train_text, held_out = text.split()
-        final = text.final_part()
-        log_text(config, train_text, held_out)
-        dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
-        model = build_model(config.model, config.trainer, dtype, world)
-        log_model(config, model)
-        if pretrained is not None:
-            load_pretrained(pretrained, model, train_text.vocabulary)
-            pretrained.model_state.clear()  # frees its memory
-        bare: Any = distributed.unwrap(model)
-        optimizer = create_optimizer(model, config.optimizer)
-        shape = train_text.vocab_size, train_text.block_size
-        draw_samples = functools.partial(sample_during_training, bare, train_text)
-        trainer = Trainer(
-            config.trainer,
-            model,
-            optimizer,
-            train_text,
-            held_out,
-            schedule=config.optimizer.learning_rate_factor,
-            sample=draw_samples if config.samples else None,
-            probe=functools.partial(probe_logits, bare, *shape, world.device),
-            world=world,
-            run_config=dataclasses.asdict(config),
-            snapshots=snapshots,
-            is_pretrained=pretrained is not None,
-            on_start=lambda: record_run(config, trainer),
-        )
+        split, final = text.split(), text.final_part()
+        unseen, frequency_loss = compare_characters(*split)
+        on_start = functools.partial(record_run, config, frequency_loss)
+        trainer = make_trainer(config, split, pretrained=pretrained, on_start=on_start)
+        log_parts(config, trainer, unseen)
         loss = trainer.train()
         if world.is_rank_0:
             finish_run(config, trainer, final)
     return loss
 
 
-def load_text(config: Config, snapshot: Snapshot | None, world: World) -> CharDataset:
+def build_trainer(
+    config: Config,
+    split: tuple[CharDataset, CharDataset],
+    snapshots: SnapshotManager,
+    world: World,
+    pretrained: Snapshot | None = None,
+    on_start: Callable[[Trainer], None] | None = None,
+) -> Trainer:
+    """The model, with its `pretrained` weights if there are any, its optimizer, and their Trainer."""
+    train_text, held_out = split
+    dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
+    model = build_model(config.model, config.trainer, dtype, world)
+    if pretrained is not None:
+        load_pretrained(pretrained, model, train_text.vocabulary)
+        pretrained.model_state.clear()  # frees its memory
+    bare: Any = distributed.unwrap(model)
+    shape = train_text.vocab_size, train_text.block_size
+    sample = functools.partial(sample_during_training, bare, train_text)
+    return Trainer(
+        config.trainer,
+        model,
+        create_optimizer(model, config.optimizer),
+        train_text,
+        held_out,
+        schedule=config.optimizer.learning_rate_factor,
+        sample=sample if config.samples else None,
+        probe=functools.partial(probe_logits, bare, *shape, world.device),
+        world=world,
+        run_config=dataclasses.asdict(config),
+        snapshots=snapshots,
+        is_pretrained=config.init_from is not None,
+        on_start=on_start,
+    )
+
+
+def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> CharDataset:
     """The text, fetched and encoded once on each host; `config.data` then names the one that is used. A
-    run keeps the text it started on.
+    run keeps the text of the settings `recorded` in its snapshot.
     """
-    recorded = snapshot.config.get("data", {}).get("path") if snapshot else None
-    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded), world)
+    earlier = recorded.get("data", {}).get("path") if recorded else None
+    config.data = run_on_each_host(lambda: prepare_text(config.data, earlier), world)
     text = CharDataset(config.data)
     check_ranks_agree(config, text.digest, world)
     config.model.vocab_size = text.vocab_size
     return text
+
+
+def log_parts(config: Config, trainer: Trainer, unseen: float) -> None:
+    """Logs the text, of whose held-out characters the fraction `unseen` does not occur in training, the model and the
+    optimizer.
+    """
+    text, optimizer = trainer.train_dataset, config.optimizer
+    is_counted = unseen and len(text.data) <= MAX_COUNTED  # as a whole
+    log.info(
+        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(text.data):,}", text.unit, f"{len(trainer.test_dataset.data):,}",
+        f" (of which {unseen:.2%} do not occur in training)" if is_counted else "", text.vocab_size,
+    )  # fmt: skip
+    parameters, sharded = trainer.bare.parameters(), ", sharded" * sharding.is_sharded(trainer.bare)
+    log.info("parameters  %s%s", f"{sum(p.numel() for p in parameters):,}", sharded)
+    log.info(
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
+    )  # fmt: skip
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -279,7 +279,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. Raises `UserError` if a size or a dropout of `config` is still None."""
+    """GPT, a decoder-only transformer. Raises `UserError` if a size or a dropout of `config` is still None."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

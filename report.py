@@ -10,17 +10,38 @@ The page is one HTML file that needs no network. `out=FILE` names it (default: r
 run's directory).
 """
 
+import contextlib
 import glob
+import logging
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from char_dataset import CharDataset
+from config import Config
+from engine.config import auto
 from engine.config.arguments import parse, run_program
-from engine.errors import UserError, check_only_one
+from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
+from engine.parallel.distributed import World
 from engine.reports.history import Run
 from engine.reports.page import render
-from engine.reports.reference import OFF_TRACK, check, load_references
+from engine.reports.reference import (
+    OFF_TRACK,
+    check,
+    load_references,
+    overfitting_warning,
+    unigram_warning,
+)
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
+from engine.run.evaluation import evaluate
+from engine.run.metrics import Metrics
+from engine.snapshots.sharded import load_full
+from sample import load_model
+from trainer import Trainer
+
+log = logging.getLogger("gpt")
 
 REFERENCES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 
@@ -60,6 +81,61 @@ def find_runs(names: list[str]) -> list[str]:
             raise UserError(f"{name}: no run has logged anything there{newest_run_hint(name)}")
         found += runs
     return list(dict.fromkeys(found))
+
+
+def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
+    """Scores the final part of the text, writes the report, and logs what to do next."""
+    try:
+        if final is not None:
+            score_final(trainer, final)
+    finally:  # the report and the best snapshot do not depend on the score
+        if config.report:
+            with log_failure(f"write {REPORT}"):
+                path = write([config.run_dir], os.path.join(config.run_dir, REPORT))
+                log.info("report      %s", relative_path(path))
+        with log_failure("judge the run"):
+            run = Run(config.run_dir)
+            for problem in filter(None, (overfitting_warning(run), unigram_warning(run))):
+                log.warning("%s", problem)
+        snapshots = trainer.snapshots
+        if snapshots.best is not None:
+            path = snapshots.storage.best
+            log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
+        log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))
+
+
+def score_final(trainer: Trainer, final: CharDataset) -> None:
+    """Scores the final part of the text, which nothing was chosen by, with the best snapshot, unless that was done at
+    this step; logs the loss, and appends it to the metrics.
+    """
+    scored = Run(trainer.snapshots.run_dir).final
+    if scored is not None and scored["step"] == trainer.step:
+        return
+    snapshots, device = trainer.snapshots, trainer.world.device
+    best = snapshots.storage.best if snapshots.best is not None else snapshots.path
+    snapshot = load_full(best)
+    model = load_model(snapshot, device.type)
+    alone, limit = World.alone(device), trainer.choices.get("micro_batch_size")
+    with auto.autocast(trainer.choices):
+        loss, characters, _ = evaluate(model, final, alone, lambda: None, limit)
+    log.info(
+        "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
+        loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
+    )  # fmt: skip
+    step, epoch = trainer.step, trainer.plan.epoch(trainer.step)
+    with log_failure("write the final loss"):
+        metrics = Metrics(snapshots.run_dir, step, trackers=())
+        metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
+        metrics.close()
+
+
+@contextlib.contextmanager
+def log_failure(action: str) -> Iterator[None]:
+    """Logs an error as a warning: the run has finished, and its snapshots are written."""
+    try:
+        yield
+    except Exception as error:  # a full disk, a missing file or package
+        log.warning("cannot %s: %s", action, one_line(error))
 
 
 def main(arguments: list[str]) -> int:

@@ -2,8 +2,9 @@
 
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
-It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, and a data set is a `CharDataset` or has
-the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`, `block_size`, `vocabulary` and `digest`.
+It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, the loss without targets that are -1, and
+a data set is a `CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`,
+`block_size`, `vocabulary` and `digest`.
 """
 
 import contextlib
@@ -130,7 +131,7 @@ class Trainer:
             and, where model and data set have a dataclass `config`, `model` and `data`.
         snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: evaluates before the first step, too: the initial weights may be the best.
-        on_start: called on rank 0 when training starts and the files of the run are open.
+        on_start: called with this Trainer on rank 0 when the files of the run are open.
 
     Raises `UserError` for another kind of data set, a batch with fewer windows than ranks, or another run's snapshot.
     """
@@ -151,7 +152,7 @@ class Trainer:
         run_config: dict[str, Any] | None = None,
         snapshots: SnapshotManager | None = None,
         is_pretrained: bool = False,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: "Callable[[Trainer], None] | None" = None,
     ):
         if not hasattr(train_dataset, "batch"):
             raise UserError(
@@ -174,7 +175,9 @@ class Trainer:
             config, len(train_dataset), train_dataset.block_size, world.size
         )
         self.step = 0
-        self.is_updating = False  # an error meanwhile leaves some weights updated
+        self.is_updating = (
+            False  # while the optimizer writes weights: a step that fails then cannot be repeated
+        )
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
@@ -324,11 +327,12 @@ class Trainer:
         return prefetch(batches, first, last, config.data_loader_workers, world.device)
 
     def _open_files(self) -> None:
-        self.snapshots.open(HISTORY)
+        self.snapshots.open(self.step, HISTORY)
         evaluated, names = self.evaluations.is_done(self.step), self.config.trackers
         run_dir, settings = self.snapshots.run_dir, self.run_config
         self.training_log.open(run_dir, self.step, evaluated, names, settings)
-        self.on_start()
+        if self.on_start is not None:
+            self.on_start(self)
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
@@ -365,13 +369,13 @@ class Trainer:
             return
         with self.training_log.paused():
             self.training_log.check_finite(self.step)
+            self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             started = time.perf_counter()
             result = self.evaluate()
             loss = result[0]
             if not math.isfinite(loss):
                 raise self.training_log.divergence(self.step, f"the held-out loss is {loss}")
             seconds = time.perf_counter() - started
-            self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             best = self.snapshots.best
             self.evaluations.record(self.step, loss, best)
             self.training_log.log_evaluation(self.step, result, seconds, best)

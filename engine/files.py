@@ -1,4 +1,4 @@
-"""Local files: atomic writes, and the mark of the pages that were written."""
+"""Local files: atomic writes; recognizing the pages that this project wrote."""
 
 import contextlib
 import os

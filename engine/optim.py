@@ -25,7 +25,7 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 @dataclass
 class OptimizerConfig:
-    """How the weights are updated."""
+    """Optimizer, learning-rate schedule and weight decay."""
 
     # fmt: off
     name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest

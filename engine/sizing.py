@@ -1,17 +1,31 @@
-"""Sizing: chooses the model, the regularization and the steps for a text, a machine and a time.
+"""Sizing: chooses the model, the regularization and the steps for a text, a machine and a time (`choose_sizes`).
 
 The rule was fitted to a grid of runs (benchmarks/sizing.md). The speed of a reference model on this machine and
 the length of the text give the model, its context and about how many passes over the text fit into the
 time, and these the regularization. The measured time of a step of the chosen model gives the steps.
 """
 
+import contextlib
+import copy
+import dataclasses
+import itertools
 import logging
 import math
+import shlex
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+
+from engine.config.overrides import override_key, without
 from engine.config.settings import flatten
 from engine.errors import UserError
+from engine.machine import hardware
+from engine.parallel import distributed
+from engine.parallel.distributed import World
+from engine.run import memory
 from engine.run.metrics import duration
 
 log = logging.getLogger("gpt")
@@ -30,6 +44,7 @@ MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
 FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
 MIN_CHARACTERS = 1000  # of a text
 USEFUL_PASSES = 20  # over the text, at most: more overfit
+TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
 def get(config: Any, key: str) -> Any:
@@ -48,6 +63,74 @@ def put(config: Any, values: dict[str, Any]) -> None:
 def fill(config: Any, values: dict[str, Any]) -> None:
     """Sets those fields of `values` that are null."""
     put(config, {key: value for key, value in values.items() if get(config, key) is None})
+
+
+def choose_sizes(
+    config: Any,
+    text: Any,
+    recorded: dict[str, Any] | None,
+    world: World,
+    started: float,
+    make_trainer: Callable[[Any, Any], Any],
+) -> None:
+    """Fills in what is null in `config`: from the settings `recorded` in the run's snapshot, if there is one, or chosen
+    for the `text` and the time since `started`. `make_trainer(config, split)` makes the Trainer whose steps are timed.
+    """
+
+    def seconds_left() -> float:
+        end = started + 60 * (config.trainer.max_minutes or 0.0)
+        return min(distributed.all_gather(end - time.monotonic(), world))
+
+    def seconds_per_step() -> float:
+        trial = copy.deepcopy(config)
+        trial.model = sized_model(trial)
+        trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
+        step_s = time_steps(make_trainer(trial, text.with_config(trial.data).split()))
+        hardware.free_unused(world.device)  # a Trainer is part of a reference cycle
+        return step_s
+
+    if recorded is not None:
+        recall(config, recorded)
+    elif is_needed(config):
+        if world.device.type != "cpu":
+            log.info(
+                "sizing      the rule was fitted on CPUs; on %s it is extrapolated",
+                world.device.type,
+            )
+        chosen = choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
+        if HydraConfig.initialized():
+            own = (f"{override_key(override)}=" for override in chosen)
+            typed = without(HydraConfig.get().overrides.task, *own)
+            named = {"run_name", "run_dir"} & {*map(override_key, typed)}
+            chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
+        log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
+    config.model = sized_model(config)
+    memory.warn_if_too_little(config.model, config.trainer, world)
+
+
+def time_steps(trainer: Any) -> float:
+    """Times a training step: the median in seconds, on the slowest rank, over about `TRIAL_S` seconds of steps, or all
+    that there are. Updates the model.
+    """
+    times = [0.0]
+    with contextlib.closing(trainer.steps()) as steps:
+        started = time.perf_counter()
+        for loss, _ in steps:
+            loss.item()  # waits for the device
+            times.append(time.perf_counter() - started)
+            times[-1] = max(distributed.all_gather(times[-1], trainer.world))
+            # The first steps with a CUDA graph are its capture and checks.
+            fewest = 18 if trainer.world.device.type == "cuda" else 4
+            if len(times) > fewest and times[-1] > TRIAL_S:
+                break
+    trainer.requests.finish()  # of `steps`, which was left before its end
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def sized_model(config: Any) -> Any:
+    """The `GPTConfig` of the run, checked, with the context of the data. Raises `UserError`."""
+    block_size = config.data.block_size
+    return dataclasses.replace(config.model, model_type=None, block_size=block_size)
 
 
 def is_needed(config: Any) -> bool:
@@ -247,7 +330,7 @@ def sizes_of(
 
 def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     """Layers, width and context for a text of so many `characters` and so many floating-point operations
-    of training. In a wide range of times 128 is best, and first depth, then width pays for more.
+    of training. Width 128 is best in a wide range of times; beyond it depth pays first, then width.
     """
     affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
     enough = min(4e6, USEFUL_PASSES * characters)

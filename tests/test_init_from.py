@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from conftest import ALONE, TINY, metrics, model_snapshot, start
 
 from config import Config
 from engine.errors import UserError
-from engine.interop.pretrained import load_pretrained
+from engine.interop.pretrained import load_pretrained, read_init_weights
+from engine.signals import Stopped
 from engine.snapshots.storage import load
-from main import read_init_weights
+from main import configure, train
 from model import GPT
 
 MODELS = {
@@ -211,6 +213,25 @@ def test_pretrained_weights_that_training_only_worsens_are_the_best(trained, tmp
     source = load(str(trained / "one" / "gpt_snapshot.best.pt"))
     assert best.step == 0 and best.best_loss == pytest.approx(source.best_loss, abs=1e-5)
     assert all(torch.equal(best.model_state[name], x) for name, x in source.model_state.items())
+
+
+def test_a_stop_during_the_first_evaluation_loses_it_not(trained, tmp_path, monkeypatch):
+    composed = configure(
+        *SETTINGS,
+        f"data.path={trained / 'other.txt'}",
+        f"run_dir={tmp_path / 'tuned'}",
+        f"init_from={trained / 'one'}",
+        "trainer.max_steps=2",
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "trainer.Trainer.evaluate",
+            lambda self: signal.raise_signal(signal.SIGTERM) or self.requests.check(),
+        )
+        with pytest.raises(Stopped):
+            train(composed)
+    train(composed)
+    assert [line["step"] for line in metrics(tmp_path / "tuned", "val")] == [0, 2]
 
 
 def test_a_run_that_started_without_init_from_refuses_it_and_others_remember_theirs(tmp_path):

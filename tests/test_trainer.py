@@ -878,6 +878,27 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
     assert tries and load(str(tmp_path / "gpt_snapshot.pt")).step == trainer.step == 4
 
 
+def test_train_called_again_after_failed_saves_loses_nothing(parts, tmp_path, caplog):
+    trainer = make(parts, tmp_path, max_steps=8, save_every_steps=4, max_save_failures=1)
+    put = trainer.snapshots.storage._put
+    trainer.snapshots.storage._put = lambda *args: no_space() if trainer.step else put(*args)
+    with pytest.raises(UserError, match="consecutive saves failed"):
+        trainer.train()
+    trainer.snapshots.storage._put = put
+    caplog.clear()
+    trainer.train()
+    assert "from scratch" not in caplog.text
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == trainer.step == 8
+    whole = make(parts, tmp_path / "whole", max_steps=8, save_every_steps=4)
+    whole.train()
+    for split in ("train", "val"):
+        lines = [
+            {line["step"]: line["loss"] for line in metrics(folder, split)}
+            for folder in (tmp_path, tmp_path / "whole")
+        ]
+        assert lines[0] == lines[1]
+
+
 def test_no_request_is_lost_to_another():
     with Requests(ALONE) as requests:
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):

@@ -1,6 +1,6 @@
 """Fine-tuning: starts a run from pretrained weights, on another text.
 
-    pretrained = read_pretrained(source)
+    pretrained = read_init_weights(config, snapshot, world)
     load_pretrained(pretrained, model, vocabulary)       # into a fresh model of its architecture
 
 Characters in both vocabularies keep their rows of the embedding and the head. The rows of new
@@ -12,6 +12,7 @@ Language Models", 2021). Optimizer, schedule and steps start afresh.
 import dataclasses
 import logging
 import os
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,11 +20,39 @@ import torch.nn as nn
 from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
+from engine.parallel.distributed import World, run_on_rank_0
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 
 log = logging.getLogger("gpt")
+
+
+def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> Snapshot | None:
+    """Reads the pretrained weights that `config.init_from` names, and sets the architecture in `config` to theirs. None
+    without them, and for a run that resumes from its own `snapshot`.
+    """
+    source = config.init_from
+    if source is None:
+        if snapshot is not None:
+            config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
+        return None
+    if snapshot is not None:  # the source may be gone
+        recorded = snapshot.config.get("init_from", source)
+        if recorded != source:
+            how = "without it" if recorded is None else f"from {recorded}"
+            raise UserError(f"init_from={source}: this run started {how}; set run_name=NEW_NAME")
+        log.info("init_from   ignored: resuming from the run's own snapshot")
+        config.resolve_architecture(snapshot.model_config)
+        return None
+    pretrained = run_on_rank_0(lambda: read_pretrained(source), world)
+    encoding = pretrained.encoding
+    if encoding != config.data.encoding:
+        raise UserError(
+            f"init_from={source}: was trained with data.encoding={encoding}; set the same"
+        )
+    config.resolve_architecture(pretrained.model_config)
+    return pretrained
 
 
 def read_pretrained(source: str) -> Snapshot:
@@ -54,7 +83,7 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
     own = dict(distributed.unwrap(model).named_parameters(remove_duplicate=False))
     if odd := sorted(pretrained.model_state.keys() ^ own.keys()):
         raise UserError(
-            f"init_from: one of the pretrained and this model has a parameter {odd[0]}, the other has not"
+            f"init_from: the parameter {odd[0]} is in only one of the two models; was model.py edited?"
         )
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]

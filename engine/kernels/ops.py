@@ -110,9 +110,9 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
-    """Whether a training step of `model` in `dtype` ("bfloat16", ...) is the same bit for bit with any number of CPU
-    threads, for the operations of this module. The kernels are, and torch's products in bfloat16; not the norms of
-    plain PyTorch, nor MKL's products in float32, which with four threads and more split a sum of a narrow matrix.
+    """Whether a training step of `model` in `dtype` ("bfloat16", ...) is bitwise independent of the number of CPU
+    threads, if it uses the operations of this module. The kernels are, and torch's products in bfloat16; not the norms
+    of plain PyTorch, nor MKL's products in float32, which with four threads and more split a sum of a narrow matrix.
     """
     parameters = list(model.parameters())
     fit = all(p.is_cpu and (p.dim() > 1 or p.numel() % native.WIDTH == 0) for p in parameters)
@@ -199,7 +199,8 @@ def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     dropout probability of the attention weights.
 
     Only an `attention` whose code is the standard one (comments and docstring aside) is replaced: an edited one
-    runs as written, on every device, compiled or not, but slower. Called with other arguments, it always does.
+    runs as written, on every device, compiled or not, but slower; so do calls with keyword arguments or with
+    subclasses of Tensor.
     """
     is_standard = code_digest(attention) == STANDARD_ATTENTION
 

@@ -126,9 +126,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_unused(device: torch.device) -> None:
-    """Frees the memory of objects that are no longer used, and on a GPU what torch keeps of it; peak memory is
-    measured from here on.
-    """
+    """Collects garbage, empties the cache of torch's GPU allocator, and resets its peak-memory statistics."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

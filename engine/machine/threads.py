@@ -14,13 +14,13 @@ PERIOD = 1.0  # seconds of steps between decisions
 # Other processes are busy if both are exceeded:
 MIN_LOST = 0.4  # cores, of those that the threads ask for
 MIN_PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
-RETRY = (2.0, 32.0)  # seconds until one more thread is tried: at first, and after trials in vain
+RETRY = (2.0, 32.0)  # seconds until one more thread is tried: at first, and at most
 PROBE_S = 10.0  # seconds within which a thread that was tried is taken away again
 
 
 class AdaptiveThreads:
-    """Takes away one of torch's threads while other processes are busy, and tries one more from time to time,
-    less often after each trial in vain (exponential backoff). An operation ends when its slowest thread does,
+    """Takes away one of torch's threads while other processes are busy, and tries one more from time to time, with
+    exponential backoff. An operation ends when its slowest thread does,
     so a thread that waits for a core holds up all others.
     """
 

@@ -5,7 +5,6 @@ import os
 import shlex
 from typing import Any
 
-import jinja2
 import yaml
 
 from engine.config.settings import IRRELEVANT, flatten
@@ -25,6 +24,8 @@ def render(runs: list[Run], references: References) -> str:
     minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
     names = {"run_name", "run_dir"}
     texts = {(run.starts[-1]["text_sha256"], run.config["data"].get("encoding")) for run in runs}
+    import jinja2  # which only this needs
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
         autoescape=True,

@@ -36,7 +36,7 @@ def check_sweep(arguments: list[str]) -> None:
             "-m: the jobs of a sweep run one after another, in one process: start it with python main.py -m, "
             "without a launcher"
         )
-    if {"--cfg", "-c"} & set(arguments):
+    if any(argument.split("=")[0] in ("--cfg", "-c") for argument in arguments):
         raise UserError("--cfg: prints one configuration; leave out -m")
 
 

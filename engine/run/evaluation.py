@@ -20,9 +20,9 @@ Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
 
 @dataclass
 class Evaluations:
-    """When a run evaluates, by its `TrainerConfig`: every `eval_every_steps` steps, at the last one, halfway if it
-    would be at the last one alone, and with `at_start` before the first; never unless `has_text`. Also tells
-    when `patience` evaluations in a row were no better.
+    """Evaluation schedule of a `TrainerConfig`: every `eval_every_steps` steps (by default every epoch), at the last
+    step, halfway if the last would be the only one, and with `at_start` before the first; never unless `has_text`.
+    Early stopping: `patience_is_over` after `patience` evaluations in a row without a lower loss.
     """
 
     plan: Plan

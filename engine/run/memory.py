@@ -28,11 +28,11 @@ def fit_micro_batch(
     choices: dict[str, Any],
     world: World,
 ) -> Plan:
-    """Trial: `plan` with its micro-batches, or the `known` size that an earlier start found, halved until the forward
-    and backward passes of `model` with one fit into the memory of every rank; recorded in `choices`. Raises
-    `UserError` if one window is too many.
+    """Finds a micro-batch that fits: halves that of `plan`, or the `known` one that an earlier start found, until a
+    forward and backward pass of `model` fits into the memory of every rank. Returns the plan with it, and records it
+    in `choices`. Raises `UserError` if one window is too many.
 
-    `plan` unchanged where memory is not refused, and for a sharded model, of which a rank that ran out of memory
+    Returns `plan` unchanged on devices that raise no OutOfMemoryError, and for sharded models, where a rank that fails
     would leave the others waiting.
     """
     if world.device.type not in RAISES_OUT_OF_MEMORY or sharding.is_sharded(model):

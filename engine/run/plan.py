@@ -37,8 +37,8 @@ class Plan:
         return plan.with_micro_batch(config.micro_batch_size or config.batch_size)
 
     def with_micro_batch(self, limit: int) -> "Plan":
-        """The same steps in as few micro-batches of at most `limit` windows as possible; in equal ones, one shape for
-        compiled code, if that takes less than twice as many.
+        """The same steps in as few micro-batches of at most `limit` windows as possible. Prefers equal sizes, one shape
+        for compiled code, unless that needs twice as many.
         """
         fewest = -(-self.batch_size // (self.world_size * limit))
         equal = (

@@ -82,12 +82,12 @@ class SnapshotManager:
         """
         return self.found.choices_on(self.world.device.type) if self.found else {}
 
-    def open(self, history: tuple[str, ...]) -> None:
-        """On rank 0: checks that snapshots can be written. If the run starts from scratch, renames what an
-        earlier one left: its snapshots, and its files `history` in the run directory.
+    def open(self, step: int, history: tuple[str, ...]) -> None:
+        """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames what
+        an earlier one left: its snapshots, and its files `history` in the run directory.
         """
         self.storage.prepare()
-        if self.saved_step is not None:  # it resumes
+        if self.saved_step is not None or step > 0:
             return
         is_asked = self.config.resume == "never"
         why = "trainer.resume=never" if is_asked else f"there is no snapshot at {self.path}"
@@ -137,7 +137,8 @@ class SnapshotManager:
         ended. Fills in its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon
         as this returns.
 
-        Raises `UserError` if the previous save was one failure too many; the next `wait` learns of this one.
+        Raises `UserError` if the previous save was the `max_save_failures`-th in a row that failed. The next `wait`
+        reports the result of this one.
         """
         self.wait()
         lowest: Any = (snapshot.loss, snapshot.loss_step) if best else self.best
