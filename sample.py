@@ -63,7 +63,7 @@ class SampleConfig:
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
     slide: bool = (
-        False  # beyond the context, a sliding window, computed anew each time: ten times slower
+        False  # sliding window beyond the context, computed anew each time: ten times slower
     )
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # null: different samples every time
