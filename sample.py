@@ -62,9 +62,7 @@ class SampleConfig:
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
-    slide: bool = (
-        False  # sliding window beyond the context, computed anew each time: ten times slower
-    )
+    slide: bool = False  # a sliding window beyond the context: ten times slower
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # null: different samples every time
     run_dir: str | None = None  # the run; null: the newest under runs/
