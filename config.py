@@ -24,8 +24,7 @@ from engine.config.overrides import GROUPS, check_overrides, explain
 from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.optim import OptimizerConfig
-from engine.parallel.distributed import World, all_gather, launched_size
-from engine.run.plan import check_shares
+from engine.parallel.distributed import World, all_gather
 from engine.snapshots.storage import is_local
 from model import ARCHITECTURE, GPTConfig
 from trainer import TrainerConfig
@@ -111,8 +110,6 @@ def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
             f"trainer.snapshot_path={path}: all jobs of the sweep would share it; make it relative, or "
             "include ${run_dir}"
         )
-    if config.trainer.batch_size is not None:
-        check_shares(config.trainer.batch_size, launched_size())
     return config
 
 

@@ -29,7 +29,10 @@ class Plan:
             )
         if config.batch_size is None:
             raise UserError("trainer.batch_size=null: main.py chooses it; give a number")
-        check_shares(config.batch_size, world_size)
+        if config.batch_size < world_size:
+            raise UserError(
+                f"trainer.batch_size={config.batch_size}: must be at least the number of processes, {world_size}"
+            )
         ends = [] if config.max_steps is None else [config.max_steps]
         if config.max_epochs is not None:
             ends.append(-(-config.max_epochs * windows // config.batch_size))
@@ -73,11 +76,3 @@ class Plan:
             return True
         now, before = self.finished_epochs(step), self.finished_epochs(step - 1)
         return every_epochs is not None and now // every_epochs > before // every_epochs
-
-
-def check_shares(batch_size: int, world_size: int) -> None:
-    """Raises `UserError` if a rank would have no window of a batch."""
-    if batch_size < world_size:
-        raise UserError(
-            f"trainer.batch_size={batch_size}: must be at least the number of processes, {world_size}"
-        )
