@@ -882,7 +882,7 @@ def test_train_called_again_after_failed_saves_loses_nothing(parts, tmp_path, ca
     trainer = make(parts, tmp_path, max_steps=8, save_every_steps=4, max_save_failures=1)
     put = trainer.snapshots.storage._put
     trainer.snapshots.storage._put = lambda *args: no_space() if trainer.step else put(*args)
-    with pytest.raises(UserError, match="consecutive saves failed"):
+    with pytest.raises(UserError, match="failed saves in a row: 1"):
         trainer.train()
     trainer.snapshots.storage._put = put
     caplog.clear()

@@ -159,8 +159,8 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with exit status `status`. In a process group, leaves it if `status` is 0, and skips what
-    Python does at exit, in which gloo's threads may abort the process (torch 2.13.0).
+    """Ends the process with exit status `status`. A process group is destroyed if `status` is 0, and the interpreter's
+    shutdown is skipped, in which gloo's threads may abort the process (torch 2.13.0).
     """
     if not dist.is_initialized():
         atexit._run_exitfuncs()
