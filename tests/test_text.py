@@ -41,7 +41,6 @@ from char_dataset import CharDataset, DataConfig, prepare_text
 from config import Config
 from engine import text as text_files
 from engine.errors import UserError
-from engine.snapshots.snapshot import Snapshot
 from engine.text import PYDOC, SHAKESPEARE_URL, find_files, load_cached, read_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
@@ -322,7 +321,7 @@ def test_only_the_default_text_falls_back_to_the_embedded_one_and_a_run_keeps_it
     (tmp_path / "data" / "input.txt").write_text("is here now")
     assert prepare_text(DataConfig(**default)).path == default.path
     run = Config(data=DataConfig(**default))
-    main.load_text(run, Snapshot({}, {}, config={"data": {"path": PYDOC}}), ALONE)
+    main.load_text(run, {"data": {"path": PYDOC}}, ALONE)
     assert run.data.path == PYDOC and "this run was started on pydoc:topics" in caplog.text
 
 
