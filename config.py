@@ -136,7 +136,7 @@ def help_text() -> str:
     for group in GROUPS:
         files = sorted(os.listdir(os.path.join(CONF, group)))
         lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
-    lines += ["", "Fields (python main.py KEY=VALUE):", ""]
+    lines += ["", "Fields (python main.py KEY=VALUE), with the defaults that a recipe changes:", ""]
     for f in dataclasses.fields(Config):
         if dataclasses.is_dataclass(f.type):
             lines += [field_table(f.type, f"{f.name}."), ""]

@@ -100,9 +100,8 @@ def choose_sizes(
         chosen = choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
         if HydraConfig.initialized():
             own = (f"{override_key(override)}=" for override in chosen)
-            typed = without(HydraConfig.get().overrides.task, *own)
-            named = {"run_name", "run_dir"} & {*map(override_key, typed)}
-            chosen = ["python", "main.py", *typed, *chosen, *([] if named else ["run_name=again"])]
+            typed = without(HydraConfig.get().overrides.task, *own, "run_name=", "run_dir=")
+            chosen = ["python", "main.py", *typed, *chosen, "run_name=again"]
         log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
     memory.warn_if_too_little(config.model, config.trainer, world)
@@ -141,7 +140,8 @@ def is_needed(config: Any) -> bool:
 def recall(config: Any, recorded: dict[str, Any]) -> None:
     """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot. If the time
     had decided the steps, they are the same, or change in proportion to another time. Raises `UserError`
-    for a run that was started without a time, and now has nothing else to end it.
+    for a run that was started without a time, and now has nothing else to end it; not for another text, which is
+    refused later, with all differences.
     """
     trainer, before = config.trainer, flatten(recorded)
     minutes = before.get("trainer.max_minutes")
@@ -149,10 +149,12 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
         steps = round(before["trainer.max_steps"] * (trainer.max_minutes or minutes) / minutes)
         trainer.max_steps = min(steps, trainer.max_steps or steps)
     if trainer.max_steps is None and trainer.max_epochs is None:
-        raise UserError(
-            f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
-            "train longer, raise trainer.max_steps"
-        )
+        if before.get("data.path") == config.data.path:
+            raise UserError(
+                f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
+                "train longer, raise trainer.max_steps"
+            )
+        trainer.max_steps = before.get("trainer.max_steps") or 1
     intervals = ("trainer.eval_every_steps", "trainer.save_every_steps")
     keys = (*CHOSEN, *intervals) if is_needed(config) else ()
     fill(config, {key: before.get(key) for key in keys})
@@ -293,6 +295,8 @@ def choose_steps(
         why += f"; limited to {USEFUL_PASSES} passes over the text"
     if trainer.max_steps == typed:
         why += "; set by the user"
+    elif typed < math.inf:
+        why += f"; fewer than the {typed:,.0f} that were set"
     log.info("sizing      %s steps: %s", f"{trainer.max_steps:,}", why)
     if trainer.eval_every_steps is None:
         trainer.eval_every_steps = math.ceil(trainer.max_steps / number)

@@ -194,10 +194,13 @@ def test_what_is_too_short_is_one_line(characters, minutes, says):
 
 
 def test_a_run_without_a_time_takes_none_later(tmp_path):
-    recorded = {"trainer": {"max_steps": 10, "max_minutes": None}}
     config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
+    recorded: dict = {"data": {"path": config.data.path}}
+    recorded["trainer"] = {"max_steps": 10, "max_minutes": None}
     with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
         sizing.recall(config, recorded)
+    sizing.recall(config, recorded | {"data": {"path": "another.txt"}})  # refused by the Trainer
+    assert config.trainer.max_steps == 10
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,9 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
 
 def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile,
-    and diverges if it rose too, by more than batches differ.
+    and diverges if it rose too, by more than batches differ. Lowest at step 0, it is that of pretrained weights.
     """
-    if run.best is None or run.step < FIRST_JUDGED:
+    if run.best is None or (run.step < FIRST_JUDGED and run.best["step"] > 0):
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
@@ -98,11 +98,15 @@ def overfitting_warning(run: Run) -> str:
     overfits, diverges = rise <= 0 and last - lowest >= 0.02, rise >= 0.25
     if not overfits and not diverges:
         return ""
-    what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
+    verdict = "overfits" if overfits else "diverges"
+    what_to_do = "lower optimizer.learning_rate"
+    if step == 0:
+        verdict = "is worse than its pretrained weights"
+    elif overfits:
+        what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
     return (
-        f"It {'overfits' if overfits else 'diverges'}: the held-out loss was lowest at step {step}, "
-        f"{lowest:.4f}, and is now {last:.4f}; sample.py and export.py use the best snapshot, of step {step}; "
-        f"{what_to_do if overfits else 'lower optimizer.learning_rate'}."
+        f"It {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
+        f"sample.py and export.py use the best snapshot, of step {step}; {what_to_do}."
     )
 
 
@@ -115,6 +119,6 @@ def unigram_warning(run: Run) -> str:
     if run.step < FIRST_JUDGED or not frequencies or loss <= frequencies:
         return ""
     return (
-        f"The {'held-out' if run.val else 'training'} loss, {loss:.4f}, is worse than guessing by the frequencies of "
-        f"the characters, {frequencies:.4f}."
+        f"The {'held-out' if run.val else 'training'} loss, {loss:.4f}, is worse than guessing by frequency, "
+        f"{frequencies:.4f}."
     )

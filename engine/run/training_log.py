@@ -75,14 +75,15 @@ class TrainingLog:
         )
         steps = f"{plan.total_steps} step{'s' * (plan.total_steps > 1)}"
         planned = plan.total_steps * plan.characters
-        passes = planned / (plan.windows + plan.block_size)
+        number = planned / (plan.windows + plan.block_size)
+        passes = f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
         start = f"; from step {step}" if step else ""
         log.info(
-            f"plan        {steps} = {planned:,} {unit}s = {passes:.3g} passes over the text{start}"
+            f"plan        {steps} = {planned:,} {unit}s = {passes} passes over the text{start}"
         )
-        if passes > MANY_PASSES:
+        if number > MANY_PASSES:
             log.warning(
-                f"plan: {passes:.3g} passes over the text will probably overfit; the best snapshot is kept, "
+                f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept, "
                 "trainer.patience=3 ends the run sooner, and experiment=auto chooses for the text"
             )
         self.started_at = self.lap_step = step
@@ -106,7 +107,10 @@ class TrainingLog:
             "trainer.max_steps, max_epochs or max_minutes" if step >= total else "trainer.patience"
         )
         log.info(
-            "this run is finished: %d of %d steps; to train longer, raise %s", step, total, key
+            "this run is finished: it has %d steps of %d; to train longer, raise %s",
+            step,
+            total,
+            key,
         )
 
     def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
