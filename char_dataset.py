@@ -247,8 +247,9 @@ class CharDataset(Dataset):
 
 
 def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
-    """(share of the held-out characters that the training part does not have; loss in nats of guessing each by its
-    frequency there, counted from one). Of each part, the first `MAX_COUNTED` characters are counted.
+    """(share of the held-out characters that the training part does not have, 0 if that is too long to be counted as a
+    whole; loss in nats of guessing each by its frequency there, counted from one). Of each part, the first
+    `MAX_COUNTED` characters are counted.
     """
     seen, scored = (
         sum(
@@ -259,7 +260,8 @@ def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float
     )
     share = scored.double() / scored.sum()
     frequency = (seen + 1.0).double() / (seen + 1).sum()
-    return share[seen == 0].sum().item(), -(share * frequency.log()).sum().item()
+    unseen = share[seen == 0].sum().item() if len(train.data) <= MAX_COUNTED else 0.0
+    return unseen, -(share * frequency.log()).sum().item()
 
 
 def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") -> torch.Tensor:

@@ -32,19 +32,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import MAX_COUNTED, CharDataset, compare_characters, prepare_text
+from char_dataset import CharDataset, compare_characters, prepare_text
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config import auto
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained, read_init_weights
-from engine.parallel import distributed, sharding
+from engine.parallel import distributed
 from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
-from engine.run.provenance import record_run
+from engine.run.provenance import log_parts, record_run
 from engine.signals import Stopped
 from engine.sizing import choose_sizes
 from engine.snapshots.manager import SnapshotManager
@@ -150,25 +150,6 @@ def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> 
     check_ranks_agree(config, text.digest, world)
     config.model.vocab_size = text.vocab_size
     return text
-
-
-def log_parts(config: Config, trainer: Trainer, unseen: float) -> None:
-    """Logs the text, of whose held-out characters the fraction `unseen` does not occur in training, the model and the
-    optimizer.
-    """
-    text, optimizer = trainer.train_dataset, config.optimizer
-    is_counted = unseen and len(text.data) <= MAX_COUNTED  # as a whole
-    log.info(
-        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
-        config.data.path, f"{len(text.data):,}", text.unit, f"{len(trainer.test_dataset.data):,}",
-        f" (of which {unseen:.2%} do not occur in training)" if is_counted else "", text.vocab_size,
-    )  # fmt: skip
-    parameters, sharded = trainer.bare.parameters(), ", sharded" * sharding.is_sharded(trainer.bare)
-    log.info("parameters  %s%s", f"{sum(p.numel() for p in parameters):,}", sharded)
-    log.info(
-        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
-    )  # fmt: skip
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -1,6 +1,7 @@
 """Provenance: the configuration, the versions, the hardware and the command line of each start of a run."""
 
 import dataclasses
+import logging
 import os
 import platform
 import time
@@ -12,8 +13,29 @@ from omegaconf import OmegaConf
 
 from engine.files import atomic_write
 from engine.machine import hardware
+from engine.parallel import sharding
 from engine.run.directory import CONFIG, ENVIRONMENT
 from engine.run.metrics import read_lines, write_lines
+
+log = logging.getLogger("gpt")
+
+
+def log_parts(config: Any, trainer: Any, unseen: float) -> None:
+    """Logs the text, of whose held-out characters the fraction `unseen` does not occur in training, the model and the
+    optimizer.
+    """
+    text, optimizer = trainer.train_dataset, config.optimizer
+    log.info(
+        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(text.data):,}", text.unit, f"{len(trainer.test_dataset.data):,}",
+        f" (of which {unseen:.2%} do not occur in training)" if unseen else "", text.vocab_size,
+    )  # fmt: skip
+    parameters, sharded = trainer.bare.parameters(), ", sharded" * sharding.is_sharded(trainer.bare)
+    log.info("parameters  %s%s", f"{sum(p.numel() for p in parameters):,}", sharded)
+    log.info(
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
+    )  # fmt: skip
 
 
 def record_run(config: Any, frequency_loss: float, trainer: Any) -> None:
