@@ -548,7 +548,7 @@ def test_a_finished_run_says_so_and_changes_nothing(parts, tmp_path, caplog):
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     caplog.set_level("INFO", logger="gpt")
     assert make(parts, tmp_path).train() == loss
-    assert "this run is finished: 6 of 6 steps" in caplog.text
+    assert "this run is finished: it has 6 steps of 6" in caplog.text
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
 
 
