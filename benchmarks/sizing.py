@@ -68,6 +68,8 @@ UNSEEN = [
     ("ko", 30_000, 1.1),
     ("man", 100_000, 1.1),
     ("tr", 300_000, 1.1),
+    ("el", 300_000, 3.3),
+    ("it", 1_000_000, 3.3),
 ]
 FACTORS = {"context": (2,), "width": (0.7, 1.4), "rate": (0.6, 1.7), "decay": (0.5, 2)}
 DEPTHS = {3: (4,), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
