@@ -175,9 +175,7 @@ class Trainer:
             config, len(train_dataset), train_dataset.block_size, world.size
         )
         self.step = 0
-        self.is_updating = (
-            False  # while the optimizer writes weights: a step that fails then cannot be repeated
-        )
+        self.is_updating = False  # the weights: a step that fails meanwhile cannot be repeated
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
@@ -396,8 +394,7 @@ class Trainer:
             self.requests.save
             or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
-            or self.snapshots.saved_step
-            == self.step  # resumed without its evaluation, which the snapshot now gets
+            or self.snapshots.saved_step == self.step  # resumed: the snapshot gets its evaluation
         )
         if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
