@@ -115,7 +115,7 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     best = snapshots.storage.best if snapshots.best is not None else snapshots.path
     snapshot = load_full(best)
     model = load_model(snapshot, device.type)
-    alone, limit = World.alone(device), trainer.choices.get("micro_batch_size")
+    alone, limit = World.alone(device), trainer.max_eval_windows
     with auto.autocast(trainer.choices):
         loss, characters, _ = evaluate(model, final, alone, lambda: None, limit)
     log.info(

@@ -382,10 +382,14 @@ class Trainer:
         """(nats per character, characters scored, each rank's loss) of the `test_dataset`; `UserError` without one."""
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
-        # Where the trial found less than a rank's share of a batch, memory is short.
-        limit = self.choices.get("micro_batch_size") if self.plan.accumulation > 1 else None
+        limit, check = self.max_eval_windows, self.requests.check
         with auto.eagerly(self.choices), auto.autocast(self.choices):
-            return evaluate(self.bare, self.test_dataset, self.world, self.requests.check, limit)
+            return evaluate(self.bare, self.test_dataset, self.world, check, limit)
+
+    @property
+    def max_eval_windows(self) -> int | None:
+        """Windows to evaluate at once, at most, if the trial found too little memory for a rank's share of a batch."""
+        return self.choices.get("micro_batch_size") if self.plan.accumulation > 1 else None
 
     def _save(self) -> None:
         """Saves the latest snapshot if that is due, and the best one if this step has the lowest loss."""
