@@ -165,7 +165,7 @@ def main(composed: DictConfig) -> float | None:
         distributed.leave(stopped.status)
     except UserError as error:
         if not is_job:
-            fail(error)
+            fail(error)  # before Hydra adds a line of its own
         log.error("%s", error)
         raise  # Hydra runs the other jobs first
 

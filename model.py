@@ -307,7 +307,7 @@ class GPT(nn.Module):
                     parameter.copy_(sharding.shard_like(full, parameter))
             elif parameter.is_meta:
                 raise UserError(
-                    f"{name}: fsdp makes it without values; set them in GPT.init_weights"
+                    f"{name}: FSDP constructs parameters without values; set its own in GPT.init_weights"
                 )
 
     def initial_weights(self, name: str, shape: torch.Size) -> Tensor:
@@ -345,7 +345,7 @@ class GPT(nn.Module):
             x = x + self.pos_emb.weight[past : past + T]
         x = ops.dropout(x, self.config.embd_pdrop, self.training)
         if torch.is_autocast_enabled(x.device.type):
-            # The residual stream too, or each addition would go back to float32.
+            # The residual stream, too: otherwise each addition would promote it to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rotation = None
         if self.config.arch == "modern":

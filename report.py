@@ -93,7 +93,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
             with log_failure(f"write {REPORT}"):
                 path = write([config.run_dir], os.path.join(config.run_dir, REPORT))
                 log.info("report      %s", relative_path(path))
-        with log_failure("judge the run"):
+        with log_failure("check the run for overfitting"):
             run = Run(config.run_dir)
             for problem in filter(None, (overfitting_warning(run), unigram_warning(run))):
                 log.warning("%s", problem)

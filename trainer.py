@@ -2,7 +2,7 @@
 
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
-It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)`, the loss without targets that are -1, and
+It depends on neither GPT nor Hydra: `model(x, y)` must return `(anything, loss)`, where targets of -1 do not count, and
 a data set is a `CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`,
 `block_size`, `vocabulary` and `digest`.
 """
@@ -25,7 +25,7 @@ from engine.config import auto
 from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import ops
-from engine.kernels.graph import CapturedStep, MicroBatch
+from engine.kernels.graph import CapturedStep, MicroBatch, can_capture
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
 from engine.optim import OptimizerConfig, set_learning_rate
@@ -51,9 +51,9 @@ class TrainerConfig:
     """The training loop: length, batch, precision, evaluation, snapshots, processes."""
 
     # fmt: off
-    max_epochs: int | None = 10  # epochs; null: no limit
+    max_epochs: int | None = 10  # epochs, of one window for each position of the text; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
-    max_minutes: float | None = None  # minutes of the process, about; main.py turns them into max_steps; null: no limit
+    max_minutes: float | None = None  # wall-clock budget, minutes; main.py computes max_steps from it; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: all, or what fits a GPU
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
@@ -68,7 +68,7 @@ class TrainerConfig:
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
-    use_amp: bool = True  # automatic mixed precision; false: float32, on a GPU with TF32 products in training steps
+    use_amp: bool = True  # automatic mixed precision; false: float32, on a GPU with TF32 matmuls in training steps
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto (cuda where there is a GPU), or another device of torch: mps, xpu
@@ -91,11 +91,11 @@ class TrainerConfig:
         check_option("trainer.strategy", self.strategy, ("ddp", "fsdp"))
         check_option("trainer.snapshot_format", self.snapshot_format, ("single", "sharded"))
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
-        for name in (
-            *("max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every"),
-            *("save_every_steps", "keep_snapshots", "max_save_failures", "eval_every_steps"),
-            *("patience", "log_every_steps"),
-        ):
+        positive = (
+            "max_epochs max_steps micro_batch_size grad_norm_clip save_every save_every_steps"
+        )
+        positive += " keep_snapshots max_save_failures eval_every_steps patience log_every_steps"
+        for name in positive.split():
             check_range(f"trainer.{name}", getattr(self, name), above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
@@ -158,8 +158,6 @@ class Trainer:
             raise UserError(
                 f"train_dataset: a {type(train_dataset).__name__} has no batch(); split with CharDataset.split()"
             )
-        if config.patience is not None and test_dataset is None:
-            raise UserError(f"trainer.patience={config.patience}: there is nothing to evaluate")
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.train_dataset, self.test_dataset, self.on_start = train_dataset, test_dataset, on_start
         self.probe = probe and functools.partial(self._call_eagerly, probe)
@@ -203,9 +201,9 @@ class Trainer:
         )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(world)
-        if found:
-            self._restore(found)
         self.train_step = self._make_step()  # `_train_step`, or its CUDA graph
+        if found:  # after that: a capturable optimizer restores its state onto the GPU
+            self._restore(found)
         if device.type == "cuda" and config.data_loader_workers == 0:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
 
@@ -228,13 +226,13 @@ class Trainer:
                 self.training_log.start(self.step, self.choices)
                 # The initial weights are pretrained, or the run was stopped before this evaluation.
                 if self.evaluations.is_due(self.step):
-                    self._evaluate()
-                    self._save()
+                    self._evaluate_if_due()
+                    self._save_if_due()
                 while not self._is_over():
                     loss, grad_norm = next(steps)
                     self.training_log.log_step(self.step, loss, grad_norm)
-                    self._evaluate()
-                    self._save()
+                    self._evaluate_if_due()
+                    self._save_if_due()
                 self.requests.finish()
                 self.snapshots.finish(self.step)
             except Stopped as stopped:
@@ -345,10 +343,8 @@ class Trainer:
 
     def _make_step(self) -> Callable:
         """`_train_step`, on one GPU as a CUDA graph."""
-        one_gpu = self.world.device.type == "cuda" and self.world.size == 1
-        # A graph reads the learning rate from the GPU, which other optimizers copy to the CPU.
-        can_capture = all("capturable" in group for group in self.optimizer.param_groups)
-        if self.config.cuda_graph and one_gpu and can_capture and not self.scaler.is_enabled():
+        may_capture = self.config.cuda_graph and self.world.size == 1
+        if may_capture and can_capture(self.optimizer) and not self.scaler.is_enabled():
             # Compiled code draws other dropout masks than `_loss`, which runs eagerly.
             tolerance = 0.2 if self.choices["compile"] else 0.02
             return CapturedStep(self._train_step, self._loss, self.optimizer, tolerance)
@@ -361,8 +357,7 @@ class Trainer:
         with auto.eagerly(self.choices), context:
             return function()
 
-    def _evaluate(self) -> None:
-        """Evaluates if that is due."""
+    def _evaluate_if_due(self) -> None:
         if not self.evaluations.is_due(self.step):
             return
         with self.training_log.paused():
@@ -370,13 +365,10 @@ class Trainer:
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             started = time.perf_counter()
             result = self.evaluate()
-            loss = result[0]
-            if not math.isfinite(loss):
-                raise self.training_log.divergence(self.step, f"the held-out loss is {loss}")
             seconds = time.perf_counter() - started
             best = self.snapshots.best
-            self.evaluations.record(self.step, loss, best)
             self.training_log.log_evaluation(self.step, result, seconds, best)
+            self.evaluations.record(self.step, result[0], best)
 
     def evaluate(self) -> Evaluated:
         """(nats per character, characters scored, each rank's loss) of the `test_dataset`; `UserError` without one."""
@@ -388,10 +380,11 @@ class Trainer:
 
     @property
     def max_eval_windows(self) -> int | None:
-        """Windows to evaluate at once, at most, if the trial found too little memory for a rank's share of a batch."""
-        return self.choices.get("micro_batch_size") if self.plan.accumulation > 1 else None
+        """The limit on windows of a forward pass in evaluation: the micro-batch, if memory limits it; None without."""
+        limit = self.config.micro_batch_size or self.choices.get("micro_batch_size")
+        return limit if self.plan.accumulation > 1 else None
 
-    def _save(self) -> None:
+    def _save_if_due(self) -> None:
         """Saves the latest snapshot if that is due, and the best one if this step has the lowest loss."""
         is_best = self.evaluations.is_best(self.step)
         is_due = self.step > 0 and (
@@ -451,9 +444,6 @@ class Trainer:
         if self.snapshots.saved_step != self.step:
             self.snapshots.save(self._snapshot(), latest=True, best=False)
         self.snapshots.finish(self.step)
-        without = ", without trainer.resume=never," if self.config.resume == "never" else ""
-        log.info(
-            "%s: stopped after step %d of %d; the same command%s resumes from %s",
-            stopped.name, self.step, self.plan.total_steps, without, self.snapshots.path,
-        )  # fmt: skip
+        where, resume = self.snapshots.path, self.config.resume
+        self.training_log.log_stopped(self.step, stopped.name, where, resume)
         raise stopped

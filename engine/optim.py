@@ -32,8 +32,8 @@ class OptimizerConfig:
     learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see engine/sizing.py
     weight_decay: float | None = 0.1  # decoupled, times the learning rate; matrices only; null: chosen
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
-    beta1: float = 0.9  # decay of AdamW's mean of gradients, per step
-    beta2: float = 0.95  # decay of AdamW's mean of squared gradients, per step
+    beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
+    beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step
     momentum: float = 0.95  # of Muon, per step
     normalize: bool = False  # Muon: whether the rows of an update (columns, if more) are scaled to equal norms
     schedule: str = "constant"  # constant, linear, cosine or wsd, after the warm-up

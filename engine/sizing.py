@@ -25,7 +25,7 @@ from engine.errors import UserError
 from engine.machine import hardware
 from engine.parallel import distributed
 from engine.parallel.distributed import World
-from engine.run import memory
+from engine.run import memory, plan
 from engine.run.metrics import duration
 
 log = logging.getLogger("gpt")
@@ -373,11 +373,9 @@ def fine_tuning_rate(passes: float, width: int) -> float:
 
 def planned_steps(config: Any, characters: int) -> float:
     """The steps that the settings allow over a text of so many characters, whatever the time."""
-    trainer = config.trainer
     # Too short a text is refused when it is split.
     windows = max(training_characters(config, characters) - config.data.block_size, 1)
-    epochs = math.inf if trainer.max_epochs is None else trainer.max_epochs
-    return min(trainer.max_steps or math.inf, epochs * -(-windows // trainer.batch_size))
+    return plan.planned_steps(config.trainer, windows)
 
 
 def step_characters(config: Any) -> int:

@@ -297,6 +297,13 @@ def test_the_card_of_a_real_run_has_all_of_its_figures(tmp_path):
     assert "| characters trained on | 1,152 |" in card  # 6 x 12 x 16
 
 
+def test_a_setting_that_transformers_has_not_is_refused(exported):
+    _, snapshot, _ = exported
+    config = {**snapshot.model_config, "norm": "mine"}
+    with pytest.raises(UserError, match=r"model\.norm: Transformers' models have no such setting"):
+        huggingface.to_files(config, snapshot.model_state, snapshot.vocabulary, "utf-8")
+
+
 def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):
     (tmp_path / "small.pt").write_bytes(model_snapshot("ab").to_bytes())
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)

@@ -3,7 +3,9 @@ import os
 
 import pytest
 
+from engine.errors import UserError
 from engine.files import atomic_write
+from engine.run.directory import log_to_file
 
 
 def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
@@ -30,3 +32,12 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     with pytest.raises(FileNotFoundError) as raised, atomic_write(str(tmp_path / "a")):
         open(tmp_path / "other")
     assert raised.value.filename == str(tmp_path / "other")
+
+
+def test_the_log_file_has_the_traceback_of_a_bug_and_one_line_for_a_users_error(tmp_path):
+    for error in (KeyError("rate"), UserError("trainer.seed=-1: must be at least 0")):
+        with pytest.raises(type(error)), log_to_file(str(tmp_path / "log")):
+            raise error
+    first, *traceback, last = (tmp_path / "log").read_text().splitlines()
+    assert first.endswith("ERROR 'rate'") and "KeyError: 'rate'" in traceback
+    assert last.endswith("ERROR trainer.seed=-1: must be at least 0")

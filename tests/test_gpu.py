@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+import main
 from engine.errors import UserError
 from engine.snapshots.storage import load
 from main import configure, train
@@ -64,3 +65,11 @@ def test_float16_trains_with_a_loss_scale(tmp_path):
     steps = ["trainer.amp_dtype=float16", "trainer.max_steps=10"]
     assert math.isfinite(train(configure(*SMALL, f"run_dir={tmp_path}", *steps)))
     assert load(f"{tmp_path}/gpt_snapshot.pt").scaler_state
+
+
+def test_an_optimizer_that_counts_steps_on_the_cpu_resumes_under_a_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        main, "create_optimizer", lambda model, _: torch.optim.AdamW(model.parameters())
+    )
+    weights(tmp_path, "trainer.max_steps=9")
+    assert weights(tmp_path, "trainer.max_steps=20")

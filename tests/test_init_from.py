@@ -209,7 +209,10 @@ def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(train
 def test_pretrained_weights_that_training_only_worsens_are_the_best(trained, tmp_path):
     settings = ["optimizer.learning_rate=1", "trainer.max_steps=10", f"init_from={trained / 'one'}"]
     said = learn(trained / "one.txt", tmp_path / "worse", *settings)
-    assert "It is worse than its pretrained weights: the held-out loss was lowest at step 0" in said
+    assert (
+        "The run is worse than its pretrained weights: the held-out loss was lowest at step 0"
+        in said
+    )
     best = load(str(tmp_path / "worse" / "gpt_snapshot.best.pt"))
     source = load(str(trained / "one" / "gpt_snapshot.best.pt"))
     assert best.step == 0 and best.best_loss == pytest.approx(source.best_loss, abs=1e-5)

@@ -362,7 +362,7 @@ def test_a_run_that_diverged_is_not_on_track(tmp_path, capsys, often):
     (line,) = result.stderr.splitlines()  # also in the file, from an evaluation, too
     assert line.removeprefix("error: ") in (tmp_path / "main.log").read_text()
     assert report.main(["check", f"run_dir={tmp_path}"]) == 1
-    assert "It diverges: step" in capsys.readouterr().out
+    assert "The run diverges: step" in capsys.readouterr().out
     assert report.main([f"run_dir={tmp_path}"]) == 0
 
 
@@ -394,14 +394,19 @@ def falls(step: int) -> float:
             {"losses": lambda s: None if s == 900 else 2.0},
             True,
             False,
-            "It diverges: step 900: the",
+            "The run diverges: step 900: the",
         ),
-        ({"held_out": lambda s: 1.6 + s / 2000}, True, False, "It overfits: the held-out loss was"),
+        (
+            {"held_out": lambda s: 1.6 + s / 2000},
+            True,
+            False,
+            "The run overfits: the held-out loss was",
+        ),
         (
             {"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 2000},
             False,
             False,
-            "It overfits: the held-out",
+            "The run overfits: the held-out",
         ),
         (
             {"losses": lambda s: 1 + s / 9000, "held_out": lambda s: 1.6 + s / 2000},
@@ -413,7 +418,7 @@ def falls(step: int) -> float:
             dict.fromkeys(("losses", "held_out"), lambda s: 2 + abs(s - 800) / 1000),
             False,
             False,
-            "It diverges: the held-out",
+            "The run diverges: the held-out",
         ),
         (  # it rises by no more than noise
             {"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 90000},
@@ -441,7 +446,7 @@ def test_overrides_that_affect_the_loss_are_named_first(tmp_path, card):
     run = some_run(tmp_path / "run", held_out=lambda step: 2.5, **changed)
     verdict, words = check(run, card)
     assert verdict == OFF_TRACK
-    assert words[0] == "It overrides the recipe shakespeare_cpu: optimizer.learning_rate=0.1."
+    assert words[0] == "The run overrides the recipe shakespeare_cpu: optimizer.learning_rate=0.1."
 
 
 @pytest.mark.parametrize(

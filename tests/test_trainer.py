@@ -460,6 +460,14 @@ def test_evaluation_scores_the_held_out_part_whatever_the_batch(parts, tmp_path,
         assert scored == len(test.data) - 1
 
 
+def test_a_micro_batch_limits_the_windows_of_an_evaluation_too(parts, tmp_path):
+    trainer = make(parts, tmp_path, micro_batch_size=2)
+    sizes, forward = [], trainer.bare.forward
+    trainer.bare.forward = lambda x, y: sizes.append(len(x)) or forward(x, y)
+    trainer.evaluate()
+    assert max(sizes) == 2
+
+
 @pytest.mark.parametrize(
     "steps, every, evaluated",
     [

@@ -55,7 +55,7 @@ def resolve(
 
 
 def resolve_amp_dtype(config: Any, device: torch.device, earlier: dict[str, Any]) -> str:
-    """Resolves `trainer.amp_dtype`, the type to compute in: bfloat16 where the hardware supports
+    """Resolves `trainer.amp_dtype`, the dtype to compute in: bfloat16 where the hardware supports
     it, else float16 on GPUs and float32 on CPUs. Without `use_amp` it is float32.
     """
     if not config.use_amp:

@@ -62,7 +62,7 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
         added.append(f"experiment={recipe}")
     ends = ("trainer.max_steps", "trainer.max_epochs")
     if typed.get("trainer.max_minutes", "null") != "null":
-        added += [f"{end}=null" for end in ends if not typed.keys() & ends]
+        added += [] if typed.keys() & ends else [f"{end}=null" for end in ends]
     elif recipe in ("auto", "auto_gpu") and typed.keys() & ends:
         added += ["trainer.max_minutes=null"] * ("trainer.max_minutes" not in typed)
     # null is the default, and not an override that Hydra has.

@@ -77,6 +77,9 @@ FIELDS = {
         "attn_pdrop": "attention_dropout",
     },
 }
+# All of `GPTConfig` that an exported model accounts for.
+KNOWN = {"arch", "model_type", "vocab_size", "block_size", "bias", "tie_weights", "token_shift"}
+KNOWN |= {*SAME, "activation_checkpointing"}
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +122,8 @@ def to_files(
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
+    if unknown := config.keys() - KNOWN:
+        raise UserError(f"model.{min(unknown)}: Transformers' models have no such setting")
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
     for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()

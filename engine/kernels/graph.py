@@ -13,12 +13,19 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of
 SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 
+def can_capture(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all parameters are on a GPU and the optimizer reads its rate there; others copy it to the CPU."""
+    groups = optimizer.param_groups
+    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    return on_gpu and all("capturable" in group for group in groups)
+
+
 class CapturedStep:
     """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it. The learning
     rates of its `optimizer` become tensors on the GPU.
 
     `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and loss weights never
-    change, and returns (loss, gradient norm), scalars on the GPU. It may not wait for the device, and whatever
+    change, and returns (loss, gradient norm), scalars on the GPU. It must not synchronize with the device, and whatever
     changes from call to call must be a tensor that it reads, or the GPU's random state.
 
     A replay runs the captured kernels again; Python code, control flow included, does not run.

@@ -1,4 +1,4 @@
-"""The machine: device names, peak rates, memory, the types that it computes in.
+"""The machine: device names, peak rates, memory, supported dtypes.
 
 Offers functions that describe the hardware, and `AdaptiveThreads`. Knows nothing of runs or settings.
 """

@@ -1,7 +1,7 @@
 """FSDP2 (Zhao et al., "PyTorch FSDP", 2023): each rank keeps a shard of every parameter, gradient
 and optimizer state.
 
-A sharded parameter is a `DTensor` (torch.distributed.tensor), cut along its first dimension.
+A sharded parameter is a `DTensor` (torch.distributed.tensor), sharded along dimension 0.
 `full_tensor` and `shard_like` convert it to the plain tensor that a snapshot holds and back.
 """
 
@@ -29,7 +29,7 @@ def build(
     """The model that `make()` makes, on this rank's device, wrapped in DDP or sharded with FSDP2 as
     `strategy` (ddp or fsdp) says; a single process wraps nothing.
 
-    For FSDP2 it is made without memory and sharded; then `init_weights()` draws the same weights, one
+    For FSDP2 it is constructed on the meta device and sharded; then `init_weights()` draws the same weights, one
     parameter at a time, so that no rank ever holds all of them.
     """
     if strategy == "ddp" or world.size == 1:

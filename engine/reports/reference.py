@@ -36,14 +36,16 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
     problems, remarks = [], [why_none]
     if run.diverged:
         reason = run.diverged.get("diverged", "the loss is not finite")
-        problems.append(f"It diverges: step {run.diverged['step']}: {reason}.")
+        problems.append(f"The run diverges: step {run.diverged['step']}: {reason}.")
     if reference is not None:
         for split in ("val", "train"):
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
     if reference is None or any(problems):
         problems += [unigram_warning(run), overfitting_warning(run)]
-    changed = f"It overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
+    changed = (
+        f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
+    )
     verdict = OFF_TRACK if any(problems) else ON_TRACK if run.step >= FIRST_JUDGED else TOO_FEW
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
 
@@ -105,7 +107,7 @@ def overfitting_warning(run: Run) -> str:
     elif overfits:
         what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
     return (
-        f"It {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
+        f"The run {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
         f"sample.py and export.py use the best snapshot, of step {step}; {what_to_do}."
     )
 

@@ -88,7 +88,7 @@ def locked_file(path: str, setting: str) -> TextIO:
 @contextlib.contextmanager
 def log_to_file(path: str) -> Iterator[None]:
     """Logs to the file at `path` during the block, including the error that ends it."""
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8")
     # A full disk does not end the run here: metrics and snapshots report it, each with a line.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
@@ -97,7 +97,10 @@ def log_to_file(path: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, Stopped):  # the console gets it from the program
-            handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": one_line(error)}))
+            record: dict[str, Any] = {"levelname": "ERROR", "msg": one_line(error)}
+            if not isinstance(error, UserError):  # the line may be nothing but a key
+                record["exc_info"] = (type(error), error, error.__traceback__)
+            handler.handle(logging.makeLogRecord(record))
         raise
     finally:
         log.removeHandler(handler)

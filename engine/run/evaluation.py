@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from engine.errors import UserError
 from engine.kernels.ops import IGNORE
 from engine.parallel import distributed
 from engine.parallel.distributed import World
@@ -21,16 +22,22 @@ Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
 @dataclass
 class Evaluations:
     """Evaluation schedule of a `TrainerConfig`: every `eval_every_steps` steps (by default every epoch), at the last
-    step, halfway if the last would be the only one, and with `at_start` before the first; never unless `has_text`.
+    step, halfway if the last would be the only one, and with `at_start` before the first; never unless `has_dataset`.
     Early stopping: `patience_is_over` after `patience` evaluations in a row without a lower loss.
     """
 
     plan: Plan
     config: Any
-    has_text: bool
+    has_dataset: bool
     at_start: bool
     last: tuple[float, int] | None = None  # (held-out loss, step) of the newest evaluation
     since_best: int = 0  # evaluations since the one with the lowest loss
+
+    def __post_init__(self):
+        if self.config.patience is not None and not self.has_dataset:
+            raise UserError(
+                f"trainer.patience={self.config.patience}: there is nothing to evaluate"
+            )
 
     @property
     def last_loss(self) -> float | None:
@@ -46,7 +53,7 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is to be evaluated, and has not been."""
-        if not self.has_text or self.is_done(step):
+        if not self.has_dataset or self.is_done(step):
             return False
         if step == 0:
             return self.at_start
@@ -80,7 +87,7 @@ def evaluate(
 
     Returns (nats per character over all ranks, characters scored, each rank's own loss or None if it
     had no window). Up to rounding the loss depends neither on the world size nor on the batch size.
-    A batch has at most `max_windows` windows: the micro-batch, where no larger one fitted into memory in training.
+    A forward pass has at most `max_windows` windows.
     `check_requests()` is called before each batch, equally often on every rank, and may raise.
     """
     first = dataset.num_eval_windows * world.rank // world.size

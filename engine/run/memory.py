@@ -55,7 +55,7 @@ def fit_micro_batch(
 def _fits(
     windows: int, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
 ) -> bool:
-    """Whether there is memory for `windows`, beside the optimizer's two averages of every parameter and some
+    """Whether there is memory for `windows`, beside the optimizer's two moment estimates of every parameter and some
     headroom.
     """
     needed = sum(2 * 4 * parameter.numel() for parameter in model.parameters())

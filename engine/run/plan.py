@@ -1,10 +1,21 @@
 """Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UserError
+
+
+def planned_steps(config: Any, windows: int) -> float:
+    """The optimizer steps of a `TrainerConfig`, with so many `windows` in an epoch: `max_steps` or `max_epochs`,
+    whichever comes first; infinite without both.
+    """
+    epochs = math.inf
+    if config.max_epochs is not None:
+        epochs = -(-config.max_epochs * windows // config.batch_size)
+    return min(config.max_steps or math.inf, epochs)
 
 
 @dataclass(frozen=True)
@@ -33,10 +44,8 @@ class Plan:
             raise UserError(
                 f"trainer.batch_size={config.batch_size}: must be at least the number of processes, {world_size}"
             )
-        ends = [] if config.max_steps is None else [config.max_steps]
-        if config.max_epochs is not None:
-            ends.append(-(-config.max_epochs * windows // config.batch_size))
-        plan = cls(windows, block_size, config.batch_size, world_size, 1, min(ends))
+        total_steps = int(planned_steps(config, windows))
+        plan = cls(windows, block_size, config.batch_size, world_size, 1, total_steps)
         return plan.with_micro_batch(config.micro_batch_size or config.batch_size)
 
     def with_micro_batch(self, limit: int) -> "Plan":

@@ -53,7 +53,7 @@ class Requests:
         return highest
 
     def check(self) -> None:
-        """Notes a request to save; raises `Stopped` on every rank at the same point of the run if one
+        """Records a request to save; raises `Stopped` on every rank at the same point of the run if one
         of them was asked to stop. Every rank must call it equally often.
         """
         own = agreed = self.take()

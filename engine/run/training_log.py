@@ -113,6 +113,14 @@ class TrainingLog:
             key,
         )
 
+    def log_stopped(self, step: int, signal: str, path: str, resume: str) -> None:
+        """Logs that `signal` ended the run after `step`, and how to resume from the snapshot at `path`."""
+        without = ", without trainer.resume=never," if resume == "never" else ""
+        log.info(
+            "%s: stopped after step %d of %d; the same command%s resumes from %s",
+            signal, step, self.plan.total_steps, without, path,
+        )  # fmt: skip
+
     def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Also records, on the
         device so that no step waits for it, the first gradient norm that is not finite; see `check_finite`.
@@ -165,10 +173,14 @@ class TrainingLog:
     def log_evaluation(
         self, step: int, result: Evaluated, seconds: float, best: tuple[float, int] | None
     ) -> None:
-        """One line of evaluation; `best` is the lowest held-out loss before, and its step."""
+        """One line of evaluation; `best` is the lowest held-out loss before, and its step. Raises `UserError` if the
+        loss is not finite.
+        """
+        loss, characters, rank_losses = result
+        if not math.isfinite(loss):
+            raise self.divergence(step, f"the held-out loss is {loss}")
         if not self.metrics:
             return
-        loss, characters, rank_losses = result
         self.metrics.log(
             step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses
         )

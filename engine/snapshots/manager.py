@@ -134,7 +134,7 @@ class SnapshotManager:
 
     def save(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
         """Starts to write `snapshot` as the latest one, the best one, or both, after the previous save has
-        ended. Fills in its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon
+        ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon
         as this returns.
 
         Raises `UserError` if the previous save was the `max_save_failures`-th in a row that failed. The next `wait`
