@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from char_dataset import CharDataset
 from config import Config
-from engine.config import auto
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
+from engine.kernels import execution
 from engine.parallel.distributed import World
 from engine.reports.history import Run
 from engine.reports.page import render
@@ -116,7 +116,7 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     snapshot = load_full(best)
     model = load_model(snapshot, device.type)
     alone, limit = World.alone(device), trainer.max_eval_windows
-    with auto.autocast(trainer.choices):
+    with execution.autocast(trainer.choices):
         loss, characters, _ = evaluate(model, final, alone, lambda: None, limit)
     log.info(
         "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",

@@ -33,9 +33,9 @@ import torch.nn.functional as F
 
 from char_dataset import CharDataset, DataConfig, encode
 from engine import portable
-from engine.config import auto
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, check_range, one_line
+from engine.kernels import execution
 from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
@@ -266,7 +266,7 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
     if not 1 <= stride <= block_size:
         raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
     types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
-    precisions = [auto.autocast({"device": device.type, "amp_dtype": name}) for name in types]
+    precisions = [execution.autocast({"device": device.type, "amp_dtype": name}) for name in types]
     overlap = block_size - stride
     num_characters = max(1, BATCH_CHARACTERS // block_size) * stride
     vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding

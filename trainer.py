@@ -24,7 +24,7 @@ from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
 from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
-from engine.kernels import ops
+from engine.kernels import execution, ops
 from engine.kernels.graph import CapturedStep, MicroBatch, can_capture
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
@@ -183,7 +183,7 @@ class Trainer:
         flops = plan.total_steps * plan.characters * flops_per_token(bare)
         flops /= world.size if device.type == "cuda" else 1
         self.choices = choices = auto.resolve(config, device, flops, earlier)
-        auto.apply(choices, bare)
+        execution.apply(choices, bare)
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices["amp_dtype"] == "float16")
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
@@ -260,7 +260,7 @@ class Trainer:
                 distributed.seed_step(self.config.seed, self.step, self.world)
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
                 try:
-                    with threads.step(), auto.tf32(self.choices):
+                    with threads.step(), execution.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
@@ -283,7 +283,7 @@ class Trainer:
             # rank has the memory for all of them.
             if isinstance(self.model, DDP):
                 self.model.require_backward_grad_sync = i == self.plan.accumulation
-            with auto.autocast(self.choices):
+            with execution.autocast(self.choices):
                 _, loss = self.model(x, y)
             loss = loss * weight
             self.scaler.scale(loss).backward()
@@ -333,7 +333,7 @@ class Trainer:
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """The loss of a step, as `_train_step` returns it, without training on its micro-batches."""
-        with auto.eagerly(self.choices), auto.autocast(self.choices):
+        with execution.eagerly(self.choices), execution.autocast(self.choices):
             losses = [weight * self.model(x, y)[1] for x, y, weight in micro_batches]
         return torch.stack(losses).sum()
 
@@ -353,8 +353,8 @@ class Trainer:
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """Calls `function`, which runs the model, without torch.compile; a sharded model under autocast."""
         sharded = sharding.is_sharded(self.bare)
-        context = auto.autocast(self.choices) if sharded else contextlib.nullcontext()
-        with auto.eagerly(self.choices), context:
+        context = execution.autocast(self.choices) if sharded else contextlib.nullcontext()
+        with execution.eagerly(self.choices), context:
             return function()
 
     def _evaluate_if_due(self) -> None:
@@ -375,7 +375,7 @@ class Trainer:
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
         limit, check = self.max_eval_windows, self.requests.check
-        with auto.eagerly(self.choices), auto.autocast(self.choices):
+        with execution.eagerly(self.choices), execution.autocast(self.choices):
             return evaluate(self.bare, self.test_dataset, self.world, check, limit)
 
     @property

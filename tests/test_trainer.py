@@ -23,6 +23,7 @@ from char_dataset import (
 from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
+from engine.kernels import execution
 from engine.parallel.distributed import World, seed_step
 from engine.run import evaluation
 from engine.run.plan import Plan
@@ -767,7 +768,7 @@ def test_determinism_is_switched_on_and_off_again():
     try:
         for deterministic, mode in ((True, 2), (False, 0)):
             made = {"device": "cpu", "compile": False, "deterministic": deterministic}
-            auto.apply(made, torch.nn.Linear(1, 1))
+            execution.apply(made, torch.nn.Linear(1, 1))
             assert torch.get_deterministic_debug_mode() == mode
     finally:
         torch.set_deterministic_debug_mode(before)

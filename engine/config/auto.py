@@ -5,18 +5,15 @@ The choices of a run are a dictionary: `device` ("cpu", "cuda", ...), `amp_dtype
 `TrainerConfig`; where a setting is `auto`, `earlier` choices from a snapshot are kept.
 """
 
-import contextlib
 import importlib.util
 import logging
 import math
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from engine.kernels import build
 from engine.machine import hardware
@@ -83,55 +80,9 @@ def missing_to_compile(device_type: str) -> str | None:
     return None if os.path.exists(header) else "header of Python (python3-dev)"
 
 
-def apply(choices: dict[str, Any], model: nn.Module) -> None:
-    """Sets torch's determinism, and compiles `model` at its first step if chosen."""
-    if choices["deterministic"]:
-        if choices["device"] == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        deterministic: Any = torch.utils.deterministic  # a property of its class
-        deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
-    torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
-    if choices["compile"]:  # the compiler, whose import takes a second, has a switch of its own
-        torch.use_deterministic_algorithms(choices["deterministic"])
-        torch.compiler.reset()  # a process compiles at most eight models otherwise
-        model.compile(dynamic=False)
-
-
 def describe(choices: dict[str, Any]) -> str:
     """The choices in words, for the log."""
     scaled = " with loss scaling" * (choices["amp_dtype"] == "float16")
     compiled = "compiled (the first step waits for it)" if choices["compile"] else "not compiled"
     deterministic = "deterministic" if choices["deterministic"] else "not deterministic"
     return f"{choices['amp_dtype']}{scaled}; {compiled}; {deterministic}"
-
-
-def autocast(choices: dict[str, Any]) -> torch.autocast:
-    """Automatic mixed precision: a context that computes in the chosen type."""
-    dtype = getattr(torch, choices["amp_dtype"])
-    enabled = dtype is not torch.float32
-    return torch.autocast(choices["device"], dtype=dtype if enabled else None, enabled=enabled)
-
-
-@contextlib.contextmanager
-def tf32(choices: dict[str, Any]) -> Iterator[None]:
-    """TF32: a context in which a GPU's float32 products keep 10 bits of 23 (bfloat16: 7) and are several
-    times as fast. It is for training steps, deterministic ones, too, as it repeats bit for bit.
-    Evaluation and sampling stay in float32, to agree with sample.py and export.py.
-    """
-    matmul = torch.backends.cuda.matmul  # set_float32_matmul_precision would change the CPU's, too
-    is_off = choices["device"] == "cuda" and not matmul.allow_tf32
-    if is_off and choices["amp_dtype"] == "float32":
-        matmul.allow_tf32 = True
-        try:
-            yield
-        finally:
-            matmul.allow_tf32 = False
-    else:
-        yield
-
-
-def eagerly(choices: dict[str, Any]) -> contextlib.AbstractContextManager:
-    """Context that runs the model eagerly: compiling evaluation, too, would cost more than it saves."""
-    if choices["compile"]:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from engine.config import auto
 from engine.errors import UserError
+from engine.kernels import execution
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World
@@ -64,7 +64,7 @@ def _fits(
     try:
         reserved = torch.empty(needed, dtype=torch.uint8, device=device)
         x, y = dataset.batch(np.zeros(windows, np.int64))
-        with auto.eagerly(choices), auto.autocast(choices):
+        with execution.eagerly(choices), execution.autocast(choices):
             loss = model(x.to(device), y.to(device))[1]
         loss.backward()
         del reserved
