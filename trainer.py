@@ -192,12 +192,12 @@ class Trainer:
         self.training_log = TrainingLog(
             world,
             self.plan,
-            config.log_every_steps,
-            flops_per_token(bare),
-            getattr(train_dataset, "unit", "character"),
-            self.scaler,
-            self._learning_rate,
-            sample and functools.partial(self._call_eagerly, sample),
+            every_steps=config.log_every_steps,
+            flops_per_character=flops_per_token(bare),
+            unit=getattr(train_dataset, "unit", "character"),
+            scaler=self.scaler,
+            learning_rate=self._learning_rate,
+            sample=sample and functools.partial(self._call_eagerly, sample),
         )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(world)
