@@ -64,6 +64,9 @@ def test_transformers_computes_the_same_logits(exported):
     ours, got = model(idx)[0], theirs(idx).logits
     assert got.dtype == torch.float32 and ours.abs().max() > 1
     assert (got[..., :-1] - ours).abs().max() < 2e-5
+    read = theirs(idx[:, :15])  # with a cache, from which the rest is computed
+    got = theirs(idx[:, 15:], past_key_values=read.past_key_values).logits
+    assert (got[..., :-1] - ours[:, 15:]).abs().max() < 2e-5
     assert theirs.config.vocab_size == len(VOCABULARY) + 1
 
 

@@ -434,6 +434,15 @@ def test_a_run_is_judged_in_words(tmp_path, card, changed, has_reference, on_tra
     assert any(says in sentence for sentence in words), words
 
 
+def test_a_run_that_is_worse_than_guessing_does_not_overfit(tmp_path):
+    run = some_run(
+        tmp_path / "run", losses=lambda s: 3.4 - s / 1e5, held_out=lambda s: 3.4 + s / 9e3
+    )
+    _, words = check(run, {})
+    assert any("worse than guessing" in sentence for sentence in words)
+    assert not any("overfits" in sentence for sentence in words)
+
+
 def test_a_recipe_that_overfits_on_purpose_is_on_track(tmp_path, card):
     wide = [[step, 5.0, 3.0] for step, *_ in card["shakespeare_cpu"]["val"]]
     card = {"shakespeare_cpu": card["shakespeare_cpu"] | {"val": wide}}

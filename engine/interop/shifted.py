@@ -10,6 +10,8 @@ position's input. It can be neither reordered nor cropped: beam search and assis
 where Transformers' cache gets an attribute.
 """
 
+import inspect
+
 import torch
 from torch import nn
 from transformers import (
@@ -22,6 +24,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
+
+# The keyword of the cache: `past_key_values` up to Transformers 5.23.
+CACHE = "cache" if "cache" in inspect.signature(GPT2Block.forward).parameters else "past_key_values"
 
 
 class TokenShift(nn.Module):
@@ -43,23 +48,26 @@ class ShiftedLayer(nn.Module):
     def forward(
         self,
         hidden_states,
-        past_key_values=None,
+        cache=None,
         attention_mask=None,
         encoder_hidden_states=None,
         **kwargs,
     ):
+        cache = kwargs.pop("past_key_values", cache)
+        if cache is None and kwargs.get("use_cache"):
+            raise ValueError("token shift does not know where this Transformers has its cache")
         norm_1, attention, norm_2 = (getattr(self, name) for name in self.names)
         attended, _ = attention(
             norm_1(hidden_states),
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             **kwargs,
         )
         hidden_states = hidden_states + attended
         y = norm_2(hidden_states)
         last = torch.zeros_like(y[:, :1])
-        if past_key_values is not None:
-            cached = past_key_values.layers[self.layer_idx]
+        if cache is not None:
+            cached = cache.layers[self.layer_idx]
             length = cached.get_seq_length()
             last, end = getattr(cached, "last_input", (last, 0))
             if not isinstance(cached, DynamicLayer) or length != end + y.size(1):

@@ -5,6 +5,7 @@ where, and for either split rows of [step, mean, half-width of the band], nats p
 """
 
 import json
+import math
 import os
 import statistics
 from typing import Any
@@ -97,7 +98,9 @@ def overfitting_warning(run: Run) -> str:
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
     then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
     rise = statistics.mean(now) - statistics.mean(then) if now and then else 0.0
-    overfits, diverges = rise <= 0 and last - lowest >= 0.02, rise >= 0.25
+    # A training loss above that of guessing by frequency is no overfitting.
+    has_learned = not now or statistics.mean(now) < run.starts[-1].get("frequency_loss", math.inf)
+    overfits, diverges = rise <= 0 and last - lowest >= 0.02 and has_learned, rise >= 0.25
     if not overfits and not diverges:
         return ""
     verdict = "overfits" if overfits else "diverges"
