@@ -215,8 +215,8 @@ def choose_model(
     steps = planned_steps(config, characters)
     plan = f"{steps:,.0f} steps"
     if trainer.max_minutes is not None:
-        step_s, seconds = seconds_per_step(), seconds_left()
-        steps = min(steps, max(seconds, 0.0) / step_s)
+        step_s, seconds = seconds_per_step(), max(seconds_left(), 0.0)
+        steps = min(steps, seconds / step_s)
         plan = f"{duration(seconds)} at {step_characters(config) / step_s:,.0f} characters/s with width {model.n_embd}"
     operations = steps * step_characters(config) * character_flops(config)
 
