@@ -99,7 +99,8 @@ def overfitting_warning(run: Run) -> str:
     then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
     rise = statistics.mean(now) - statistics.mean(then) if now and then else 0.0
     # A training loss above that of guessing by frequency is no overfitting.
-    has_learned = not now or statistics.mean(now) < run.starts[-1].get("frequency_loss", math.inf)
+    guessing = run.starts[-1].get("frequency_loss", math.inf)
+    has_learned = step == 0 or not now or statistics.mean(now) < guessing
     overfits, diverges = rise <= 0 and last - lowest >= 0.02 and has_learned, rise >= 0.25
     if not overfits and not diverges:
         return ""
