@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from char_dataset import DataConfig
 from engine.config.arguments import field_table
 from engine.config.overrides import GROUPS, check_overrides, explain
-from engine.config.settings import flatten
+from engine.config.settings import as_typed, flatten
 from engine.errors import UserError
 from engine.optim import OptimizerConfig
 from engine.parallel.distributed import World, all_gather
@@ -52,13 +52,14 @@ class Config:
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies the architecture and sizes of a pretrained model; the context is the smaller of the two."""
         source = GPTConfig.recorded(architecture).complete()
+        asked = as_typed(self.data.block_size)
         block_size = min(self.data.block_size or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
         log.info(
-            "architecture %s, %d layers, %d heads, %d wide; context %d of %d",
-            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size,
+            "architecture %s, %d layers, %d heads, %d wide; context %d (its own is %d, data.block_size=%s)",
+            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size, asked,
         )  # fmt: skip
 
 
@@ -125,8 +126,8 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
         for key in sorted(first):
             if first[key] != other[key] and key not in local:
                 raise UserError(
-                    f"{key}: the ranks differ, {first[key]} and {other[key]}; start all with the same text "
-                    "and command, and name the recipe: experiment=NAME"
+                    f"{key}: the ranks differ, {as_typed(first[key])} and {as_typed(other[key])}; start all with "
+                    "the same text and command, and name the recipe: experiment=NAME"
                 )
 
 

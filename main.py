@@ -44,6 +44,7 @@ from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
+from engine.run.memory import report_exhausted
 from engine.run.provenance import log_parts, record_run
 from engine.signals import Stopped
 from engine.sizing import choose_sizes
@@ -82,7 +83,7 @@ def run_training(config: Config, started: float) -> float | None:
     `trainer.max_minutes` counts from `started`, as `time.monotonic()` gives it.
     """
     world = join_processes(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
-    with open_run(config.run_dir, config.trainer.snapshot_path, world):
+    with open_run(config.run_dir, config.trainer.snapshot_path, world), report_exhausted():
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
         snapshots = SnapshotManager(config.trainer, config.run_dir, world)
         recorded = snapshots.found.config if snapshots.found else None

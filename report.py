@@ -141,6 +141,8 @@ def log_failure(action: str) -> Iterator[None]:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     is_check = arguments[:1] == ["check"]
+    if not is_check and arguments and "=" not in arguments[0]:
+        raise UserError(f"{arguments[0]}: no such command; did you mean check?")
     config = parse(ReportArguments, arguments[1:] if is_check else arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")

@@ -137,7 +137,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         torch.set_num_threads(1)
     stop = from_text(config.stop or "", encoding)
     if unknown := [character for character in stop if character not in vocabulary]:
-        raise UserError(f"stop={config.stop!r}: the model never draws {unknown[0]!r}")
+        hint = "; for a newline: stop=$'\\n'" if "\\n" in stop else ""
+        raise UserError(f"stop={config.stop!r}: the model never draws {unknown[0]!r}{hint}")
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())

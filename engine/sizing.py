@@ -217,13 +217,14 @@ def choose_model(
     if trainer.max_minutes is not None:
         step_s, seconds = seconds_per_step(), max(seconds_left(), 0.0)
         steps = min(steps, seconds / step_s)
-        plan = f"{duration(seconds)} at {step_characters(config) / step_s:,.0f} characters/s with width {model.n_embd}"
+        speed = f"{step_characters(config) / step_s:,.0f} characters/s at width {model.n_embd}"
+        plan = f"{duration(seconds)} of training (this machine: {speed})"
     operations = steps * step_characters(config) * character_flops(config)
 
     put(config, dict.fromkeys(null))
     fill(config, sizes_of(config, characters, *best_sizes(characters, operations), processes))
     log.info(
-        "sizing      %d layers, width %d, context %d: for %s characters and %s",
+        "sizing      %d layers, width %d, context %d: for a text of %s characters and %s",
         model.n_layer, model.n_embd, data.block_size, f"{characters:,}", plan,
     )  # fmt: skip
     affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
@@ -271,16 +272,18 @@ def choose_steps(
     trainer = config.trainer
     character_s = EVALUATION_COST * step_s / step_characters(config)
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
-    left = seconds - FINISH_S
+    left, number = seconds - FINISH_S, 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:
         number = evaluations(left / each)
         fitting = int((left - number * each) / step_s)
     if fitting < 1:
+        missing = step_s + number * each - left
+        least = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100
         raise UserError(
-            f"trainer.max_minutes={trainer.max_minutes:g}: too short: {max(0.0, seconds):.1f} s are left after "
-            f"starting, and a step takes {step_s:.2f} s"
+            f"trainer.max_minutes={trainer.max_minutes:g}: too short for a step of {step_s:.2f} s, after starting; "
+            f"{least:g} is the least"
         )
     pays = math.inf
     if is_limited:
@@ -290,7 +293,8 @@ def choose_steps(
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps == typed:
         trainer.max_minutes = None  # it decided nothing, and does not when the run resumes
-    why = f"{fitting:,} fit into the {duration(seconds)} left"
+    number_of = "as many as" if trainer.max_steps == fitting else f"of the {fitting:,} that"
+    why = f"{number_of} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
         why += f"; limited to {USEFUL_PASSES} passes over the text"
     if trainer.max_steps == typed:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import resource
 import subprocess
 from operator import attrgetter
 
@@ -267,12 +268,15 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("data.file=x", "data.file: unknown key; did you mean data.path?"),
         ("trainer.quux=1", "trainer.quux: unknown key; python main.py --help lists all"),
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
-        ("report=perhaps", "report: Value 'perhaps' is not a valid bool"),
-        ("trainer.trackers=wandb", "trainer.trackers: Invalid value assigned: str is not a List"),
+        ("report=perhaps", "report=perhaps: must be true or false"),
+        ("trainer.trackers=wandb", "trainer.trackers: must be a list"),
         ("model.model_type=gpt-mini", "model.n_layer=null model.n_head=null model.n_embd=null"),
         ("optimizer.schedule=[wsd]", "optimizer.schedule: Cannot convert 'list' to string"),
         ("data=book.txt", "a text of your own: data=text data.path=FILE"),
-        ("data=text data.path=ä.txt", "Hydra needs it in quotes: 'data.path=\"ä.txt\"'"),
+        ("data=text data.path=ä.txt", "needs quotes, twice: 'data.path=\"ä.txt\"'"),
+        ("data=text data.path=a(1).txt", "needs quotes, twice: 'data.path=\"a(1).txt\"'"),
+        ("data=text data.path=a,b.txt", "needs quotes, twice: 'data.path=\"a,b.txt\"'"),
+        ("book.txt", "book.txt: settings are KEY=VALUE, as in data=text data.path=FILE"),
         ("data=text", "data.path: missing"),
         ("model=null", "model=null: must name a file in conf/model"),
         ("run_name=", "run_name: must not be empty"),
@@ -296,9 +300,9 @@ def test_a_bad_setting_is_named_with_what_was_meant(override, says):
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("optimizer.learning_rate=0,003", "=0,003: a comma separates the values of a sweep (-m)"),
-        ("trainer.batch_size=many", "trainer.batch_size: Value 'many' of type 'str' could not be"),
+        ("trainer.batch_size=many", "trainer.batch_size=many: must be a whole number"),
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
-        ("trainer.seed", "trainer.seed: settings are KEY=VALUE, without spaces"),
+        ("trainer.seed", "trainer.seed: settings are KEY=VALUE, as in"),
         ("--lr=3", "--lr=3: settings have no dashes; did you mean optimizer.learning_rate=?"),
         ("=3", "=3: settings are KEY=VALUE, without spaces"),
         ("~trainer.max_steps", "trainer.max_steps: TrainerConfig (DictConfig) does not support"),
@@ -443,4 +447,17 @@ def test_a_run_that_needs_more_memory_than_is_free_is_warned_of(tmp_path):
             "engine.run.memory.log.warning", lambda text, *values: lines.append(text % values)
         )
         memory.warn_if_too_little(config.model, config.trainer, ALONE)
-    assert re.match(r"training needs about \d+\.\d GB of memory", lines[0]) and "=32768" in lines[0]
+        config.model.n_embd = 2**20  # whose weights alone are too large
+        memory.warn_if_too_little(config.model, config.trainer, ALONE)
+    assert re.match(r"training needs about [\d,]+\.\d GB of memory", lines[0])
+    assert "=32768" in lines[0] and "micro_batch_size" not in lines[1]
+
+
+def test_a_model_beyond_the_memory_ends_with_one_line(tmp_path):
+    def limit_memory():
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+
+    wide = [*TINY, f"run_dir={tmp_path / 'run'}", "model.n_embd=100000"]
+    result = start(*wide, preexec_fn=limit_memory)
+    assert result.returncode == 1 and "error: out of memory: set a smaller model" in result.stderr
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()

@@ -649,7 +649,12 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")]
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
 )
 def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
     parts, tmp_path, monkeypatch, caplog, error

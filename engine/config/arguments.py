@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import inspect
-import json
 import re
 import signal
 import sys
@@ -14,10 +13,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from engine import portable
+from engine.config.settings import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")
 # A field is one line, `name: type = default  # meaning`.
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
@@ -57,6 +58,10 @@ def parse(cls: type[T], arguments: list[str]) -> T:
 def explain_value(error: Exception) -> str:
     """An error of OmegaConf as one line that names the key."""
     key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
+    if wrong := re.match(r"Value '(.*?)' .*\b(Integer|Float|bool)\b", first):
+        return f"{key}={wrong[1]}: must be {KINDS[wrong[2]]}"
+    if "is not a ListConfig" in first:
+        first = f"must be a list, in quotes for the shell: '{key}=[A,B]'"
     if first.endswith("is not Optional"):
         first = "must not be null"
     if isinstance(error, MissingMandatoryValue):
@@ -75,8 +80,7 @@ def field_table(cls: Any, prefix: str = "") -> str:
                 found[own[1]] = own[2], own[3] or ""
     fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)]
     defaults = cast(dict, OmegaConf.to_container(OmegaConf.structured(cls)))
-    given = {k: v if isinstance(v, str) else json.dumps(v) for k, v in defaults.items()}
-    rows = [(f"{prefix}{f.name}={given[f.name]}", *found[f.name]) for f in fields]
+    rows = [(f"{prefix}{f.name}={as_typed(defaults[f.name])}", *found[f.name]) for f in fields]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"  {a:{first}}  {b:{second}}  {c}".rstrip() for a, b, c in rows)
 

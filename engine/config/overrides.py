@@ -5,10 +5,12 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -147,6 +149,11 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
             raise UserError(f"{key}: unknown key; {hint}")
 
 
+def quoted_twice(key: str, value: str) -> str:
+    """The override KEY=VALUE with the value quoted for Hydra, and all of it for the shell."""
+    return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
+
+
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
@@ -154,16 +161,18 @@ def explain(error: Exception) -> str:
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        # Its grammar has ASCII alone outside of quotes.
-        if not value.isascii() and not re.search(r"""["'\\\[{]""", value):
-            return f"{error.override}: Hydra needs it in quotes: '{key}=\"{value}\"'"
-        how = "without spaces, or quoted for Hydra and for the shell as in \"data.path='a b.txt'\""
-        return f"{error.override}: settings are KEY=VALUE, {how}"
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return f"{error.override}: settings are KEY=VALUE, as in data=text data.path=FILE"
+        how = "settings are KEY=VALUE, without spaces around the ="
+        if value.strip() and key.strip() == key and value[0] not in "\"'[{ ":
+            how = f"such a value needs quotes, twice: {quoted_twice(key, value)}"
+        return f"{error.override}: {how}"
     if ambiguous := re.search("Ambiguous value for argument '(.*?)'", str(error)):
+        key, _, value = ambiguous[1].partition("=")
         return (
-            f"{ambiguous[1]}: a comma separates the values of a sweep (-m); a decimal has a point, and "
-            "a list brackets"
+            f"{ambiguous[1]}: a comma separates the values of a sweep (-m); a decimal has a point, a list "
+            f"brackets, and a text with a comma needs quotes, twice: {quoted_twice(key, value)}"
         )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     return explain_value(cause) if getattr(cause, "full_key", None) else one_line(cause)

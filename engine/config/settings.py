@@ -51,6 +51,11 @@ def as_plain(value: Any) -> Any:
     return json.loads(text)
 
 
+def as_typed(value: Any) -> str:
+    """A value as one types it: null and true, not None and True."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:
     """The defaults of dataclasses by dotted key, but those that are None or made by a function."""
     return {

@@ -22,6 +22,7 @@ from engine.interop import transformers
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_on_rank_0
 from engine.run.directory import choose_snapshots
+from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 
@@ -72,6 +73,8 @@ def read_pretrained(source: str) -> Snapshot:
         return dataclasses.replace(found, optimizer_state={}, config=settings)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
+        if storage.is_local(source) and not os.path.exists(source):
+            what = "no such snapshot, run directory, or directory that export.py wrote"
         raise UserError(f"init_from={source}: {what}") from error
 
 
@@ -83,7 +86,7 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
     own = dict(distributed.unwrap(model).named_parameters(remove_duplicate=False))
     if odd := sorted(pretrained.model_state.keys() ^ own.keys()):
         raise UserError(
-            f"init_from: the parameter {odd[0]} is in only one of the two models; was model.py edited?"
+            f"init_from: the parameter {odd[0]} is in only one of the two models; was model.py or config.json edited?"
         )
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]

@@ -120,9 +120,11 @@ def peak_memory(device: torch.device) -> int:
     return portable.peak_memory()
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a GPU's memory was exhausted, for torch's allocator or for a library."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was exhausted, a GPU's or the host's, for torch's allocators or for a library."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return "out of memory" in str(error) or "can't allocate memory" in str(error)
 
 
 def free_unused(device: torch.device) -> None:

@@ -24,9 +24,10 @@ class AdaptiveThreads:
     so a thread that waits for a core holds up all others.
     """
 
+    was_logged = False  # once in a process is enough
+
     def __init__(self, enabled: bool):
         self.enabled, self.most = enabled, torch.get_num_threads()
-        self.was_logged = False
         self.retry = RETRY[0]
         self.tried, self.next_try = -PROBE_S, 0.0  # when one more thread was, and will be, tried
         # Of the steps since the last decision.
@@ -57,11 +58,11 @@ class AdaptiveThreads:
             was_tried = now - self.tried < PROBE_S
             self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
             self.tried, self.next_try = -PROBE_S, now + self.retry
-            if not self.was_logged:
+            if not AdaptiveThreads.was_logged:
                 log.info(
                     "threads     using %d of %d: other processes are busy", threads - 1, self.most
                 )
-                self.was_logged = True
+                AdaptiveThreads.was_logged = True
         elif threads < self.most and now > self.next_try:
             torch.set_num_threads(threads + 1)
             self.tried, self.next_try = now, now + PROBE_S

@@ -1,13 +1,15 @@
 """Memory: the largest micro-batch that fits on a GPU; a failed step repeated with half of it; a CPU estimate."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
 
-from engine.errors import UserError
+from engine.errors import UserError, one_line
 from engine.kernels import execution
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
@@ -15,9 +17,10 @@ from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
-RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system kills the process
+RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system may kill the process instead
 # Share of a GPU's memory for what a trial does not show: fragments, evaluation, libraries.
 HEADROOM = 0.05
+LESS = "set a smaller model (model.n_layer, model.n_embd) or a smaller trainer.micro_batch_size"
 
 
 def fit_micro_batch(
@@ -102,6 +105,17 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan
     return smaller
 
 
+@contextlib.contextmanager
+def report_exhausted() -> Iterator[None]:
+    """Raises `UserError` where something in the block fails for lack of memory, on a GPU or a CPU."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not hardware.is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory: {LESS}: {one_line(error)[:200]}") from error
+
+
 def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
     """Warns if training on this host's CPUs, of the model of a `GPTConfig` by a `TrainerConfig`, may need more memory
     than is free: the operating system would kill it.
@@ -109,12 +123,17 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
     weights = 12 * model.n_layer * model.n_embd**2 + 2 * model.vocab_size * model.n_embd
-    # Weights, gradients and averages; what the backward pass needs, of each block or of one; the logits.
+    weight_bytes = 16 * weights  # with gradients and averages
+    # What the backward pass needs, of each block or of one; the logits.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
-    each = 16 * weights + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
+    each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
     needed, free = world.local_size * each, hardware.free_memory()
     if world.device.type == "cpu" and free is not None and needed > free:
+        advice = "a smaller model (model.n_layer, model.n_embd)"
+        if world.local_size * weight_bytes < free:
+            windows = max(1, characters // model.block_size // 2)
+            advice = f"trainer.micro_batch_size={windows} or less, or {advice}"
         log.warning(
-            "training needs about %.1f GB of memory and %.1f GB are free: set trainer.micro_batch_size=%d or "
-            "less, or a smaller model", needed / 1e9, free / 1e9, max(1, characters // model.block_size // 2),
+            "training needs about %s GB of memory and %s GB are free: set %s",
+            f"{needed / 1e9:,.1f}", f"{free / 1e9:,.1f}", advice,
         )  # fmt: skip

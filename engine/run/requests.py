@@ -1,5 +1,7 @@
 """Requests to save or to stop, agreed by all ranks."""
 
+import contextlib
+import os
 import signal
 import threading
 
@@ -44,6 +46,13 @@ class Requests:
         self._own.add(REQUESTS.index(signal.Signals(number).name))
         if number == signal.SIGINT:  # the default handler also ends a process stuck outside Python
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if self.world.rank == 0:  # a micro-batch may take long
+                with contextlib.suppress(
+                    OSError
+                ):  # not through Python's streams: one may be in the middle of a line
+                    os.write(
+                        2, b"\nstopping after this micro-batch; Ctrl-C again ends without saving\n"
+                    )
 
     def take(self) -> int:
         """The highest request to this process so far; one to save is returned once."""

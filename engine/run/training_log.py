@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -129,14 +130,15 @@ class TrainingLog:
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
         self.bad = torch.where(is_first, noted, self.bad)
         if step != self.plan.total_steps and step % self.every_steps != 0:
-            if step == self.started_at + 1:  # which compiles: the clock starts again
+            if step == self.started_at + 1:
+                loss = self._mean(rank_loss)
+                seconds = time.perf_counter() - self.lap_started
+                log.info(f"{self._of(step)} | loss {loss:.4f} | in {seconds:.1f} s")
                 self.lap_step, self.lap_started = step, time.perf_counter()
             return
         self.check_finite(step)
         samples = self._draw_samples(step)
-        # On the host: not every device has float64.
-        total = distributed.all_reduce_sum(rank_loss.cpu().double(), self.world)
-        loss = total.item() / self.world.size
+        loss = self._mean(rank_loss)
         if not self.metrics:
             return
         now = time.perf_counter()
@@ -159,7 +161,15 @@ class TrainingLog:
             f"{rate:,.0f} {self.unit}s/s{mfu_shown} | {left} left"
         )
         if samples:
-            log.info("sampled     %s", samples[0].strip().replace("\n", " | "))
+            shown = samples[0].strip().replace("\n", " | ")
+            # A model of bytes draws control characters, too, to which a terminal would react.
+            log.info("sampled     %s", re.sub(r"[\x00-\x1f\x7f-\x9f]", "\ufffd", shown))
+
+    def _mean(self, rank_loss: torch.Tensor) -> float:
+        """The mean over the ranks."""
+        # On the host: not every device has float64.
+        total = distributed.all_reduce_sum(rank_loss.cpu().double(), self.world)
+        return total.item() / self.world.size
 
     def _draw_samples(self, step: int) -> list[str]:
         """Texts for the line of `step`: for lines 1, 4, 16, 64, ... and the last."""
@@ -214,7 +224,7 @@ class TrainingLog:
             self.metrics.log(step, epoch, "train", loss, grad_norm=norm, diverged=what)
         return UserError(
             f"step {step}: {what}: training has diverged; lower optimizer.learning_rate or raise "
-            "optimizer.warmup_steps; the snapshots saved before stay"
+            "optimizer.warmup_steps; earlier snapshots are kept"
         )
 
     def sync(self) -> int:

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from engine.errors import UserError, one_line
+from engine.machine.hardware import is_out_of_memory
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
@@ -117,9 +118,11 @@ class SnapshotManager:
             }
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # subclasses of RuntimeError
+        except torch.AcceleratorError:  # a subclass of RuntimeError
             raise
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             raise UserError(
                 f"{self.path}: cannot be restored into this model; start another run with "
                 "run_name=NEW_NAME, or set this one aside with trainer.resume=never: "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from engine.config.settings import flatten, is_fixed
+from engine.config.settings import as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.parallel.distributed import World
 from engine.text import unit_of
@@ -193,7 +193,9 @@ def check_can_resume(
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
     refused = [
-        f"{key} was {was!r}, is {now!r}" for key, (was, now) in changes.items() if is_fixed(key)
+        f"{key} was {as_typed(was)}, is {as_typed(now)}"
+        for key, (was, now) in changes.items()
+        if is_fixed(key)
     ]
     was, now = snapshot.text_digest, dataset.digest
     if was != now:
@@ -207,6 +209,7 @@ def check_can_resume(
     changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
     for key, (was, now) in changes.items():
         if was != now and key != "trainer.resume":
+            was, now = as_typed(was), as_typed(now)
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
 
