@@ -247,8 +247,8 @@ class CharDataset(Dataset):
 
 
 def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
-    """(share of the held-out characters that the training part does not have, 0 if that is too long to be counted as a
-    whole; loss in nats of guessing each by its frequency there, counted from one). Of each part, the first
+    """(fraction of the held-out characters that do not occur in training, 0 if the training part is too long to count;
+    cross-entropy in nats of a unigram model of the training part with add-one smoothing). Of each part, the first
     `MAX_COUNTED` characters are counted.
     """
     seen, scored = (

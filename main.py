@@ -168,7 +168,9 @@ def main(composed: DictConfig) -> float | None:
         if not is_job:
             fail(error)  # before Hydra adds a line of its own
         log.error("%s", error)
-        raise  # Hydra runs the other jobs first
+        message = str(error)
+    # Hydra runs the other jobs first, and keeps the exception: this one without the frames that hold the model.
+    raise UserError(message)
 
 
 def run() -> None:

@@ -142,7 +142,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     is_check = arguments[:1] == ["check"]
     if not is_check and arguments and "=" not in arguments[0]:
-        raise UserError(f"{arguments[0]}: no such command; did you mean check?")
+        meant = f"run_dir={arguments[0]}" if os.path.isdir(arguments[0]) else "check"
+        raise UserError(f"{arguments[0]}: not an argument; did you mean {meant}?")
     config = parse(ReportArguments, arguments[1:] if is_check else arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")

@@ -262,7 +262,7 @@ class Trainer:
                 try:
                     with threads.step(), execution.tf32(self.choices):
                         loss, norm = self.train_step(self._micro_batches(batches))
-                except RuntimeError as error:
+                except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
                     self._halve_micro_batch(error)
@@ -298,7 +298,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _halve_micro_batch(self, error: RuntimeError) -> None:
+    def _halve_micro_batch(self, error: Exception) -> None:
         """Halves the micro-batch so that a step that ran out of memory can be repeated; see `memory.halved`."""
         may_repeat = self.world.size == 1 and not self.is_updating
         self.plan = memory.halved(self.plan, self.step + 1, may_repeat, error)

@@ -279,11 +279,11 @@ def choose_steps(
         number = evaluations(left / each)
         fitting = int((left - number * each) / step_s)
     if fitting < 1:
-        missing = step_s + number * each - left
-        least = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100
+        missing = step_s + 2 * number * each - left
+        enough = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100
         raise UserError(
-            f"trainer.max_minutes={trainer.max_minutes:g}: too short for a step of {step_s:.2f} s, after starting; "
-            f"{least:g} is the least"
+            f"trainer.max_minutes={trainer.max_minutes:g}: too short: no time is left for a step of {step_s:.2f} s "
+            f"and its evaluation; try {enough:g}"
         )
     pays = math.inf
     if is_limited:

@@ -154,8 +154,8 @@ def read_text(
                 byte = error.object[error.start]
                 offset = num_bytes - len(error.object) + error.start
                 raise UserError(
-                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; models of bytes "
-                    "(data.encoding=bytes) read any file"
+                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; a model of bytes, trained "
+                    "with data.encoding=bytes, reads any file"
                 ) from error
             if text:
                 yield text

@@ -51,7 +51,7 @@ parse = functools.partial(arguments.parse, Config)
         (parse, "zz=1", "zz=1: not an argument; there are out=, text=, number="),
         (parse, "out", "out: not an argument"),
         (parse, "out=", "out=: is empty"),
-        (parse, "number=x", "number=x: must be a whole number"),
+        (parse, "number=x", "number=x: must be a whole number, in digits alone"),
         (parse, "out=a text=bad", "text=bad: is bad"),
         (
             sample.main,
@@ -98,7 +98,7 @@ parse = functools.partial(arguments.parse, Config)
         (export.main, "out=/proc/x snapshot=a.pt", "out=/proc/x: cannot be written"),
         (export.main, "out=s3://x/y", "out=s3://x/y: must be local"),
         (report.main, "run_dir=nowhere", "nowhere: no run has logged anything there"),
-        (report.main, "chekc", "chekc: no such command; did you mean check?"),
+        (report.main, "chekc", "chekc: not an argument; did you mean check?"),
         (report.main, "check .", ".: not an argument; there are run_dir=, run_dirs=, out="),
         (report.main, "check out=a", "out=a: check writes no page; leave it out"),
         (report.main, "run_dirs=nowhere/*", "nowhere/*: no run has logged anything there"),

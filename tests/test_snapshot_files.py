@@ -338,7 +338,7 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     save(4, fails=True, best=True, latest=False)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))
     with pytest.raises(
-        UserError, match=r"step 5: failed saves in a row: 2 .*No space left on device"
+        UserError, match=r"step 5: 2 saves failed in a row .*No space left on device"
     ):
         save(5, fails=True)
     assert load(path).step == 3

@@ -18,7 +18,7 @@ from engine.errors import UserError
 
 T = TypeVar("T")
 # A field is one line, `name: type = default  # meaning`.
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+KINDS = {"Integer": "a whole number, in digits alone", "Float": "a number", "bool": "true or false"}
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 

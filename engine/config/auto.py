@@ -1,7 +1,7 @@
 """Resolves `auto` settings once; stored in snapshots for resuming.
 
 The choices of a run are a dictionary: `device` ("cpu", "cuda", ...), `amp_dtype`, `compile`,
-`deterministic`, and on a GPU `micro_batch_size`, which the trainer finds by trial. They follow from a
+`deterministic`, and `micro_batch_size` where the trainer has found one that fits into memory. They follow from a
 `TrainerConfig`; where a setting is `auto`, `earlier` choices from a snapshot are kept.
 """
 

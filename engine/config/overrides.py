@@ -149,7 +149,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
             raise UserError(f"{key}: unknown key; {hint}")
 
 
-def quoted_twice(key: str, value: str) -> str:
+def quoted(key: str, value: str) -> str:
     """The override KEY=VALUE with the value quoted for Hydra, and all of it for the shell."""
     return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
 
@@ -165,14 +165,16 @@ def explain(error: Exception) -> str:
         if not equals:
             return f"{error.override}: settings are KEY=VALUE, as in data=text data.path=FILE"
         how = "settings are KEY=VALUE, without spaces around the ="
-        if value.strip() and key.strip() == key and value[0] not in "\"'[{ ":
-            how = f"such a value needs quotes, twice: {quoted_twice(key, value)}"
+        if value.endswith(","):
+            how = "no space may follow a comma"
+        elif value.strip() and key.strip() == key and value[0] not in "\"'[{ ":
+            how = f"quote the value for Hydra, and all of it for the shell: {quoted(key, value)}"
         return f"{error.override}: {how}"
     if ambiguous := re.search("Ambiguous value for argument '(.*?)'", str(error)):
         key, _, value = ambiguous[1].partition("=")
         return (
-            f"{ambiguous[1]}: a comma separates the values of a sweep (-m); a decimal has a point, a list "
-            f"brackets, and a text with a comma needs quotes, twice: {quoted_twice(key, value)}"
+            f"{ambiguous[1]}: a comma separates the values of a sweep (-m); write decimals with a point, lists in "
+            f"brackets, and a text with a comma in quotes, {quoted(key, value)}"
         )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     return explain_value(cause) if getattr(cause, "full_key", None) else one_line(cause)

@@ -52,8 +52,8 @@ def as_plain(value: Any) -> Any:
 
 
 def as_typed(value: Any) -> str:
-    """A value as one types it: null and true, not None and True."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """A value as on the command line: null and true, not None and True."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,7 @@ class CapturedStep:
         for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
             peak = group.setdefault("initial_lr", float(group["lr"]))
             group["lr"] = torch.tensor(peak, device="cuda")
-            if "capturable" in group:
-                group["capturable"] = True
+            group["capturable"] = True
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
         # Work on the default stream cannot be captured. One side stream, as memory is pooled for each stream.

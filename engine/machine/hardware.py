@@ -121,7 +121,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was exhausted, a GPU's or the host's, for torch's allocators or for a library."""
+    """Whether `error` says that a GPU's or the host's memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return "out of memory" in str(error) or "can't allocate memory" in str(error)

@@ -20,7 +20,6 @@ log = logging.getLogger("gpt")
 RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system may kill the process instead
 # Share of a GPU's memory for what a trial does not show: fragments, evaluation, libraries.
 HEADROOM = 0.05
-LESS = "set a smaller model (model.n_layer, model.n_embd) or a smaller trainer.micro_batch_size"
 
 
 def fit_micro_batch(
@@ -35,12 +34,13 @@ def fit_micro_batch(
     forward and backward pass of `model` fits into the memory of every rank. Returns the plan with it, and records it
     in `choices`. Raises `UserError` if one window is too many.
 
-    Returns `plan` unchanged on devices that raise no OutOfMemoryError, and for sharded models, where a rank that fails
-    would leave the others waiting.
+    Tries nothing on devices that raise no OutOfMemoryError, and for sharded models, where a rank that fails would
+    leave the others waiting.
     """
+    if known is not None:
+        plan, choices["micro_batch_size"] = plan.with_micro_batch(known), known
     if world.device.type not in RAISES_OUT_OF_MEMORY or sharding.is_sharded(model):
         return plan
-    plan = plan.with_micro_batch(known or plan.micro_batch_size)
     hardware.free_unused(world.device)  # an earlier Trainer of this process
     while True:
         windows = plan.micro_batch_size
@@ -82,12 +82,12 @@ def _fits(
 
 def too_large(plan: Plan) -> str:
     return (
-        f"a window of data.block_size={plan.block_size} needs more memory than the GPU has: set a shorter one, a "
+        f"a window of data.block_size={plan.block_size} needs more memory than there is: set a shorter one, a "
         "smaller model, or model.activation_checkpointing=true"
     )
 
 
-def halved(plan: Plan, step: int, may_repeat: bool, error: RuntimeError) -> Plan:
+def halved(plan: Plan, step: int, may_repeat: bool, error: Exception) -> Plan:
     """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` for a single window, or if
     the step may not be repeated (`may_repeat`): with several ranks, or once the optimizer has changed a weight.
     """
@@ -113,7 +113,10 @@ def report_exhausted() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not hardware.is_out_of_memory(error):
             raise
-        raise UserError(f"out of memory: {LESS}: {one_line(error)[:200]}") from error
+        raise UserError(
+            f"out of memory ({one_line(error)[:200]}): reduce model.n_layer, model.n_embd, "
+            "trainer.micro_batch_size or, of a large text, data.truncate"
+        ) from error
 
 
 def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
@@ -129,11 +132,13 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
     each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
     needed, free = world.local_size * each, hardware.free_memory()
     if world.device.type == "cpu" and free is not None and needed > free:
-        advice = "a smaller model (model.n_layer, model.n_embd)"
-        if world.local_size * weight_bytes < free:
-            windows = max(1, characters // model.block_size // 2)
-            advice = f"trainer.micro_batch_size={windows} or less, or {advice}"
+        advice, windows = (
+            "a smaller model (model.n_layer, model.n_embd)",
+            characters // model.block_size,
+        )
+        if world.local_size * weight_bytes < free and windows > 1:
+            advice = f"trainer.micro_batch_size={windows // 2} or less, or {advice}"
         log.warning(
-            "training needs about %s GB of memory and %s GB are free: set %s",
+            "training needs about %s GB of memory, but only %s GB are free: set %s",
             f"{needed / 1e9:,.1f}", f"{free / 1e9:,.1f}", advice,
         )  # fmt: skip

@@ -47,12 +47,9 @@ class Requests:
         if number == signal.SIGINT:  # the default handler also ends a process stuck outside Python
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if self.world.rank == 0:  # a micro-batch may take long
-                with contextlib.suppress(
-                    OSError
-                ):  # not through Python's streams: one may be in the middle of a line
-                    os.write(
-                        2, b"\nstopping after this micro-batch; Ctrl-C again ends without saving\n"
-                    )
+                # Not by the log: the signal may have interrupted it in the middle of a line.
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nstopping: will save after the current micro-batch\n")
 
     def take(self) -> int:
         """The highest request to this process so far; one to save is returned once."""

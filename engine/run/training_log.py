@@ -133,7 +133,7 @@ class TrainingLog:
             if step == self.started_at + 1:
                 loss = self._mean(rank_loss)
                 seconds = time.perf_counter() - self.lap_started
-                log.info(f"{self._of(step)} | loss {loss:.4f} | in {seconds:.1f} s")
+                log.info(f"{self._of(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
                 self.lap_step, self.lap_started = step, time.perf_counter()
             return
         self.check_finite(step)
@@ -161,9 +161,9 @@ class TrainingLog:
             f"{rate:,.0f} {self.unit}s/s{mfu_shown} | {left} left"
         )
         if samples:
-            shown = samples[0].strip().replace("\n", " | ")
+            shown = re.sub(r"\r?\n", " | ", samples[0].strip())
             # A model of bytes draws control characters, too, to which a terminal would react.
-            log.info("sampled     %s", re.sub(r"[\x00-\x1f\x7f-\x9f]", "\ufffd", shown))
+            log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 
     def _mean(self, rank_loss: torch.Tensor) -> float:
         """The mean over the ranks."""

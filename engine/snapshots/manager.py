@@ -191,7 +191,7 @@ class SnapshotManager:
         self._log_failure(saving.step, error)
         if self.failures >= self.config.max_save_failures:
             raise UserError(
-                f"step {saving.step}: failed saves in a row: {self.failures} (trainer.max_save_failures): {error}; "
+                f"step {saving.step}: {self.failures} saves failed in a row (trainer.max_save_failures): {error}; "
                 "fix the cause, and run the same command again"
             )
 
