@@ -70,6 +70,7 @@ UNSEEN = [
     ("tr", 300_000, 1.1),
     ("el", 300_000, 3.3),
     ("it", 1_000_000, 3.3),
+    ("man", 5_800_000, 3.3),
 ]
 FACTORS = {"context": (2,), "width": (0.7, 1.4), "rate": (0.6, 1.7), "decay": (0.5, 2)}
 DEPTHS = {3: (4,), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
