@@ -52,7 +52,7 @@ class DataConfig:
     path: Any = MISSING  # the text, UTF-8: a path, URL or pattern ('books/*.txt'), or a list of them; may be compressed
     url: str | None = None  # downloaded from here if path does not exist; null: path must exist
     sha256: str | None = None  # SHA-256 of the files, decompressed, hexadecimal; null: any text
-    block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see engine/sizing.py
+    block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see docs/own-text.md
     train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
     final_split: float = 0.0  # test split: share of the text, at its end, that is scored once, after training
     truncate: float = 1.0  # share of the text to use at all, from its start

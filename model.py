@@ -61,7 +61,7 @@ class GPTConfig:
     n_embd: int | None = None  # width of the residual stream, divisible by n_head; null: from model_type (default gpt2)
     vocab_size: int | None = None  # distinct characters; null: taken from the text
     block_size: int | None = None  # characters of context; set data.block_size
-    embd_pdrop: float | None = 0.1  # dropout probability of the embeddings; null: chosen, see engine/sizing.py
+    embd_pdrop: float | None = 0.1  # dropout probability of the embeddings; null: chosen, see docs/own-text.md
     resid_pdrop: float | None = 0.1  # dropout probability of the outputs of attention and MLP; null: chosen
     attn_pdrop: float = 0.1  # dropout probability of the attention weights
     bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)

@@ -29,7 +29,7 @@ class OptimizerConfig:
 
     # fmt: off
     name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest
-    learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see engine/sizing.py
+    learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see docs/own-text.md
     weight_decay: float | None = 0.1  # decoupled, times the learning rate; matrices only; null: chosen
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
     beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
