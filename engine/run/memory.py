@@ -132,10 +132,8 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
     each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
     needed, free = world.local_size * each, hardware.free_memory()
     if world.device.type == "cpu" and free is not None and needed > free:
-        advice, windows = (
-            "a smaller model (model.n_layer, model.n_embd)",
-            characters // model.block_size,
-        )
+        windows = characters // model.block_size
+        advice = "a smaller model (model.n_layer, model.n_embd)"
         if world.local_size * weight_bytes < free and windows > 1:
             advice = f"trainer.micro_batch_size={windows // 2} or less, or {advice}"
         log.warning(

@@ -130,7 +130,7 @@ class TrainingLog:
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
         self.bad = torch.where(is_first, noted, self.bad)
         if step != self.plan.total_steps and step % self.every_steps != 0:
-            if step == self.started_at + 1:
+            if step == self.started_at + 1:  # which compiles: the clock starts again
                 loss = self._mean(rank_loss)
                 seconds = time.perf_counter() - self.lap_started
                 log.info(f"{self._of(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
