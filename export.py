@@ -27,7 +27,7 @@ from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
 from engine.interop import page
-from engine.interop.transformers import to_files, unknown_token
+from engine.interop.transformers import is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
@@ -121,6 +121,8 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
 def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     """What the model is, how it was trained and how well: labels and values."""
     config: Any = model.config
+    parts = {"token shift": config.token_shift, "n-gram embeddings": config.ngram_rows}
+    kind = ", ".join((config.arch, *(part for part, has in parts.items() if has)))
     text = source_name(snapshot.config.get("data", {}))
     return [
         ("snapshot", f"{snapshot} (nats per {snapshot.unit})"),
@@ -129,7 +131,7 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
         ("text", f"{text}SHA-256 {snapshot.text_digest}"),
         (
             "architecture",
-            f"{config.arch}{', token shift' * config.token_shift}: blocks: {config.n_layer}, heads: {config.n_head}, "
+            f"{kind}: blocks: {config.n_layer}, heads: {config.n_head}, "
             f"width: {config.n_embd}, context: {config.block_size} {snapshot.unit}s",
         ),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
@@ -188,7 +190,8 @@ def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     """`README.md` of the directory `folder`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
-    trust = ", trust_remote_code=True" if config.token_shift else ""  # for shifted.py
+    needs_code = is_shifted(dataclasses.asdict(config))  # shifted.py
+    trust = ", trust_remote_code=True" if needs_code else ""
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(default_prompt(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---

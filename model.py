@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,13 +45,16 @@ SIZES = {
 }
 SOFTCAP = 15  # |logit| stays below it in the modern architecture
 ROPE_BASE = 10_000.0
+# Of the hash of the last three and of the last four characters, oldest first: primes, so small that JavaScript has the
+# sums exactly.
+NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 
 @dataclass
 class GPTConfig:
     """Architecture and size. A field that is None follows from `model_type` or `arch`, `vocab_size` and
-    `block_size` from the data; dropouts that are None are chosen for the text. Raises `UserError` for
-    impossible values.
+    `block_size` from the data; dropouts and `ngram_rows` that are None are chosen for the text. Raises
+    `UserError` for impossible values.
     """
 
     # fmt: off
@@ -67,6 +71,7 @@ class GPTConfig:
     bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)
     tie_weights: bool | None = None  # the head shares the embedding's weights; null: as arch has (gpt2: true)
     token_shift: bool = False  # MLPs also see the character before (RWKV, Peng et al., 2023)
+    ngram_rows: int | None = 0  # embeddings of the last 3 characters, and of the last 4, by a hash; null: chosen
     activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # fmt: on
 
@@ -75,6 +80,7 @@ class GPTConfig:
         self._resolve_sizes()
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
             check_range(f"model.{name}", getattr(self, name), 1)
+        check_range("model.ngram_rows", self.ngram_rows, 0)
         for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
             check_range(f"model.{name}", getattr(self, name), 0, below=1)
         if self.n_embd is not None and self.n_head is not None:
@@ -123,7 +129,7 @@ class GPTConfig:
     def complete(self) -> Any:
         """Itself, typed as if no size or dropout could be None; raises `UserError` if one is."""
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        for name in (*sizes, "embd_pdrop", "resid_pdrop"):
+        for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
             if getattr(self, name) is None:
                 raise UserError(
                     f"model.{name} is missing: vocab_size and block_size are those of the data set"
@@ -155,6 +161,43 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         pass
+
+
+class NgramEmbedding(nn.Module):
+    """Hashed n-gram embeddings (Svenstrup et al., "Hash Embeddings for Efficient Word Representations", 2017): the sum
+    of a vector for the last three characters and one for the last four, by a hash from `rows` vectors for each.
+
+    `codes` (V,) int64 has the number that stands for each character in the hash. It goes with the weights, so that
+    fine-tuning on another vocabulary finds the same rows; 0 is no character, before the first.
+    """
+
+    codes: Tensor
+    factors: Tensor
+    first: Tensor
+
+    def __init__(self, rows: int, config: Any):
+        super().__init__()
+        self.rows = rows
+        self.weight = nn.Parameter(torch.empty(2 * rows, config.n_embd))
+        self.register_buffer("codes", torch.empty(config.vocab_size, dtype=torch.int64))
+        self.register_buffer("factors", torch.empty(2, 4, dtype=torch.int64), persistent=False)
+        self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Sets the buffers, which `torch.nn.Module.to_empty` leaves without values."""
+        self.codes.copy_(torch.arange(1, 1 + len(self.codes)))
+        self.factors.copy_(torch.tensor(NGRAM_FACTORS))
+        self.first.copy_(torch.tensor([0, self.rows]))
+
+    def forward(self, idx: Tensor, cache: LayerCache | None = None) -> Tensor:
+        codes = self.codes[idx]
+        before = codes.new_zeros(len(idx), 3) if cache is None else cache.codes
+        codes = torch.cat((before, codes), dim=1)
+        if cache is not None:
+            cache.codes = codes[:, -3:]
+        last = codes.unfold(1, 4, 1)  # (B, T, 4): of the last four characters
+        rows = (last[:, :, None] * self.factors).sum(dim=3) % self.rows + self.first  # (B, T, 2)
+        return F.embedding(rows, self.weight).sum(dim=2)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -287,6 +330,8 @@ class GPT(nn.Module):
         self.tok_emb = Embedding(complete.vocab_size, complete.n_embd)
         is_gpt2 = complete.arch == "gpt2"
         self.pos_emb = Embedding(complete.block_size, complete.n_embd) if is_gpt2 else None
+        rows = complete.ngram_rows
+        self.ngrams = NgramEmbedding(rows, complete) if rows else None
         self.blocks = nn.ModuleList(Block(complete) for _ in range(complete.n_layer))
         self.ln_f = make_norm(complete)
         self.head = Linear(complete.n_embd, complete.vocab_size, bias=False)
@@ -300,6 +345,8 @@ class GPT(nn.Module):
         """Sets the initial weights, from torch's global generator. A parameter not named `weight` or `bias` keeps
         the values that its module gave it; under FSDP it has none, which raises `UserError`.
         """
+        if self.ngrams is not None and not self.ngrams.weight.is_meta:
+            self.ngrams.reset_buffers()
         for name, parameter in self.named_parameters():
             if name.endswith((".weight", ".bias")):
                 if not parameter.is_meta:
@@ -318,6 +365,8 @@ class GPT(nn.Module):
         onto_residual_stream = name.endswith("c_proj.weight")
         if len(shape) < 2:
             return full.fill_(float(name.endswith("weight") and ".shift." not in name))
+        if name == "ngrams.weight":  # a model begins as the one without
+            return full.zero_()
         if self.config.arch == "gpt2":  # Radford et al., 2019, section 2.3
             scale = math.sqrt(2 * self.config.n_layer) if onto_residual_stream else 1.0
             return full.normal_(std=0.02 / scale)
@@ -341,6 +390,8 @@ class GPT(nn.Module):
         if past + T > block_size:
             raise ValueError(f"{past + T} characters of context, but block_size is {block_size}")
         x = self.tok_emb(idx)  # (B, T, C)
+        if self.ngrams is not None:
+            x = x + self.ngrams(idx, cache and cache[0])
         if self.pos_emb is not None:
             x = x + self.pos_emb.weight[past : past + T]
         x = ops.dropout(x, self.config.embd_pdrop, self.training)

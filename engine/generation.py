@@ -20,7 +20,8 @@ from engine.errors import UserError, check_range
 class LayerCache:
     """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
 
-    `last`, (B, 1, C), is the token shift's input at the previous position, zeros at first.
+    `last`, (B, 1, C), is the token shift's input at the previous position, zeros at first, and `codes`, (B, 3), of the
+    first layer, the n-gram embedding's codes of the last three characters.
     """
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
@@ -29,6 +30,7 @@ class LayerCache:
         self.keys = torch.empty(shape, device=device, dtype=dtype)
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.last = torch.zeros(batch_size, 1, config.n_embd, device=device, dtype=dtype)
+        self.codes = torch.zeros(batch_size, 3, device=device, dtype=torch.int64)
         self.length = 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

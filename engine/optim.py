@@ -31,6 +31,7 @@ class OptimizerConfig:
     name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest
     learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see docs/own-text.md
     weight_decay: float | None = 0.1  # decoupled, times the learning rate; matrices only; null: chosen
+    ngram_decay: float = 2.0  # the same, of n-gram embeddings, which overfit sooner
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
     beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
     beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step
@@ -47,6 +48,7 @@ class OptimizerConfig:
         check_option("optimizer.schedule", self.schedule, SCHEDULES)
         check_range("optimizer.learning_rate", self.learning_rate, above=0, high=1e38)  # float32
         check_range("optimizer.weight_decay", self.weight_decay, 0, 1000)
+        check_range("optimizer.ngram_decay", self.ngram_decay, 0, 1000)
         check_range("optimizer.warmup_steps", self.warmup_steps, 0)
         for name in ("beta1", "beta2", "momentum"):
             check_range(f"optimizer.{name}", getattr(self, name), 0, below=1)
@@ -81,18 +83,21 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     """AdamW; or Muon for the matrices inside the blocks, and AdamW for the rest.
 
     Weight decay is decoupled. It applies to the matrices inside the blocks, to the head (tied or not),
-    and with `decay_embeddings` to the embeddings; not to biases, norms and token shifts. `model` may be
-    wrapped; only the names of its parameters count.
+    and with `decay_embeddings` to the embeddings; not to biases, norms and token shifts. N-gram embeddings have
+    `ngram_decay`. `model` may be wrapped; only the names of its parameters count.
     """
     hidden: list[nn.Parameter] = []  # for Muon
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
+    ngrams: list[nn.Parameter] = []
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     for name, parameter in model.named_parameters():
         in_block = ".blocks." in f".{name}"
         if not parameter.requires_grad:
             continue
-        if parameter.dim() < 2:
+        if ".ngrams." in f".{name}":
+            ngrams.append(parameter)
+        elif parameter.dim() < 2:
             no_decay.append(parameter)
         elif in_block and config.name == "muon" and parameter.dim() == 2:
             hidden.append(parameter)
@@ -103,6 +108,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": config.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
+        {"params": ngrams, "weight_decay": config.ngram_decay},
     ]
     groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)

@@ -283,7 +283,7 @@ def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
         torch.manual_seed(0)
         weights = GPT(config).state_dict()
     generator = torch.Generator().manual_seed(len(vocabulary))
-    for tensor in weights.values():
+    for tensor in filter(torch.is_floating_point, weights.values()):
         tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
     return Snapshot(
         weights,

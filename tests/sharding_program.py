@@ -60,7 +60,8 @@ def difference(shared: GPT, plain: GPT) -> float:
 def case(name: str, arch: str, optimizer: str, dtype=torch.float32, **settings):
     """The same steps sharded and plain."""
     torch.manual_seed(1)
-    plain = GPT(config(arch, token_shift=settings.get("token_shift", False)))
+    own = {name: settings[name] for name in ("token_shift", "ngram_rows") if name in settings}
+    plain = GPT(config(arch, **own))
     torch.manual_seed(1)
     shared = sharding.build(lambda: GPT(config(arch, **settings)), world, "fsdp", dtype)
     fresh = difference(shared, plain)
@@ -91,6 +92,7 @@ case("bfloat16", "gpt2", "adamw", torch.bfloat16)
 case("float16", "modern", "muon", torch.float16)
 case("activation checkpointing", "modern", "adamw", activation_checkpointing=True)
 case("token shift", "modern", "adamw", token_shift=True)
+case("n-grams muon", "modern", "muon", ngram_rows=50)
 
 # One rank's inf in one shard: all ranks leave the step out.
 torch.manual_seed(1)

@@ -34,6 +34,8 @@ MODELS = {
     "modern": {"arch": "modern"},
     "shifted": {"arch": "modern", "token_shift": True},
     "shifted gpt2": {"arch": "gpt2", "token_shift": True},
+    "n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
+    "n-grams alone": {"arch": "gpt2", "ngram_rows": 50},
     "shifted gpt2 without biases": {"arch": "gpt2", "token_shift": True, "bias": False},
 }
 

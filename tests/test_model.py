@@ -11,13 +11,17 @@ from engine.generation import LayerCache, pick
 from engine.kernels import native, ops
 from model import GPT, Block, GPTConfig, causal_attention
 
-ARCHS = ("gpt2", "modern", "shifted")
+ARCHS = ("gpt2", "modern", "shifted", "n-grams")
 PATHS = ("plain", "torch's", "native")
 
 
 def tiny(arch="gpt2", **settings) -> GPT:
-    """A small model in which everything matters; `shifted` is modern with `token_shift`."""
-    if arch == "shifted":
+    """A small model in which everything matters; `shifted` is modern with `token_shift`, `n-grams` the same with
+    n-gram embeddings.
+    """
+    if arch == "n-grams":
+        settings.setdefault("ngram_rows", 50)
+    if arch in ("shifted", "n-grams"):
         arch, settings["token_shift"] = "modern", True
     return small_gpt(arch, std=0.3, **{"n_layer": 3, **settings}).eval()
 
@@ -129,9 +133,9 @@ def test_gpt2_starts_as_the_paper_says_and_knows_nothing():
 def test_modern_starts_as_nanochat_does_and_knows_nothing():
     torch.manual_seed(0)
     sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 65, "block_size": 32}
-    model = GPT(GPTConfig(arch="modern", token_shift=True, **sizes))
+    model = GPT(GPTConfig(arch="modern", token_shift=True, ngram_rows=50, **sizes))
     for name, parameter in model.named_parameters():
-        if name.endswith(("c_proj.weight", "head.weight", "shift.weight")):
+        if name.endswith(("c_proj.weight", "head.weight", "shift.weight", "ngrams.weight")):
             assert not parameter.any(), name
         else:
             width = 1.0 if name == "tok_emb.weight" else 128**-0.5
@@ -160,6 +164,18 @@ def test_a_token_shift_adds_the_character_before_to_what_the_mlp_sees(arch):
     shifted.load_state_dict(plain.state_dict(), strict=False)
     idx = torch.randint(11, (2, 8))
     assert torch.equal(shifted.eval()(idx)[0], plain.eval()(idx)[0])
+
+
+def test_n_gram_embeddings_are_of_the_last_three_and_four_characters():
+    model = tiny("n-grams", ngram_rows=10_007)
+    embed = lambda *ids: model.ngrams(torch.tensor([ids]))[0]  # noqa: E731
+    differs = (embed(1, 2, 3, 4, 5) - embed(0, 2, 3, 4, 5)).any(dim=1)
+    assert differs.tolist() == [True] * 4 + [False]
+    assert not torch.equal(embed(1, 2, 3)[-1], embed(3, 2, 1)[-1])
+    text = torch.randint(11, (1, 5000), generator=torch.Generator().manual_seed(1))
+    distinct = model.ngrams(text).unique(dim=1).size(1)
+    # All four, of some 4,200 in 5,000 characters, have a sum of their own, whatever rows they share.
+    assert distinct == text.unfold(1, 4, 1).unique(dim=1).size(1) + 3
 
 
 # --- generation ---

@@ -82,6 +82,14 @@ def test_every_group_has_what_the_configuration_says(name):
     assert [group["weight_decay"] for group in groups] == [0.03, 0.0]
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_n_gram_embeddings_have_a_weight_decay_of_their_own(name):
+    model = small_gpt("modern", ngram_rows=5)
+    groups = create_optimizer(model, OptimizerConfig(name=name, ngram_decay=0.7)).param_groups
+    [table] = [group["params"] for group in groups if group["weight_decay"] == 0.7]
+    assert table == [model.ngrams.weight]
+
+
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest():
     model = small_gpt("modern")
     model.blocks[0].edited = torch.nn.Conv1d(4, 2, 3)  # decays as matrices do, but is none

@@ -28,6 +28,7 @@ MODELS = {
     "untied": ("gpt2", {"tie_weights": False}),
     "modern": ("modern", {}),
     "shifted": ("modern", {"token_shift": True}),
+    "n-grams": ("modern", {"token_shift": True, "ngram_rows": 50}),
 }
 HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>&amp;"
 

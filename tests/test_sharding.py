@@ -47,7 +47,9 @@ def report(processes: int) -> dict:
 CASES = [f"{arch} {optimizer}" for arch in ("gpt2", "modern") for optimizer in ("adamw", "muon")]
 
 
-@pytest.mark.parametrize("case", [*CASES, "activation checkpointing", "token shift"])
+@pytest.mark.parametrize(
+    "case", [*CASES, "activation checkpointing", "token shift", "n-grams muon"]
+)
 def test_a_shared_out_model_takes_the_steps_of_a_whole_one(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.interop.transformers import ROPE_BASE, SOFTCAP
+from engine.interop.transformers import NGRAM_FACTORS, ROPE_BASE, SOFTCAP
 from engine.kernels import ops
 from engine.kernels.native import LAYER_NORM_EPS
 
@@ -26,8 +26,11 @@ TOLERANCE = 0.01  # of a logit, for weights of 16 bits
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as the page has them, rounded to 16 bits."""
-    return {name: weight.half().float() for name, weight in weights.items()}
+    """The weights as the page has them, rounded to 16 bits; whole numbers unchanged."""
+    return {
+        name: weight.half().float() if weight.is_floating_point() else weight
+        for name, weight in weights.items()
+    }
 
 
 def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
@@ -40,6 +43,8 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
             "the page computes the architectures of model.py as it came; sample.py runs this model"
         )
     tensors = dict(weights)
+    if (codes := tensors.pop("ngrams.codes", None)) is not None:
+        config = config | {"ngram_codes": codes.tolist(), "ngram_factors": NGRAM_FACTORS}
     if config["tie_weights"]:
         del tensors["head.weight"]
     halves = torch.cat([weight.flatten() for weight in tensors.values()]).half()
@@ -87,6 +92,11 @@ def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> 
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     x = weights["tok_emb.weight"][ids]
+    if config["ngram_rows"]:
+        last = F.pad(weights["ngrams.codes"][ids], (3, 0)).unfold(0, 4, 1)  # (T, 4)
+        rows = (last[:, None] * torch.tensor(NGRAM_FACTORS)).sum(dim=2) % config["ngram_rows"]
+        tables = weights["ngrams.weight"].split(config["ngram_rows"])
+        x = x + tables[0][rows[:, 0]] + tables[1][rows[:, 1]]
     x = ops.rms_norm(x) if is_modern else x + weights["pos_emb.weight"][:T]
     for number in range(config["n_layer"]):
         block = f"blocks.{number}"

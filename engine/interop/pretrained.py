@@ -83,14 +83,20 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
     """Loads the pretrained weights into a fresh `model` for `vocabulary`, bare, wrapped or sharded; all ranks
     must call it. Raises `UserError` for weights that do not fit.
     """
-    own = dict(distributed.unwrap(model).named_parameters(remove_duplicate=False))
+    bare = distributed.unwrap(model)
+    own = bare.state_dict()
     if odd := sorted(pretrained.model_state.keys() ^ own.keys()):
         raise UserError(
             f"init_from: the parameter {odd[0]} is in only one of the two models; was model.py or config.json edited?"
         )
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]
-    for name, parameter in distributed.unwrap(model).named_parameters():
+    codes = pretrained.model_state.get(transformers.CODES)
+    if codes is not None:  # new characters have codes that no pretrained one has
+        fresh = codes.max() + 1 + torch.arange(len(vocabulary))
+        fresh[reused] = codes[[rows[vocabulary[i]] for i in reused]]
+        own[transformers.CODES].copy_(fresh)
+    for name, parameter in bare.named_parameters():
         value = pretrained.model_state[name].float()
         if name in transformers.PER_CHARACTER:
             fresh = sharding.full_tensor(parameter).cpu() + value.mean(dim=0)

@@ -1,16 +1,19 @@
-"""Transformers' GPT-2 and nanochat with token shift (RWKV, Peng et al., 2023), as export.py writes them beside such
-a model.
+"""Transformers' GPT-2 and nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings
+(Svenstrup et al., "Hash Embeddings for Efficient Word Representations", 2017), as export.py writes them beside such a
+model.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The MLPs also see the position before, scaled per channel. With a cache, a `DynamicCache`, each layer keeps the last
-position's input. It can be neither reordered nor cropped: beam search and assisted generation are refused.
+The MLPs also see the position before, scaled per channel; the embedding is the sum of the character's and two vectors
+for the last three and four characters. With a cache, a `DynamicCache`, each layer keeps the last position's input, and
+the cache the last characters. It can be neither reordered nor cropped: beam search and assisted generation are refused.
 
 `type: ignore` stands where a mixin's method has other arguments than Transformers' class beside it, on purpose, and
 where Transformers' cache gets an attribute.
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +24,7 @@ from transformers import (
     NanoChatConfig,
     NanoChatForCausalLM,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
 
@@ -33,6 +36,36 @@ class TokenShift(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width))
+
+
+class NgramEmbedding(nn.Module):
+    """The sum of a vector for the last three characters and one for the last four, by a hash."""
+
+    codes: torch.Tensor
+    FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2 * config.ngram_rows, config.hidden_size))
+        self.register_buffer("codes", torch.zeros(config.vocab_size, dtype=torch.int64))
+
+    def forward(self, input_ids, cache, attention_mask):
+        codes = self.codes[input_ids]
+        if attention_mask is not None and attention_mask.dim() == 2:  # padding is no character
+            codes = codes * (attention_mask[:, -codes.size(1) :] != 0)
+        before, length = codes.new_zeros(len(codes), 3), 0
+        if cache is not None:
+            before, length = getattr(cache, "last_codes", (before, 0))
+            if cache.get_seq_length() != length:
+                raise ValueError("n-gram embeddings need a DynamicCache that was not cropped")
+        codes = torch.cat((before, codes), dim=1)
+        if cache is not None:
+            cache.last_codes = codes[:, -3:], length + input_ids.size(1)
+        last = codes.unfold(1, 4, 1)[:, :, None]
+        hashes = (last * torch.tensor(self.FACTORS, device=last.device)).sum(3)
+        tables = self.weight.chunk(2)
+        rows = hashes % len(tables[0])
+        return tables[0][rows[..., 0]] + tables[1][rows[..., 1]]
 
 
 class ShiftedLayer(nn.Module):
@@ -96,9 +129,41 @@ def shifted(layer, config):
 
 
 class ShiftedGeneration(GenerationMixin):
+    config: Any
+    get_input_embeddings: Any
     _is_stateful = True  # Transformers refuses assisted generation
     # Their masks do not say which position is padding.
     _supports_flash_attn = _supports_flex_attn = False
+
+    def add_ngrams(self, config):
+        self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
+
+    # `generate` looks for `position_ids` here, and counts them from the end of the padding.
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        if self.ngrams is not None:
+            if input_ids is None:
+                raise ValueError("n-gram embeddings need input_ids")
+            cache = kwargs.pop("past_key_values", None) or kwargs.pop("cache", None)
+            use_cache = kwargs.get("use_cache")
+            if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+                cache = DynamicCache(config=self.config)
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds = inputs_embeds + self.ngrams(input_ids, cache, attention_mask)
+            input_ids, kwargs[CACHE] = None, cache
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
 
     def generate(self, inputs=None, generation_config=None, **kwargs):  # type: ignore[override]
         default = getattr(generation_config or self.generation_config, "num_beams", None)
@@ -109,6 +174,7 @@ class ShiftedGeneration(GenerationMixin):
 
 class ShiftedConfig(NanoChatConfig):
     model_type = "nanochat_shift"
+    ngram_rows: int = 0
 
 
 class ShiftedForCausalLM(ShiftedGeneration, NanoChatForCausalLM):
@@ -117,11 +183,13 @@ class ShiftedForCausalLM(ShiftedGeneration, NanoChatForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model.layers = shifted(ShiftedNanoChatLayer, config)
+        self.add_ngrams(config)
         self.post_init()
 
 
 class ShiftedGPT2Config(GPT2Config):
     model_type = "gpt2_shift"
+    ngram_rows: int = 0
 
 
 class ShiftedGPT2LMHeadModel(ShiftedGeneration, GPT2LMHeadModel):
@@ -130,4 +198,5 @@ class ShiftedGPT2LMHeadModel(ShiftedGeneration, GPT2LMHeadModel):
     def __init__(self, config):
         super().__init__(config)
         self.transformer.h = shifted(ShiftedGPT2Layer, config)
+        self.add_ngrams(config)
         self.post_init()

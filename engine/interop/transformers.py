@@ -6,8 +6,8 @@
 `config` is a dictionary of `GPTConfig`'s fields, `weights` the model's `state_dict`, and
 `vocabulary[i]` the character with the id i, which stands for a byte if `encoding` is "bytes".
 `arch="gpt2"` is Transformers' `GPT2LMHeadModel`, `arch="modern"` its `NanoChatForCausalLM`; with a
-`token_shift`, the directory has the code of `shifted.py`, too, which `trust_remote_code=True` allows
-to run. Transformers itself is not needed, `safetensors` is.
+`token_shift` or n-gram embeddings, the directory has the code of `shifted.py`, too, which
+`trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
 
 Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement
 character). Its embedding and its row of the head are the mean of all others: its logit is the mean
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UserError, one_line
@@ -28,7 +29,7 @@ from engine.kernels.native import NORM_EPS
 
 WEIGHTS = "model.safetensors"
 
-# `model_type` in `config.json`, `arch` and `token_shift`, and Transformers' class, or that of `shifted.py`
+# `model_type` in `config.json`, `arch`, whether it is `is_shifted`, and Transformers' class, or that of `shifted.py`
 KINDS = {
     "gpt2": ("gpt2", False, "GPT2LMHeadModel"),
     "gpt2_shift": ("gpt2", True, "ShiftedGPT2LMHeadModel"),
@@ -37,7 +38,10 @@ KINDS = {
 }
 SHIFTED = Path(__file__).with_name("shifted.py")
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
-ROPE_BASE, SOFTCAP = 10_000.0, 15  # as in model.py, which a test compares
+CODES = "ngrams.codes"  # one number for each character
+# As in model.py, which a test compares.
+ROPE_BASE, SOFTCAP = 10_000.0, 15
+NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 # Our modules and theirs, {} being the number of the block. Where theirs are several, our matrix is
 # theirs on top of each other.
@@ -45,6 +49,7 @@ BLOCK = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 MODULES: dict[str, dict[str, list[str]]] = {
     "gpt2": {
         "tok_emb": ["transformer.wte"],
+        "ngrams": ["ngrams"],
         "pos_emb": ["transformer.wpe"],
         **{f"blocks.{{}}.{name}": [f"transformer.h.{{}}.{name}"] for name in (*BLOCK, "shift")},
         "ln_f": ["transformer.ln_f"],
@@ -52,6 +57,7 @@ MODULES: dict[str, dict[str, list[str]]] = {
     },
     "modern": {
         "tok_emb": ["model.embed_tokens"],
+        "ngrams": ["ngrams"],
         "blocks.{}.attn.c_attn": [f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkv"],
         "blocks.{}.attn.c_proj": ["model.layers.{}.self_attn.o_proj"],
         "blocks.{}.mlp.c_fc": ["model.layers.{}.mlp.fc1"],
@@ -79,7 +85,12 @@ FIELDS = {
 }
 # All of `GPTConfig` that an exported model accounts for.
 KNOWN = {"arch", "model_type", "vocab_size", "block_size", "bias", "tie_weights", "token_shift"}
-KNOWN |= {*SAME, "activation_checkpointing"}
+KNOWN |= {*SAME, "activation_checkpointing", "ngram_rows"}
+
+
+def is_shifted(config: dict[str, Any]) -> bool:
+    """Whether Transformers needs `shifted.py` for the model."""
+    return bool(config["token_shift"] or config["ngram_rows"])
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +138,7 @@ def to_files(
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
     for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()
-    if config["token_shift"]:
+    if is_shifted(config):
         files[SHIFTED.name] = SHIFTED.read_bytes()
     return files
 
@@ -138,6 +149,9 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
         biased = [n for n in weights if n.startswith(("blocks.", "ln_f.")) and ".shift." not in n]
         zeros = {name: torch.zeros(len(weights[name])) for name in biased}
         weights = weights | {n.replace(".weight", ".bias"): zero for n, zero in zeros.items()}
+    if is_shifted(config) and not config["token_shift"]:
+        shift = torch.zeros(config["n_embd"])
+        weights = weights | {f"blocks.{i}.shift.weight": shift for i in range(config["n_layer"])}
     names = parameter_names(config)
     tensors = {}
     for name, tensor in weights.items():
@@ -145,6 +159,9 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
             continue
         if name not in names:
             raise UserError(f"{name}: there is no such weight in Transformers' model")
+        if name == CODES:
+            tensors[name] = F.pad(tensor, (0, 1))
+            continue
         tensor = tensor.float()
         if name in PER_CHARACTER:
             tensor = torch.cat((tensor, tensor.mean(dim=0, keepdim=True)))
@@ -158,7 +175,7 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
 def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[str, Any]:
     """The JSON files by name: model, generation and tokenizer."""
     gpt2, unknown, unknown_id = config["arch"] == "gpt2", unknown_token(vocabulary), len(vocabulary)
-    kind = [config["arch"], config["token_shift"]]
+    kind = [config["arch"], is_shifted(config)]
     model_type, name = next((key, name) for key, (*k, name) in KINDS.items() if k == kind)
     shifted = {
         "AutoConfig": f"shifted.{'ShiftedGPT2Config' if gpt2 else 'ShiftedConfig'}",
@@ -179,7 +196,11 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
         "config.json": {
             "architectures": [name],
             "model_type": model_type,
-            **({"auto_map": shifted} if config["token_shift"] else {}),
+            **(
+                {"auto_map": shifted, "ngram_rows": config["ngram_rows"]}
+                if is_shifted(config)
+                else {}
+            ),
             "vocab_size": unknown_id + 1,
             "dtype": "float32",
             "bos_token_id": None,
@@ -235,7 +256,11 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor], str, str]:
             weights = {name: tensor for name, tensor in weights.items() if name not in biases}
         if config["tie_weights"]:
             weights["head.weight"] = weights["tok_emb.weight"]
-        for name in PER_CHARACTER:
+        shifts = [name for name in weights if name.endswith(".shift.weight")]
+        if config["ngram_rows"] and not any(weights[name].any() for name in shifts):
+            config["token_shift"] = False  # `shifted.py` always has it
+            weights = {name: tensor for name, tensor in weights.items() if name not in shifts}
+        for name in (*PER_CHARACTER, *([CODES] if config["ngram_rows"] else [])):
             weights[name] = weights[name][ids]
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
@@ -261,6 +286,7 @@ def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
         raise UserError(f"model_type={given['model_type']}: must be {', '.join(KINDS)}")
     arch, shift, _ = KINDS[given["model_type"]]
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": shift}
+    config["ngram_rows"] = given.get("ngram_rows", 0)
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
     for name, value in fixed_fields(config).items():
         if given.get(name) != value:
@@ -273,7 +299,9 @@ def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dic
     weights, left = {}, dict(tensors)
     for name, theirs in parameter_names(config).items():
         if theirs[0] in left:
-            tensor = torch.cat([left.pop(their).float() for their in theirs])
+            tensor = torch.cat([left.pop(their) for their in theirs])
+            if name != CODES:
+                tensor = tensor.float()
             weights[name] = tensor.T.contiguous() if is_transposed(name, tensor, config) else tensor
     if left:
         raise UserError(f"{WEIGHTS} has {min(left)}, which no model of this application has")
@@ -282,7 +310,7 @@ def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dic
 
 def parameter_names(config: dict[str, Any]) -> dict[str, list[str]]:
     """Our parameters, and Transformers' that hold the same numbers; not every model has them all."""
-    return {
+    return {CODES: [CODES]} | {
         f"{ours.format(layer)}.{kind}": [f"{module.format(layer)}.{kind}" for module in theirs]
         for ours, theirs in MODULES[config["arch"]].items()
         for layer in range(config["n_layer"] if "{}" in ours else 1)

@@ -125,7 +125,8 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
     """
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
-    weights = 12 * model.n_layer * model.n_embd**2 + 2 * model.vocab_size * model.n_embd
+    rows = 2 * (model.vocab_size + model.ngram_rows)
+    weights = 12 * model.n_layer * model.n_embd**2 + rows * model.n_embd
     weight_bytes = 16 * weights  # with gradients and averages
     # What the backward pass needs, of each block or of one; the logits.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer

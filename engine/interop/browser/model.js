@@ -99,6 +99,7 @@ class GPT {
   reset() {
     this.length = 0;
     for (const layer of this.layers) layer.last.fill(0);
+    this.codes = [0, 0, 0];  // of the last three characters, in the hash of n-grams
   }
 
   norm(x, name) {
@@ -123,6 +124,15 @@ class GPT {
       this.sin[i] = Math.sin(position * angle);
     });
     const x = this.tensors["tok_emb.weight"].slice(id * C, (id + 1) * C);
+    if (this.ngram_rows) {
+      const codes = [...this.codes, this.ngram_codes[id]];
+      this.ngram_factors.forEach((factors, table) => {
+        const hash = factors.reduce((sum, factor, i) => sum + factor * codes[i], 0);
+        const row = table * this.ngram_rows + hash % this.ngram_rows;
+        for (let i = 0; i < C; i++) x[i] += this.tensors["ngrams.weight"][row * C + i];
+      });
+      this.codes = codes.slice(1);
+    }
     if (this.arch === "modern") rmsNorm(x, 0, C);
     else for (let i = 0; i < C; i++) x[i] += this.tensors["pos_emb.weight"][position * C + i];
     this.layers.forEach((layer, number) => {
