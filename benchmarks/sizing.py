@@ -71,6 +71,8 @@ UNSEEN = [
     ("el", 300_000, 3.3),
     ("it", 1_000_000, 3.3),
     ("man", 5_800_000, 3.3),
+    ("dictionary", 20_000_000, 3.3),
+    ("dictionary", 2_000_000, 11),
 ]
 FACTORS = {"context": (2,), "width": (0.7, 1.4), "rate": (0.6, 1.7), "decay": (0.5, 2)}
 DEPTHS = {3: (4,), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
@@ -111,6 +113,7 @@ def chosen(text: str, characters: int, millions: float) -> Settings:
         "dropout": config.model.resid_pdrop,
         "decay": config.optimizer.weight_decay,
         "rate": config.optimizer.learning_rate,
+        "ngrams": config.model.ngram_rows,
         "split": config.data.train_split,
     }
 
@@ -130,6 +133,7 @@ def neighbours(settings: Settings) -> list[Settings]:
         if "context" in change:
             change["context"] = round(change["context"])
     dropout = settings["dropout"]
+    changes += [{"ngrams": 0 if settings["ngrams"] else 16_384}]
     changes += [{"dropout": value} for value in ((0.0, 2 * dropout) if dropout else (0.1,))]
     return [settings | change for change in changes]
 
@@ -169,6 +173,7 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
             *(f"model.n_embd={settings['width']}", "model.attn_pdrop=0"),
             *(f"model.{name}_pdrop={settings['dropout']}" for name in ("embd", "resid")),
             f"optimizer.learning_rate={settings['rate']}",
+            f"model.ngram_rows={settings['ngrams']}",
             f"optimizer.weight_decay={settings['decay']}",
             f"data.train_split={settings['split']}",
             f"trainer.batch_size={windows}",
@@ -204,6 +209,14 @@ def run(job: tuple[str, Settings, Settings]) -> Settings:
     }
 
 
+def recipe_of() -> Settings:
+    """What tells a run of the default recipe of today from older ones."""
+    return {
+        "kind": "recipe",
+        "ngrams": main.configure("experiment=shakespeare_cpu").model.ngram_rows,
+    }
+
+
 def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
     """What is trained in a cell: a kind, and the settings; none for the default recipe."""
     rounded = [
@@ -216,7 +229,7 @@ def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
 def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    done = [json.loads(line) for line in lines]
+    done = [{"ngrams": 0} | json.loads(line) for line in lines]  # older lines are without
     cells = UNSEEN if config.unseen else CELLS
     if config.report:
         report(cells, done)
@@ -232,9 +245,9 @@ def program(arguments: list[str]) -> None:
             best = best_other(first, choice)
             settings = settings[:2] + ([("other", {k: best[k] for k in choice})] if best else [])
         for kind, each in settings:
-            known = {**cell, "seed": seed, **(each or {"kind": kind})}
+            known = {**cell, "seed": seed, **(each or recipe_of())}
             if not any(line.items() >= known.items() for line in done):
-                jobs.append((text, {**cell, "seed": seed, "kind": kind}, each))
+                jobs.append((text, known | {"kind": kind}, each))
     os.environ["OMP_NUM_THREADS"] = "1"
     with multiprocessing.get_context("spawn").Pool(config.workers, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(run, jobs):
@@ -254,7 +267,18 @@ def report(cells: list[tuple[str, int, float]], done: list[Settings]) -> None:
     """
     print("| text | time | choice | its score | best of the others | default recipe |")
     print("|---|---|---|---|---|---|")
-    names = ("layers", "width", "heads", "context", "batch", "dropout", "decay", "rate", "split")
+    names = (
+        "layers",
+        "width",
+        "heads",
+        "context",
+        "batch",
+        "dropout",
+        "decay",
+        "rate",
+        "ngrams",
+        "split",
+    )
 
     def mean(lines: list[Settings]) -> str:
         scores = [line["score"] for line in {line["seed"]: line for line in lines}.values()]
@@ -275,7 +299,7 @@ def report(cells: list[tuple[str, int, float]], done: list[Settings]) -> None:
             score = mean([line for line in lines if line.items() >= same.items()])
             shown = f"{score}: {changed}; of {sum('layers' in line for line in first) - 1}"
         sizes = ", ".join(f"{n} {choice[n]:g}" for n in names[1:] if n not in ("heads", "split"))
-        recipe = [line for line in lines if line["kind"] == "recipe"]
+        recipe = [line for line in lines if line.items() >= recipe_of().items()]
         own = mean([line for line in lines if line.items() >= choice.items()])
         print(
             f"| {name}, {characters:,} | {millions} | {choice['layers']} layers, {sizes} "

@@ -25,8 +25,9 @@ PARAGRAPHS = {  # files whose paragraphs are taken
     "perl": ("/usr/share/perl", "*.p[lm]"),
     "python": (str(Path(gettext.__file__).parent), "*.py"),
     "man": ("/usr/share/man/man1", "*.1.gz"),
+    "dictionary": ("/usr/share/dictd", "gcide.dict.dz"),  # Debian's package dict-gcide
 }
-MAX_CHARACTERS = 6_000_000  # of a text
+MAX_CHARACTERS = 40_000_000  # of a text
 
 
 @dataclass
@@ -51,7 +52,9 @@ def messages(language: str) -> Iterator[str]:
 def paragraphs(directory: str, pattern: str) -> Iterator[str]:
     """The paragraphs of all files that match."""
     for path in sorted(Path(directory).rglob(pattern)):
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = path.read_bytes()
+        if path.suffix in (".gz", ".dz"):
+            content = gzip.decompress(content)
         yield from re.split(r"\n\s*\n", content.decode(errors="ignore"))
 
 

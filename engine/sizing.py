@@ -33,7 +33,11 @@ log = logging.getLogger("gpt")
 # The fields that are chosen where they are null. Snapshots keep them, and config.yaml shows them.
 SIZES = ("data.block_size", "model.n_layer", "model.n_head", "model.n_embd", "trainer.batch_size")
 DROPOUT = ("model.embd_pdrop", "model.resid_pdrop")
-CHOSEN = (*SIZES, *DROPOUT, "data.train_split", "optimizer.weight_decay", "optimizer.learning_rate")
+NGRAM_ROWS = "model.ngram_rows"
+CHOSEN = (
+    *SIZES, *DROPOUT, NGRAM_ROWS, "data.train_split", "optimizer.weight_decay",
+    "optimizer.learning_rate",
+)  # fmt: skip
 
 REFERENCE = (4, 128, 128)  # layers, width and context with which the machine's speed is measured
 REFERENCE_FLOPS = 5.5e6  # of it, for each character of training
@@ -157,7 +161,8 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
         trainer.max_steps = before.get("trainer.max_steps") or 1
     intervals = ("trainer.eval_every_steps", "trainer.save_every_steps")
     keys = (*CHOSEN, *intervals) if is_needed(config) else ()
-    fill(config, {key: before.get(key) for key in keys})
+    # Snapshots from before there were n-gram embeddings have none.
+    fill(config, {key: before.get(key, 0 if key == NGRAM_ROWS else None) for key in keys})
     if minutes is None:
         trainer.max_minutes = None
 
@@ -243,9 +248,11 @@ def choose_model(
         rate = fine_tuning_rate(passes, model.n_embd)
     fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
     fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
+    fill(config, {NGRAM_ROWS: ngram_rows(passes)})
     log.info(
-        "sizing      dropout %g, weight decay %g, learning rate %g: for about %.2g passes over the text",
-        model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, passes,
+        "sizing      dropout %g, weight decay %g, learning rate %g, n-gram embeddings %d: for about %.2g passes over "
+        "the text",
+        model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, model.ngram_rows, passes,
     )  # fmt: skip
 
 
@@ -311,7 +318,7 @@ def choose_steps(
 
 # What the speed of the machine is measured with: no dropout, which costs up to a third of it.
 FIRST_GUESS = {
-    **dict.fromkeys(DROPOUT, 0.0), "optimizer.weight_decay": 0.2,
+    **dict.fromkeys(DROPOUT, 0.0), NGRAM_ROWS: 0, "optimizer.weight_decay": 0.2,
     "optimizer.learning_rate": 8e-3,
 }  # fmt: skip
 
@@ -363,6 +370,11 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
     dropout = 0.1 + (passes - 10) / 160 if passes >= 10 and characters < 200_000 else 0.0
     decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.4
     return round(dropout, 2), float(f"{min(max(decay, 0.2), 3.0):.2g}")
+
+
+def ngram_rows(passes: float) -> int:
+    """Rows of each table of n-gram embeddings, which learn a text by heart in many passes."""
+    return 16_384 if passes <= 5 else 0
 
 
 def learning_rate(characters: int, width: int) -> float:
