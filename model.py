@@ -45,8 +45,8 @@ SIZES = {
 }
 SOFTCAP = 15  # |logit| stays below it in the modern architecture
 ROPE_BASE = 10_000.0
-# Of the hash of the last three and of the last four characters, oldest first: primes, so small that JavaScript has the
-# sums exactly.
+# The factors of the two hashes, of the last three and of the last four characters, oldest first. Primes, small enough
+# for JavaScript to compute the sums exactly.
 NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 
@@ -71,7 +71,7 @@ class GPTConfig:
     bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)
     tie_weights: bool | None = None  # the head shares the embedding's weights; null: as arch has (gpt2: true)
     token_shift: bool = False  # MLPs also see the character before (RWKV, Peng et al., 2023)
-    ngram_rows: int | None = 0  # embeddings of the last 3 characters, and of the last 4, by a hash; null: chosen
+    ngram_rows: int | None = 0  # rows of each n-gram table (last 3 characters, last 4); 0: none; null: chosen
     activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # fmt: on
 
@@ -132,7 +132,7 @@ class GPTConfig:
         for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
             if getattr(self, name) is None:
                 raise UserError(
-                    f"model.{name} is missing: vocab_size and block_size are those of the data set"
+                    f"model.{name} is missing (vocab_size and block_size are those of the data set)"
                 )
         return self
 
@@ -164,40 +164,32 @@ class Embedding(nn.Embedding):
 
 
 class NgramEmbedding(nn.Module):
-    """Hashed n-gram embeddings (Svenstrup et al., "Hash Embeddings for Efficient Word Representations", 2017): the sum
-    of a vector for the last three characters and one for the last four, by a hash from `rows` vectors for each.
+    """Hashed n-gram embeddings (Huang et al., "Over-Tokenized Transformer", 2025): the sum of a vector for the last
+    three characters and one for the last four, chosen by a hash from `rows` vectors for each.
 
-    `codes` (V,) int64 has the number that stands for each character in the hash. It goes with the weights, so that
-    fine-tuning on another vocabulary finds the same rows; 0 is no character, before the first.
+    `codes` (V,) int64 has the number of each character in the hash; 0 is no character, before the first. It is saved
+    with the weights, so that fine-tuning on another vocabulary finds the same rows.
     """
 
     codes: Tensor
-    factors: Tensor
-    first: Tensor
 
     def __init__(self, rows: int, config: Any):
         super().__init__()
         self.rows = rows
         self.weight = nn.Parameter(torch.empty(2 * rows, config.n_embd))
         self.register_buffer("codes", torch.empty(config.vocab_size, dtype=torch.int64))
-        self.register_buffer("factors", torch.empty(2, 4, dtype=torch.int64), persistent=False)
-        self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
-
-    def reset_buffers(self) -> None:
-        """Sets the buffers, which `torch.nn.Module.to_empty` leaves without values."""
-        self.codes.copy_(torch.arange(1, 1 + len(self.codes)))
-        self.factors.copy_(torch.tensor(NGRAM_FACTORS))
-        self.first.copy_(torch.tensor([0, self.rows]))
 
     def forward(self, idx: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """The embeddings (B, T, C) of `idx` (B, T)."""
         codes = self.codes[idx]
         before = codes.new_zeros(len(idx), 3) if cache is None else cache.codes
         codes = torch.cat((before, codes), dim=1)
         if cache is not None:
             cache.codes = codes[:, -3:]
-        last = codes.unfold(1, 4, 1)  # (B, T, 4): of the last four characters
-        rows = (last[:, :, None] * self.factors).sum(dim=3) % self.rows + self.first  # (B, T, 2)
-        return F.embedding(rows, self.weight).sum(dim=2)
+        last = codes.unfold(1, 4, 1).unbind(2)  # (B, T) four times, oldest first
+        hashes = [sum(x * f for x, f in zip(last, each, strict=True)) for each in NGRAM_FACTORS]
+        three, four = (hashed % self.rows for hashed in hashes)
+        return F.embedding(torch.stack((three, four + self.rows), dim=2), self.weight).sum(dim=2)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -345,8 +337,8 @@ class GPT(nn.Module):
         """Sets the initial weights, from torch's global generator. A parameter not named `weight` or `bias` keeps
         the values that its module gave it; under FSDP it has none, which raises `UserError`.
         """
-        if self.ngrams is not None and not self.ngrams.weight.is_meta:
-            self.ngrams.reset_buffers()
+        if self.ngrams is not None:
+            self.ngrams.codes.copy_(torch.arange(1, 1 + self.config.vocab_size))
         for name, parameter in self.named_parameters():
             if name.endswith((".weight", ".bias")):
                 if not parameter.is_meta:

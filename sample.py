@@ -120,7 +120,7 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
 
 def needs_one_thread(model: GPT, num_texts: int) -> bool:
     """Whether one step of generating `num_texts` texts is too little work for several threads."""
-    return num_texts * sum(p.numel() for p in model.parameters()) < MIN_THREADED_WORK
+    return num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:

@@ -250,7 +250,7 @@ def choose_model(
     fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
     fill(config, {NGRAM_ROWS: ngram_rows(passes)})
     log.info(
-        "sizing      dropout %g, weight decay %g, learning rate %g, n-gram embeddings %d: for about %.2g passes over "
+        "sizing      dropout %g, weight decay %g, learning rate %g, n-gram rows %d: for about %.2g passes over "
         "the text",
         model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, model.ngram_rows, passes,
     )  # fmt: skip
@@ -373,7 +373,7 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
 
 
 def ngram_rows(passes: float) -> int:
-    """Rows of each table of n-gram embeddings, which learn a text by heart in many passes."""
+    """Rows of each n-gram table; none beyond five passes, where the tables overfit."""
     return 16_384 if passes <= 5 else 0
 
 

@@ -1,6 +1,7 @@
 """The export, read by Transformers itself, and read back."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -66,9 +67,13 @@ def test_transformers_computes_the_same_logits(exported):
     ours, got = model(idx)[0], theirs(idx).logits
     assert got.dtype == torch.float32 and ours.abs().max() > 1
     assert (got[..., :-1] - ours).abs().max() < 2e-5
-    read = theirs(idx[:, :15])  # with a cache, from which the rest is computed
-    got = theirs(idx[:, 15:], past_key_values=read.past_key_values).logits
-    assert (got[..., :-1] - ours[:, 15:]).abs().max() < 2e-5
+    # With a cache, from which the rest is computed: Transformers' own, and one that is given.
+    for cache in (theirs(idx[:, :15]).past_key_values, transformers.DynamicCache()):
+        if cache.get_seq_length() == 0:
+            theirs(idx[:, :15], past_key_values=cache)
+        got = theirs(idx[:, 15:], past_key_values=cache).logits
+        assert (got[..., :-1] - ours[:, 15:]).abs().max() < 2e-5
+    assert {"labels", "logits_to_keep"} <= inspect.signature(theirs.forward).parameters.keys()
     assert theirs.config.vocab_size == len(VOCABULARY) + 1
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 SMALL = [
     "experiment=shakespeare_gpu",
+    "model.ngram_rows=64",
     "data=pydoc",
     "trainer.max_epochs=null",
     "trainer.eval_every_steps=1000",

@@ -136,6 +136,14 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
         assert again[key] == many[key]
 
 
+def test_n_gram_embeddings_are_chosen_for_few_passes_and_not_added_to_a_run_without():
+    few, many = (choose(characters=n)[0]["model.ngram_rows"] for n in (100_000_000, 30_000))
+    assert few > 0 and many == 0
+    older, _ = choose(characters=100_000_000)
+    del older["model.ngram_rows"]  # a snapshot from before there were any
+    assert resumed(older, "trainer.max_minutes=1.5")["model.ngram_rows"] == 0
+
+
 @pytest.mark.parametrize("limit", [[], ["trainer.max_steps=1000000"], ["trainer.max_epochs=1000"]])
 def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
     chosen, _ = choose(*limit)

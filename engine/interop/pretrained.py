@@ -108,6 +108,9 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
             shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
             raise UserError(f"init_from: {name} is {shapes}")
         parameter.copy_(sharding.shard_like(value, parameter))
+    for name, buffer in bare.named_buffers():
+        if name != transformers.CODES and name in pretrained.model_state:
+            buffer.copy_(pretrained.model_state[name])
     new = "".join(character for character in vocabulary if character not in rows)
     shown = f": {new[:40]!r}" if new else ""
     log.info(

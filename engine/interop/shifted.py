@@ -1,6 +1,5 @@
-"""Transformers' GPT-2 and nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings
-(Svenstrup et al., "Hash Embeddings for Efficient Word Representations", 2017), as export.py writes them beside such a
-model.
+"""Transformers' GPT-2 and nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings (Huang et
+al., "Over-Tokenized Transformer", 2025), as export.py writes them beside such a model.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
@@ -61,11 +60,11 @@ class NgramEmbedding(nn.Module):
         codes = torch.cat((before, codes), dim=1)
         if cache is not None:
             cache.last_codes = codes[:, -3:], length + input_ids.size(1)
-        last = codes.unfold(1, 4, 1)[:, :, None]
-        hashes = (last * torch.tensor(self.FACTORS, device=last.device)).sum(3)
-        tables = self.weight.chunk(2)
-        rows = hashes % len(tables[0])
-        return tables[0][rows[..., 0]] + tables[1][rows[..., 1]]
+        last, embeddings = codes.unfold(1, 4, 1).unbind(2), 0
+        for table, factors in zip(self.weight.chunk(2), self.FACTORS, strict=True):
+            hashes = sum(x * factor for x, factor in zip(last, factors, strict=True))
+            embeddings = embeddings + table[hashes % len(table)]
+        return embeddings
 
 
 class ShiftedLayer(nn.Module):
@@ -138,19 +137,22 @@ class ShiftedGeneration(GenerationMixin):
     def add_ngrams(self, config):
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
 
-    # `generate` looks for `position_ids` here, and counts them from the end of the padding.
+    # Transformers looks here for what a model takes.
     def forward(
         self,
         input_ids=None,
         attention_mask=None,
         position_ids=None,
         inputs_embeds=None,
+        labels=None,
+        logits_to_keep=0,
         **kwargs,
     ):
         if self.ngrams is not None:
             if input_ids is None:
                 raise ValueError("n-gram embeddings need input_ids")
-            cache = kwargs.pop("past_key_values", None) or kwargs.pop("cache", None)
+            cache = kwargs.pop("cache", None)
+            cache = kwargs.pop("past_key_values", cache)
             use_cache = kwargs.get("use_cache")
             if cache is None and (self.config.use_cache if use_cache is None else use_cache):
                 cache = DynamicCache(config=self.config)
@@ -162,6 +164,8 @@ class ShiftedGeneration(GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
             **kwargs,
         )
 

@@ -258,9 +258,9 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor], str, str]:
             weights["head.weight"] = weights["tok_emb.weight"]
         shifts = [name for name in weights if name.endswith(".shift.weight")]
         if config["ngram_rows"] and not any(weights[name].any() for name in shifts):
-            config["token_shift"] = False  # `shifted.py` always has it
+            config["token_shift"] = False  # the layers of `shifted.py` always have one
             weights = {name: tensor for name, tensor in weights.items() if name not in shifts}
-        for name in (*PER_CHARACTER, *([CODES] if config["ngram_rows"] else [])):
+        for name in {*PER_CHARACTER, CODES} & weights.keys():
             weights[name] = weights[name][ids]
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
@@ -310,11 +310,11 @@ def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dic
 
 def parameter_names(config: dict[str, Any]) -> dict[str, list[str]]:
     """Our parameters, and Transformers' that hold the same numbers; not every model has them all."""
-    return {CODES: [CODES]} | {
+    return {
         f"{ours.format(layer)}.{kind}": [f"{module.format(layer)}.{kind}" for module in theirs]
         for ours, theirs in MODULES[config["arch"]].items()
         for layer in range(config["n_layer"] if "{}" in ours else 1)
-        for kind in ("weight", "bias")
+        for kind in ("weight", "bias", "codes")
     }
 
 

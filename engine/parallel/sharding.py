@@ -57,10 +57,7 @@ def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
     if world.size == 1:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
-    # Buffers never change: not sent before each pass.
-    return DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
