@@ -187,8 +187,10 @@ class NgramEmbedding(nn.Module):
         if cache is not None:
             cache.codes = codes[:, -3:]
         last = codes.unfold(1, 4, 1).unbind(2)  # (B, T) four times, oldest first
-        hashes = [sum(x * f for x, f in zip(last, each, strict=True)) for each in NGRAM_FACTORS]
-        three, four = (hashed % self.rows for hashed in hashes)
+        three, four = (
+            torch.stack([x * f for x, f in zip(last, factors, strict=True)]).sum(0) % self.rows
+            for factors in NGRAM_FACTORS
+        )
         return F.embedding(torch.stack((three, four + self.rows), dim=2), self.weight).sum(dim=2)
 
 

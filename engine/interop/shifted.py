@@ -60,11 +60,14 @@ class NgramEmbedding(nn.Module):
         codes = torch.cat((before, codes), dim=1)
         if cache is not None:
             cache.last_codes = codes[:, -3:], length + input_ids.size(1)
-        last, embeddings = codes.unfold(1, 4, 1).unbind(2), 0
-        for table, factors in zip(self.weight.chunk(2), self.FACTORS, strict=True):
-            hashes = sum(x * factor for x, factor in zip(last, factors, strict=True))
-            embeddings = embeddings + table[hashes % len(table)]
-        return embeddings
+        last = codes.unfold(1, 4, 1).unbind(2)
+        three, four = (
+            table[
+                torch.stack([x * f for x, f in zip(last, factors, strict=True)]).sum(0) % len(table)
+            ]
+            for table, factors in zip(self.weight.chunk(2), self.FACTORS, strict=True)
+        )
+        return three + four
 
 
 class ShiftedLayer(nn.Module):
