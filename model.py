@@ -172,12 +172,18 @@ class NgramEmbedding(nn.Module):
     """
 
     codes: Tensor
+    factors: Tensor
 
     def __init__(self, rows: int, config: Any):
         super().__init__()
         self.rows = rows
         self.weight = nn.Parameter(torch.empty(2 * rows, config.n_embd))
         self.register_buffer("codes", torch.empty(config.vocab_size, dtype=torch.int64))
+        self.register_buffer("factors", torch.empty(2, 4, dtype=torch.int64), persistent=False)
+
+    def init_buffers(self) -> None:
+        self.codes.copy_(torch.arange(1, 1 + len(self.codes)))
+        self.factors.copy_(torch.tensor(NGRAM_FACTORS))
 
     def forward(self, idx: Tensor, cache: LayerCache | None = None) -> Tensor:
         """The embeddings (B, T, C) of `idx` (B, T)."""
@@ -186,12 +192,10 @@ class NgramEmbedding(nn.Module):
         codes = torch.cat((before, codes), dim=1)
         if cache is not None:
             cache.codes = codes[:, -3:]
-        last = codes.unfold(1, 4, 1).unbind(2)  # (B, T) four times, oldest first
-        three, four = (
-            torch.stack([x * f for x, f in zip(last, factors, strict=True)]).sum(0) % self.rows
-            for factors in NGRAM_FACTORS
-        )
-        return F.embedding(torch.stack((three, four + self.rows), dim=2), self.weight).sum(dim=2)
+        last = codes.unfold(1, 4, 1)[:, :, None]  # (B, T, 1, 4), oldest first
+        rows = (last * self.factors).sum(3) % self.rows  # (B, T, 2)
+        rows[..., 1] += self.rows  # in the second table
+        return F.embedding(rows, self.weight).sum(2)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -340,7 +344,7 @@ class GPT(nn.Module):
         the values that its module gave it; under FSDP it has none, which raises `UserError`.
         """
         if self.ngrams is not None:
-            self.ngrams.codes.copy_(torch.arange(1, 1 + self.config.vocab_size))
+            self.ngrams.init_buffers()
         for name, parameter in self.named_parameters():
             if name.endswith((".weight", ".bias")):
                 if not parameter.is_meta:

@@ -115,6 +115,7 @@ def chosen(text: str, characters: int, millions: float) -> Settings:
         "decay": config.optimizer.weight_decay,
         "rate": config.optimizer.learning_rate,
         "ngrams": config.model.ngram_rows,
+        "ngram_decay": config.optimizer.ngram_decay if config.model.ngram_rows else 0,
         "split": config.data.train_split,
     }
 
@@ -134,7 +135,9 @@ def neighbours(settings: Settings) -> list[Settings]:
         if "context" in change:
             change["context"] = round(change["context"])
     dropout = settings["dropout"]
-    changes.append({"ngrams": 0 if settings["ngrams"] else 16_384})
+    if settings["ngrams"]:
+        changes.append({"ngrams": 0, "ngram_decay": 0})
+        changes += [{"ngram_decay": settings["ngram_decay"] * factor} for factor in (0.5, 2)]
     changes += [{"dropout": value} for value in ((0.0, 2 * dropout) if dropout else (0.1,))]
     return [settings | change for change in changes]
 
@@ -176,6 +179,7 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
             *(f"model.{name}_pdrop={settings['dropout']}" for name in ("embd", "resid")),
             f"optimizer.learning_rate={settings['rate']}",
             f"model.ngram_rows={settings['ngrams']}",
+            f"optimizer.ngram_decay={settings['ngram_decay']}",
             f"optimizer.weight_decay={settings['decay']}",
             f"data.train_split={settings['split']}",
             f"trainer.batch_size={windows}",
@@ -231,7 +235,9 @@ def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
 def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    done = [{"ngrams": 0} | json.loads(line) for line in lines]  # older lines are without
+    done = [
+        {"ngrams": 0, "ngram_decay": 0} | json.loads(line) for line in lines
+    ]  # older ones are without
     cells = UNSEEN if config.unseen else CELLS
     if config.report:
         report(cells, done)
@@ -280,6 +286,7 @@ def report(cells: list[tuple[str, int, float]], done: list[Settings]) -> None:
         "decay",
         "rate",
         "ngrams",
+        "ngram_decay",
         "split",
     )
 

@@ -31,7 +31,7 @@ class OptimizerConfig:
     name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest
     learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see docs/own-text.md
     weight_decay: float | None = 0.1  # decoupled, times the learning rate; matrices only; null: chosen
-    ngram_decay: float = 2.0  # the same, of n-gram embeddings, which overfit sooner
+    ngram_decay: float | None = 2.0  # the same, of n-gram embeddings, which overfit sooner; null: chosen
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
     beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
     beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step

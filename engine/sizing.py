@@ -33,9 +33,9 @@ log = logging.getLogger("gpt")
 # The fields that are chosen where they are null. Snapshots keep them, and config.yaml shows them.
 SIZES = ("data.block_size", "model.n_layer", "model.n_head", "model.n_embd", "trainer.batch_size")
 DROPOUT = ("model.embd_pdrop", "model.resid_pdrop")
-NGRAM_ROWS = "model.ngram_rows"
+NGRAMS = ("model.ngram_rows", "optimizer.ngram_decay")
 CHOSEN = (
-    *SIZES, *DROPOUT, NGRAM_ROWS, "data.train_split", "optimizer.weight_decay",
+    *SIZES, *DROPOUT, *NGRAMS, "data.train_split", "optimizer.weight_decay",
     "optimizer.learning_rate",
 )  # fmt: skip
 
@@ -161,8 +161,8 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
         trainer.max_steps = before.get("trainer.max_steps") or 1
     intervals = ("trainer.eval_every_steps", "trainer.save_every_steps")
     keys = (*CHOSEN, *intervals) if is_needed(config) else ()
-    # Snapshots from before there were n-gram embeddings have none.
-    fill(config, {key: before.get(key, 0 if key == NGRAM_ROWS else None) for key in keys})
+    fill(config, {key: before.get(key) for key in keys})
+    fill(config, NO_NGRAMS)  # snapshots from before there were any
     if minutes is None:
         trainer.max_minutes = None
 
@@ -248,11 +248,15 @@ def choose_model(
         rate = fine_tuning_rate(passes, model.n_embd)
     fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
     fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
-    fill(config, {NGRAM_ROWS: ngram_rows(passes)})
+    peak = config.optimizer.learning_rate
+    rows, ngram_decay = ngrams(training, passes, step_characters(config), peak)
+    if config.init_from is not None:
+        ngram_decay = 2.0  # more would forget the pretrained tables
+    fill(config, {"model.ngram_rows": rows, "optimizer.ngram_decay": ngram_decay})
     log.info(
         "sizing      dropout %g, weight decay %g, learning rate %g, n-gram rows %d: for about %.2g passes over "
         "the text",
-        model.resid_pdrop, config.optimizer.weight_decay, config.optimizer.learning_rate, model.ngram_rows, passes,
+        model.resid_pdrop, config.optimizer.weight_decay, peak, model.ngram_rows, passes,
     )  # fmt: skip
 
 
@@ -316,9 +320,10 @@ def choose_steps(
 # --------------------------------------------------------------------------------------------------
 # The rule
 
+NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
 # What the speed of the machine is measured with: no dropout, which costs up to a third of it.
 FIRST_GUESS = {
-    **dict.fromkeys(DROPOUT, 0.0), NGRAM_ROWS: 0, "optimizer.weight_decay": 0.2,
+    **dict.fromkeys(DROPOUT, 0.0), **NO_NGRAMS, "optimizer.weight_decay": 0.2,
     "optimizer.learning_rate": 8e-3,
 }  # fmt: skip
 
@@ -372,9 +377,15 @@ def regularization(characters: int, passes: float) -> tuple[float, float]:
     return round(dropout, 2), float(f"{min(max(decay, 0.2), 3.0):.2g}")
 
 
-def ngram_rows(passes: float) -> int:
-    """Rows of each n-gram table; none beyond five passes, where the tables overfit."""
-    return 16_384 if passes <= 5 else 0
+def ngrams(characters: int, passes: float, step: int, rate: float) -> tuple[int, float]:
+    """Rows and weight decay of the n-gram tables, for so many passes over a training text of so many `characters`, in
+    steps of `step` characters.
+    """
+    # An n-gram that does not come again is forgotten within 0.6 passes over their number, or the tables learn the text
+    # by heart. A short text needs more than a step can forget.
+    forgotten = min(passes * step / (0.6 * characters), 0.7)  # share of a vector in a step
+    rows = 16_384 if characters >= 70_000 else 0
+    return rows, float(f"{max(forgotten / rate, 0.5):.2g}")
 
 
 def learning_rate(characters: int, width: int) -> float:

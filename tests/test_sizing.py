@@ -136,11 +136,22 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
         assert again[key] == many[key]
 
 
-def test_n_gram_embeddings_are_chosen_for_few_passes_and_not_added_to_a_run_without():
-    few, many = (choose(characters=n)[0]["model.ngram_rows"] for n in (100_000_000, 30_000))
-    assert few > 0 and many == 0
-    older, _ = choose(characters=100_000_000)
-    del older["model.ngram_rows"]  # a snapshot from before there were any
+def test_n_gram_embeddings_decay_more_the_more_passes_and_a_short_text_has_none():
+    decays = []
+    for minutes in (1, 10):
+        chosen, _ = choose(characters=300_000, minutes=minutes)
+        assert chosen["model.ngram_rows"] > 0
+        decays.append(chosen["optimizer.ngram_decay"])
+        assert chosen["optimizer.ngram_decay"] * chosen["optimizer.learning_rate"] < 1
+    assert decays[0] < decays[1]
+    pretrained, _ = choose("init_from=x", characters=300_000, minutes=10)
+    assert pretrained["optimizer.ngram_decay"] < decays[0]
+    assert choose(characters=30_000)[0]["model.ngram_rows"] == 0
+
+
+def test_n_gram_embeddings_are_not_added_to_a_run_from_before_there_were_any():
+    older, _ = choose(characters=300_000)
+    del older["model.ngram_rows"], older["optimizer.ngram_decay"]
     assert resumed(older, "trainer.max_minutes=1.5")["model.ngram_rows"] == 0
 
 
