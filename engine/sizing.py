@@ -85,16 +85,23 @@ def choose_sizes(
         end = started + 60 * (config.trainer.max_minutes or 0.0)
         return min(distributed.all_gather(end - time.monotonic(), world))
 
+    is_warned = False
+
+    def warn_if_too_little(config: Any) -> None:
+        nonlocal is_warned
+        is_warned = is_warned or memory.warn_if_too_little(config.model, config.trainer, world)
+
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
         trial.model = sized_model(trial)
+        warn_if_too_little(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
         step_s = time_steps(make_trainer(trial, text.with_config(trial.data).split()))
         hardware.free_unused(world.device)  # a Trainer is part of a reference cycle
         return step_s
 
     if recorded is not None:
-        recall(config, recorded)
+        recall(config, recorded, len(text.data))
     elif is_needed(config):
         if world.device.type != "cpu":
             log.info(
@@ -108,7 +115,7 @@ def choose_sizes(
             chosen = ["python", "main.py", *typed, *chosen, "run_name=again"]
         log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
-    memory.warn_if_too_little(config.model, config.trainer, world)
+    warn_if_too_little(config)
 
 
 def time_steps(trainer: Any) -> float:
@@ -141,13 +148,14 @@ def is_needed(config: Any) -> bool:
     return config.trainer.max_minutes is not None or any(get(config, key) is None for key in CHOSEN)
 
 
-def recall(config: Any, recorded: dict[str, Any]) -> None:
+def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
     """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot. If the time
-    had decided the steps, they are the same, or change in proportion to another time. Raises `UserError`
-    for a run that was started without a time, and now has nothing else to end it; not for another text, which is
-    refused later, with all differences.
+    had decided the steps, they are the same, or change in proportion to another time, up to `USEFUL_PASSES` over the
+    text of so many `characters` if the model was chosen for it. Raises `UserError` for a run that was started without
+    a time, and now has nothing else to end it; not for another text, which is refused later, with all differences.
     """
     trainer, before = config.trainer, flatten(recorded)
+    is_limited = any(get(config, key) is None for key in CHOSEN)
     minutes = before.get("trainer.max_minutes")
     if minutes is not None and (trainer.max_minutes is not None or trainer.max_steps is None):
         steps = round(before["trainer.max_steps"] * (trainer.max_minutes or minutes) / minutes)
@@ -165,6 +173,15 @@ def recall(config: Any, recorded: dict[str, Any]) -> None:
     fill(config, NO_NGRAMS)  # snapshots from before there were any
     if minutes is None:
         trainer.max_minutes = None
+    elif is_limited:
+        useful = max(useful_steps(config, characters), before["trainer.max_steps"])
+        if trainer.max_steps > useful:
+            log.info(
+                "sizing      %s steps: limited to %d passes over the text",
+                f"{useful:,}",
+                USEFUL_PASSES,
+            )
+        trainer.max_steps = min(trainer.max_steps, useful)
 
 
 def choose(
@@ -209,14 +226,16 @@ def choose_model(
     seconds_per_step: Callable[[], float],
 ) -> None:
     """Chooses the fields listed in `null`, those of `CHOSEN` that are None; see `choose`."""
-    if characters < MIN_CHARACTERS:
+    trainer, data, model = config.trainer, config.data, config.model
+    usable = round(characters * (1 - data.final_split))
+    if usable < MIN_CHARACTERS:
+        without = f" without data.final_split={data.final_split:g}" if data.final_split else ""
         raise UserError(
-            f"data.path={config.data.path}: {characters:,} characters are too few to choose a model for; "
+            f"data.path={data.path}: {usable:,} characters{without} are too few to choose a model for; "
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
-    trainer, data, model = config.trainer, config.data, config.model
     fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
-    fill(config, sizes_of(config, characters, *REFERENCE, processes) | FIRST_GUESS)
+    fill(config, sizes_of(config, usable, *REFERENCE, processes) | FIRST_GUESS)
     steps = planned_steps(config, characters)
     plan = f"{steps:,.0f} steps"
     if trainer.max_minutes is not None:
@@ -227,14 +246,14 @@ def choose_model(
     operations = steps * step_characters(config) * character_flops(config)
 
     put(config, dict.fromkeys(null))
-    fill(config, sizes_of(config, characters, *best_sizes(characters, operations), processes))
+    fill(config, sizes_of(config, usable, *best_sizes(usable, operations), processes))
     log.info(
         "sizing      %d layers, width %d, context %d: for a text of %s characters and %s",
-        model.n_layer, model.n_embd, data.block_size, f"{characters:,}", plan,
+        model.n_layer, model.n_embd, data.block_size, f"{usable:,}", plan,
     )  # fmt: skip
     affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
-    held_out = min(characters / 10, max(MIN_HELD_OUT, affordable))
-    split = round((1 - data.final_split) * (1 - held_out / characters), 6)
+    held_out = min(usable / 10, max(MIN_HELD_OUT, affordable))
+    split = round((1 - data.final_split) * (1 - held_out / usable), 6)
     fill(config, {"data.train_split": split})
     training = training_characters(config, characters)
     trained = planned_steps(config, characters) * step_characters(config)
@@ -243,7 +262,7 @@ def choose_model(
     passes = min(trained / training, USEFUL_PASSES)
     dropout, weight_decay = regularization(training, passes)
     if config.init_from is None:
-        rate = learning_rate(characters, model.n_embd)
+        rate = learning_rate(usable, model.n_embd)
     else:
         rate = fine_tuning_rate(passes, model.n_embd)
     fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
@@ -265,6 +284,12 @@ def evaluations(cost: float) -> int:
     return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
 
 
+def useful_steps(config: Any, characters: int) -> int:
+    """Steps for `USEFUL_PASSES` over a text of `characters` characters."""
+    useful = USEFUL_PASSES * training_characters(config, characters)
+    return math.ceil(useful / step_characters(config))
+
+
 def training_characters(config: Any, characters: int) -> int:
     """The number of characters to train on in a text of `characters` characters."""
     return int(characters * config.data.train_split)
@@ -283,7 +308,8 @@ def choose_steps(
     trainer = config.trainer
     character_s = EVALUATION_COST * step_s / step_characters(config)
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
-    left, number = seconds - FINISH_S, 1
+    final = character_s * config.data.final_split * characters
+    left, number = seconds - FINISH_S - final, 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:
@@ -296,10 +322,7 @@ def choose_steps(
             f"trainer.max_minutes={trainer.max_minutes:g}: too short: no time is left for a step of {step_s:.2f} s "
             f"and its evaluation; try {enough:g}"
         )
-    pays = math.inf
-    if is_limited:
-        useful = USEFUL_PASSES * training_characters(config, characters)
-        pays = math.ceil(useful / step_characters(config))
+    pays = useful_steps(config, characters) if is_limited else math.inf
     typed = planned_steps(config, characters)
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps == typed:

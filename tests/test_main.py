@@ -302,6 +302,7 @@ def test_a_bad_setting_is_named_with_what_was_meant(override, says):
         ("optimizer.learning_rate=0,003", "=0,003: a comma separates the values of a sweep (-m)"),
         ("trainer.batch_size=many", "trainer.batch_size=many: must be a whole number"),
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
+        ("data=/a/book.txt", "data=/a/book.txt: no such file; choose from"),
         ("trainer.seed", "trainer.seed: settings are KEY=VALUE, as in"),
         ("--lr=3", "--lr=3: settings have no dashes; did you mean optimizer.learning_rate=?"),
         ("=3", "=3: settings are KEY=VALUE, without spaces"),

@@ -108,14 +108,14 @@ def test_a_run_chooses_once_and_the_command_it_prints_repeats_it(nproc, tmp_path
     assert metrics(first) == metrics(second)
 
 
-def resumed(chosen: dict, *overrides: str) -> dict:
+def resumed(chosen: dict, *overrides: str, characters: int = 10**9) -> dict:
     """The settings of `overrides`, for a run that was started with those `chosen`."""
     recorded: dict = {group: {} for group in ("data", "model", "optimizer", "trainer")}
     for key, value in chosen.items():
         group, _, name = key.partition(".")
         recorded.get(group, {})[name] = value
     config = validate(configure("experiment=auto", "data=text", "data.path=x.txt", *overrides))
-    sizing.recall(config, recorded)
+    sizing.recall(config, recorded, characters)
     return flatten(dataclasses.asdict(config))
 
 
@@ -134,6 +134,19 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
     again = resumed(many, "trainer.max_minutes=null", "trainer.max_steps=6000")
     for key in ("trainer.eval_every_steps", "trainer.save_every_steps"):
         assert again[key] == many[key]
+
+
+def test_the_final_part_is_neither_counted_as_text_nor_scored_for_nothing():
+    whole, _ = choose(characters=300_000)
+    part, _ = choose("data.final_split=0.4", characters=500_000)
+    for key in sizing.SIZES:
+        assert part[key] == whole[key]
+    assert part["data.train_split"] == pytest.approx(0.6 * whole["data.train_split"], abs=1e-6)
+    assert part["trainer.max_steps"] < whole["trainer.max_steps"]
+    with pytest.raises(
+        UserError, match=r"x\.txt: 500 characters without data\.final_split=0\.9 are"
+    ):
+        choose("data.final_split=0.9", characters=5000)
 
 
 def test_n_gram_embeddings_decay_more_the_more_passes_and_a_short_text_has_none():
@@ -164,6 +177,14 @@ def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
         assert again["trainer.max_steps"] == round(chosen["trainer.max_steps"] * minutes / 1.5)
 
 
+def test_a_longer_time_adds_no_passes_that_overfit():
+    chosen, _ = choose(characters=200_000)
+    again = resumed(chosen, "trainer.max_minutes=60", characters=200_000)
+    trained = again["trainer.max_steps"] * again["trainer.batch_size"] * again["data.block_size"]
+    passes = trained / (200_000 * again["data.train_split"])
+    assert passes == pytest.approx(sizing.USEFUL_PASSES, abs=0.1)
+
+
 def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
     chosen, _ = choose("trainer.max_steps=7")
     for steps in (7, 9):
@@ -186,7 +207,7 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
 def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start():
     recorded = {"trainer": {"max_steps": 10, "max_minutes": None, "eval_every_steps": 100}}
     config = validate(configure("experiment=nanogpt_cpu", "trainer.eval_every_steps=null"))
-    sizing.recall(config, recorded)
+    sizing.recall(config, recorded, 30_000)
     assert config.trainer.eval_every_steps is None
 
 
@@ -217,8 +238,10 @@ def test_a_run_without_a_time_takes_none_later(tmp_path):
     recorded: dict = {"data": {"path": config.data.path}}
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}
     with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
-        sizing.recall(config, recorded)
-    sizing.recall(config, recorded | {"data": {"path": "another.txt"}})  # refused by the Trainer
+        sizing.recall(config, recorded, 30_000)
+    sizing.recall(
+        config, recorded | {"data": {"path": "another.txt"}}, 30_000
+    )  # refused by the Trainer
     assert config.trainer.max_steps == 10
 
 

@@ -101,14 +101,14 @@ def overfitting_warning(run: Run) -> str:
     # A training loss above that of guessing by frequency is no overfitting.
     guessing = run.starts[-1].get("frequency_loss", math.inf)
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
-    overfits, diverges = rise <= 0 and last - lowest >= 0.02 and has_learned, rise >= 0.25
-    if not overfits and not diverges:
+    diverges = rise >= 0.25
+    if not diverges and (last - lowest < 0.02 or not has_learned):
         return ""
-    verdict = "overfits" if overfits else "diverges"
-    what_to_do = "lower optimizer.learning_rate"
+    verdict, what_to_do = "diverges", "lower optimizer.learning_rate"
     if step == 0:
         verdict = "is worse than its pretrained weights"
-    elif overfits:
+    elif not diverges:
+        verdict = "overfits"
         what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
     return (
         f"The run {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
@@ -121,10 +121,11 @@ def unigram_warning(run: Run) -> str:
     of guessing by the characters' frequencies.
     """
     frequencies = run.starts[-1].get("frequency_loss")
-    loss = min((line["loss"] for line in run.val[-1:] or run.train[-5:]), default=0.0)
+    lines = run.val[-1:] or run.train[-5:]
+    loss = min((line["loss"] for line in lines), default=0.0)
     if run.step < FIRST_JUDGED or not frequencies or loss <= frequencies:
         return ""
     return (
-        f"The {'held-out' if run.val else 'training'} loss, {loss:.4f}, is worse than guessing by frequency, "
-        f"{frequencies:.4f}."
+        f"The {'held-out' if run.val else 'training'} loss at step {lines[-1]['step']}, {loss:.4f}, is worse than "
+        f"guessing by frequency, {frequencies:.4f}: train for more steps, or lower optimizer.learning_rate."
     )

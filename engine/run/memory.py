@@ -119,9 +119,9 @@ def report_exhausted() -> Iterator[None]:
         ) from error
 
 
-def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
-    """Warns if training on this host's CPUs, of the model of a `GPTConfig` by a `TrainerConfig`, may need more memory
-    than is free: the operating system would kill it.
+def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
+    """Whether training on this host's CPUs, of the model of a `GPTConfig` by a `TrainerConfig`, may need more memory
+    than is free, after a warning: the operating system would kill it.
     """
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
@@ -132,12 +132,14 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> None:
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
     needed, free = world.local_size * each, hardware.free_memory()
-    if world.device.type == "cpu" and free is not None and needed > free:
-        windows = characters // model.block_size
-        advice = "a smaller model (model.n_layer, model.n_embd)"
-        if world.local_size * weight_bytes < free and windows > 1:
-            advice = f"trainer.micro_batch_size={windows // 2} or less, or {advice}"
-        log.warning(
-            "training needs about %s GB of memory, but only %s GB are free: set %s",
-            f"{needed / 1e9:,.1f}", f"{free / 1e9:,.1f}", advice,
-        )  # fmt: skip
+    if world.device.type != "cpu" or free is None or needed <= free:
+        return False
+    windows = characters // model.block_size
+    advice = "a smaller model (model.n_layer, model.n_embd)"
+    if world.local_size * weight_bytes < free and windows > 1:
+        advice = f"trainer.micro_batch_size={windows // 2} or less, or {advice}"
+    log.warning(
+        "training needs about %s GB of memory, but only %s GB are free: set %s",
+        f"{needed / 1e9:,.1f}", f"{free / 1e9:,.1f}", advice,
+    )  # fmt: skip
+    return True
