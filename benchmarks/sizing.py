@@ -128,8 +128,8 @@ def neighbours(settings: Settings) -> list[Settings]:
     changes += [{"layers": layers} for layers in DEPTHS[settings["layers"]]]
     for change in changes:
         if "width" in change:
-            heads = max(1, round(change["width"] / (64 if change["width"] >= 112 else 32)))
-            width = 2 * heads * round(change["width"] / (2 * heads))
+            width = 32 * round(change["width"] / 32)  # others have no kernels
+            heads = width // (64 if width >= 128 else 32)
             rate = settings["rate"] * (settings["width"] / width) ** 0.5
             change.update(width=width, heads=heads, rate=rate)
         if "context" in change:
@@ -148,7 +148,7 @@ def cost(settings: Settings, vocabulary: int) -> float:
     flops = (
         72 * layers * width**2 + 12 * layers * width * settings["context"] + 6 * vocabulary * width
     )
-    narrow = 1.75 if width <= 64 else 1.25 if width < 128 else 1.0
+    narrow = 3.0 if width <= 32 else 1.75 if width <= 64 else 1.25 if width < 128 else 1.0
     slow = (1.4 if settings["dropout"] else 1.0) * (1.06 if settings["ngrams"] else 1.0)
     return flops / sizing.REFERENCE_FLOPS * narrow * slow
 

@@ -229,9 +229,9 @@ def choose_model(
     trainer, data, model = config.trainer, config.data, config.model
     usable = round(characters * (1 - data.final_split))
     if usable < MIN_CHARACTERS:
-        without = f" without data.final_split={data.final_split:g}" if data.final_split else ""
+        which = f" without data.final_split={data.final_split:g}" if data.final_split else ""
         raise UserError(
-            f"data.path={data.path}: {usable:,} characters{without} are too few to choose a model for; "
+            f"data.path={data.path}: {usable:,} characters{which} are too few to choose a model for; "
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
     fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
