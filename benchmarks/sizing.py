@@ -60,8 +60,7 @@ CELLS = [
     ("ja", 700_000, 3.3),
 ]
 # Texts that the rule was not fitted to; benchmarks/texts.py makes them. The first runs of `it` and `ko` suggested more
-# layers, which other texts then decided; `it`, `tr` and `man` are among those that decided up to how many passes n-gram
-# embeddings serve.
+# layers, which other texts then decided; `it`, `tr` and `man` were among the first that had n-gram embeddings.
 UNSEEN = [
     ("man", 1_000_000, 0.3),
     ("pl", 10_000, 1.1),
@@ -129,7 +128,7 @@ def neighbours(settings: Settings) -> list[Settings]:
     for change in changes:
         if "width" in change:
             width = 32 * round(change["width"] / 32)  # others have no kernels
-            heads = width // (64 if width >= 128 else 32)
+            heads = width // (32 if width % 64 or width < 128 else 64)
             rate = settings["rate"] * (settings["width"] / width) ** 0.5
             change.update(width=width, heads=heads, rate=rate)
         if "context" in change:

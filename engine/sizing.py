@@ -173,9 +173,12 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
     fill(config, NO_NGRAMS)  # snapshots from before there were any
     if minutes is None:
         trainer.max_minutes = None
-    elif is_limited:
+    elif is_limited and trainer.max_minutes is not None:
         useful = max(useful_steps(config, characters), before["trainer.max_steps"])
         if trainer.max_steps > useful:
+            trainer.max_minutes *= (
+                useful / trainer.max_steps
+            )  # other times will be in proportion to it
             log.info(
                 "sizing      %s steps: limited to %d passes over the text",
                 f"{useful:,}",
@@ -204,7 +207,7 @@ def choose(
     trainer = config.trainer
     if trainer.max_minutes is not None:
         chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
-        choose_steps(config, characters, bool(null), seconds_per_step(), seconds_left())
+        choose_steps(config, characters, processes, bool(null), seconds_per_step(), seconds_left())
     elif trainer.eval_every_steps is None:
         chosen += ["trainer.eval_every_steps"]
         steps = planned_steps(config, characters)
@@ -229,9 +232,9 @@ def choose_model(
     trainer, data, model = config.trainer, config.data, config.model
     usable = round(characters * (1 - data.final_split))
     if usable < MIN_CHARACTERS:
-        which = f" without data.final_split={data.final_split:g}" if data.final_split else ""
+        beside = f" beside data.final_split={data.final_split:g}" if data.final_split else ""
         raise UserError(
-            f"data.path={data.path}: {usable:,} characters{which} are too few to choose a model for; "
+            f"data.path={data.path}: {usable:,} characters{beside} are too few to choose a model for; "
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
     fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
@@ -273,9 +276,9 @@ def choose_model(
         ngram_decay = 2.0  # more would forget the pretrained tables
     fill(config, {"model.ngram_rows": rows, "optimizer.ngram_decay": ngram_decay})
     log.info(
-        "sizing      dropout %g, weight decay %g, learning rate %g, n-gram rows %d: for about %.2g passes over "
-        "the text",
-        model.resid_pdrop, config.optimizer.weight_decay, peak, model.ngram_rows, passes,
+        "sizing      dropout %g, weight decay %g, learning rate %g, n-gram rows %d and decay %g: for about %.2g passes "
+        "over the text",
+        model.resid_pdrop, config.optimizer.weight_decay, peak, model.ngram_rows, config.optimizer.ngram_decay, passes,
     )  # fmt: skip
 
 
@@ -300,7 +303,12 @@ def held_out_characters(config: Any, characters: int) -> float:
 
 
 def choose_steps(
-    config: Any, characters: int, is_limited: bool, step_s: float, seconds: float
+    config: Any,
+    characters: int,
+    processes: int,
+    is_limited: bool,
+    step_s: float,
+    seconds: float,
 ) -> None:
     """Chooses the steps that `seconds` allow, at `step_s` seconds each, and the steps between evaluations.
     If `is_limited`, no more than pay for a text of so many `characters`.
@@ -308,7 +316,8 @@ def choose_steps(
     trainer = config.trainer
     character_s = EVALUATION_COST * step_s / step_characters(config)
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
-    final = character_s * config.data.final_split * characters
+    # One process scores the final part.
+    final = processes * character_s * config.data.final_split * characters
     left, number = seconds - FINISH_S - final, 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
@@ -318,9 +327,10 @@ def choose_steps(
     if fitting < 1:
         missing = step_s + 2 * number * each - left
         enough = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100
+        also = " and the score of the final part" if final else ""
         raise UserError(
             f"trainer.max_minutes={trainer.max_minutes:g}: too short: no time is left for a step of {step_s:.2f} s "
-            f"and its evaluation; try {enough:g}"
+            f"and its evaluation{also}; try {enough:g}"
         )
     pays = useful_steps(config, characters) if is_limited else math.inf
     typed = planned_steps(config, characters)
@@ -404,8 +414,8 @@ def ngrams(characters: int, passes: float, step: int, rate: float) -> tuple[int,
     """Rows and weight decay of the n-gram tables, for so many passes over a training text of so many `characters`, in
     steps of `step` characters.
     """
-    # An n-gram that does not come again is forgotten within 0.6 passes over their number, or the tables learn the text
-    # by heart. A short text needs more than a step can forget.
+    # A vector that is not seen again falls to 1/e within 0.6 / passes of a pass at the peak rate: the more passes, the
+    # sooner, or the tables learn the text by heart. A short text needs more than a step can forget.
     forgotten = min(passes * step / (0.6 * characters), 0.7)  # share of a vector in a step
     rows = 16_384 if characters >= 70_000 else 0
     return rows, float(f"{max(forgotten / rate, 0.5):.2g}")

@@ -389,7 +389,12 @@ def falls(step: int) -> float:
             False,
             "held-out loss at step 1500, 4.1700, is worse than guessing",
         ),
-        ({"losses": lambda s: 4.17, "steps": 400}, True, False, "training loss at step 400, 4.1700, is worse"),
+        (
+            {"losses": lambda s: 4.17, "steps": 400},
+            True,
+            False,
+            "training loss at step 400, 4.1700, is worse",
+        ),
         (
             {"losses": lambda s: None if s == 900 else 2.0},
             True,
@@ -412,7 +417,7 @@ def falls(step: int) -> float:
             {"losses": lambda s: 1 + s / 9000, "held_out": lambda s: 1.6 + s / 2000},
             False,
             False,
-            "The run overfits: the held-out",
+            "The run gets worse: the held-out",
         ),
         (
             dict.fromkeys(("losses", "held_out"), lambda s: 2 + abs(s - 800) / 1000),

@@ -144,19 +144,19 @@ def test_the_final_part_is_neither_counted_as_text_nor_scored_for_nothing():
     assert part["data.train_split"] == pytest.approx(0.6 * whole["data.train_split"], abs=1e-6)
     assert part["trainer.max_steps"] < whole["trainer.max_steps"]
     with pytest.raises(
-        UserError, match=r"x\.txt: 500 characters without data\.final_split=0\.9 are"
+        UserError, match=r"x\.txt: 500 characters beside data\.final_split=0\.9 are"
     ):
         choose("data.final_split=0.9", characters=5000)
 
 
 def test_n_gram_embeddings_decay_more_the_more_passes_and_a_short_text_has_none():
     decays = []
-    for minutes in (1, 10):
-        chosen, _ = choose(characters=300_000, minutes=minutes)
+    for minutes, characters in ((1, 300_000), (10, 300_000), (10, 80_000)):
+        chosen, _ = choose(characters=characters, minutes=minutes)
         assert chosen["model.ngram_rows"] > 0
         decays.append(chosen["optimizer.ngram_decay"])
-        assert chosen["optimizer.ngram_decay"] * chosen["optimizer.learning_rate"] < 1
-    assert decays[0] < decays[1]
+        assert chosen["optimizer.ngram_decay"] * chosen["optimizer.learning_rate"] < 0.75
+    assert decays[0] < decays[1] < decays[2]
     pretrained, _ = choose("init_from=x", characters=300_000, minutes=10)
     assert pretrained["optimizer.ngram_decay"] < decays[0]
     assert choose(characters=30_000)[0]["model.ngram_rows"] == 0
@@ -165,7 +165,8 @@ def test_n_gram_embeddings_decay_more_the_more_passes_and_a_short_text_has_none(
 def test_n_gram_embeddings_are_not_added_to_a_run_from_before_there_were_any():
     older, _ = choose(characters=300_000)
     del older["model.ngram_rows"], older["optimizer.ngram_decay"]
-    assert resumed(older, "trainer.max_minutes=1.5")["model.ngram_rows"] == 0
+    again = resumed(older, "trainer.max_minutes=1.5")
+    assert again["model.ngram_rows"] == again["optimizer.ngram_decay"] == 0
 
 
 @pytest.mark.parametrize("limit", [[], ["trainer.max_steps=1000000"], ["trainer.max_epochs=1000"]])
@@ -183,6 +184,17 @@ def test_a_longer_time_adds_no_passes_that_overfit():
     trained = again["trainer.max_steps"] * again["trainer.batch_size"] * again["data.block_size"]
     passes = trained / (200_000 * again["data.train_split"])
     assert passes == pytest.approx(sizing.USEFUL_PASSES, abs=0.1)
+    # The steps are in proportion to the time that is recorded with them.
+    for minutes in (60, again["trainer.max_minutes"], 1.5):
+        settings = again | {"data.path": "x.txt"}
+        steps = resumed(settings, f"trainer.max_minutes={minutes}", characters=200_000)[
+            "trainer.max_steps"
+        ]
+        expected = chosen if minutes == 1.5 else again
+        assert steps == pytest.approx(expected["trainer.max_steps"], abs=1)
+    # Steps that the user gives are not limited.
+    given = ("trainer.max_minutes=null", "trainer.max_steps=100000")
+    assert resumed(chosen, *given, characters=200_000)["trainer.max_steps"] == 100_000
 
 
 def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():

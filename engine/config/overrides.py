@@ -157,7 +157,8 @@ def quoted(key: str, value: str) -> str:
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.partition("/")
+        file = error.missing_cfg_file  # of a file of one's own, data//a/book.txt
+        group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
     if isinstance(error, OverrideParseException):

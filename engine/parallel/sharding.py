@@ -57,7 +57,11 @@ def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
     if world.size == 1:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    wrapped.broadcast_buffers = (
+        False  # in each step; they never change. As an argument it is deprecated
+    )
+    return wrapped
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ where, and for either split rows of [step, mean, half-width of the band], nats p
 
 import json
 import math
+import operator
 import os
 import statistics
 from typing import Any
@@ -89,8 +90,8 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
 
 
 def overfitting_warning(run: Run) -> str:
-    """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile,
-    and diverges if it rose too, by more than batches differ. Lowest at step 0, it is that of pretrained weights.
+    """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile, diverges if
+    it rose by more than batches differ, and else gets worse. Lowest at step 0, it is that of pretrained weights.
     """
     if run.best is None or (run.step < FIRST_JUDGED and run.best["step"] > 0):
         return ""
@@ -107,9 +108,11 @@ def overfitting_warning(run: Run) -> str:
     verdict, what_to_do = "diverges", "lower optimizer.learning_rate"
     if step == 0:
         verdict = "is worse than its pretrained weights"
-    elif not diverges:
+    elif rise <= 0:
         verdict = "overfits"
         what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
+    elif not diverges:
+        verdict, what_to_do = "gets worse", "train for fewer steps"
     return (
         f"The run {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
         f"sample.py and export.py use the best snapshot, of step {step}; {what_to_do}."
@@ -122,10 +125,14 @@ def unigram_warning(run: Run) -> str:
     """
     frequencies = run.starts[-1].get("frequency_loss")
     lines = run.val[-1:] or run.train[-5:]
-    loss = min((line["loss"] for line in lines), default=0.0)
-    if run.step < FIRST_JUDGED or not frequencies or loss <= frequencies:
+    if run.step < FIRST_JUDGED or not frequencies or not lines:
+        return ""
+    step, loss = min(
+        ((line["step"], line["loss"]) for line in reversed(lines)), key=operator.itemgetter(1)
+    )
+    if loss <= frequencies:
         return ""
     return (
-        f"The {'held-out' if run.val else 'training'} loss at step {lines[-1]['step']}, {loss:.4f}, is worse than "
+        f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than "
         f"guessing by frequency, {frequencies:.4f}: train for more steps, or lower optimizer.learning_rate."
     )
