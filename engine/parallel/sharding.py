@@ -58,9 +58,8 @@ def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    wrapped.broadcast_buffers = (
-        False  # in each step; they never change. As an argument it is deprecated
-    )
+    # They never change. As an argument, it is deprecated since torch 2.13.
+    wrapped.broadcast_buffers = False
     return wrapped
 
 
