@@ -234,9 +234,8 @@ def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
 def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    done = [
-        {"ngrams": 0, "ngram_decay": 0} | json.loads(line) for line in lines
-    ]  # older ones are without
+    older = {"ngrams": 0, "ngram_decay": 0}  # what their lines are without
+    done = [older | json.loads(line) for line in lines]
     cells = UNSEEN if config.unseen else CELLS
     if config.report:
         report(cells, done)

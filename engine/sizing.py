@@ -176,15 +176,12 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
     elif is_limited and trainer.max_minutes is not None:
         useful = max(useful_steps(config, characters), before["trainer.max_steps"])
         if trainer.max_steps > useful:
-            trainer.max_minutes *= (
-                useful / trainer.max_steps
-            )  # other times will be in proportion to it
+            # Another time will be in proportion to this one.
+            trainer.max_minutes *= useful / trainer.max_steps
+            trainer.max_steps = useful
             log.info(
-                "sizing      %s steps: limited to %d passes over the text",
-                f"{useful:,}",
-                USEFUL_PASSES,
+                "sizing      %d steps: limited to %d passes over the text", useful, USEFUL_PASSES
             )
-        trainer.max_steps = min(trainer.max_steps, useful)
 
 
 def choose(

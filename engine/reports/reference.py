@@ -127,9 +127,8 @@ def unigram_warning(run: Run) -> str:
     lines = run.val[-1:] or run.train[-5:]
     if run.step < FIRST_JUDGED or not frequencies or not lines:
         return ""
-    step, loss = min(
-        ((line["step"], line["loss"]) for line in reversed(lines)), key=operator.itemgetter(1)
-    )
+    lowest = min(reversed(lines), key=operator.itemgetter("loss"))
+    step, loss = lowest["step"], lowest["loss"]
     if loss <= frequencies:
         return ""
     return (
