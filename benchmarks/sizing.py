@@ -1,4 +1,4 @@
-"""The grid of runs that the rule of engine/sizing.py is fitted to.
+"""The grid of runs that the rule of engine/sizing_rule.py is fitted to.
 
     python benchmarks/sizing.py texts=DIRECTORY               trains what sizing.jsonl does not have yet
     python benchmarks/sizing.py texts=DIRECTORY workers=2     in two processes of one thread each
@@ -25,11 +25,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 import main
 import sample
 from config import Config, validate
-from engine import sizing
+from engine import sizing, sizing_rule
 from engine.config.arguments import parse, run_program
+from engine.parallel.distributed import World
 from engine.snapshots.sharded import load_full
 
 RESULTS = Path(__file__).resolve().parent / "sizing.jsonl"
@@ -98,24 +101,35 @@ def composed(text: str, *overrides: str) -> Config:
 
 def chosen(text: str, characters: int, millions: float) -> Settings:
     """The rule's choice."""
-    config = composed(text, "trainer.max_minutes=1")
+    config: Any = composed(text, "trainer.max_minutes=1")
     config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
     null = [key for key in sizing.CHOSEN if sizing.get(config, key) is None]
     sizing.choose_model(
-        config, null, characters, 1, lambda: 1e6 * millions, lambda: sizing.step_characters(config)
+        config,
+        null,
+        characters,
+        World.alone(torch.device("cpu")),
+        lambda: 1e6 * millions,
+        lambda: sizing.step_characters(config),
     )
-    return {
+    settings: Settings = {
         "layers": config.model.n_layer,
         "width": config.model.n_embd,
         "heads": config.model.n_head,
         "context": config.data.block_size,
         "batch": sizing.step_characters(config),
         "dropout": config.model.resid_pdrop,
+        "ngrams": config.model.ngram_rows,
+        "split": config.data.train_split,
+    }
+    trained = 1e6 * millions / cost(settings, config.model.vocab_size)
+    trained = min(trained, sizing_rule.USEFUL_PASSES * characters * config.data.train_split)
+    config.trainer.max_steps = round(trained / settings["batch"])
+    sizing.choose_rates(config, characters)
+    return settings | {
         "decay": config.optimizer.weight_decay,
         "rate": config.optimizer.learning_rate,
-        "ngrams": config.model.ngram_rows,
         "ngram_decay": config.optimizer.ngram_decay if config.model.ngram_rows else 0,
-        "split": config.data.train_split,
     }
 
 
@@ -149,7 +163,7 @@ def cost(settings: Settings, vocabulary: int) -> float:
     )
     narrow = 3.0 if width <= 32 else 1.75 if width <= 64 else 1.25 if width < 128 else 1.0
     slow = (1.4 if settings["dropout"] else 1.0) * (1.06 if settings["ngrams"] else 1.0)
-    return flops / sizing.REFERENCE_FLOPS * narrow * slow
+    return flops / sizing_rule.REFERENCE_FLOPS * narrow * slow
 
 
 def train(text: str, characters: int, millions: float, settings: Settings, seed: int) -> Settings:
@@ -165,7 +179,7 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
     if settings:
         limit = min(
             limit / cost(settings, len(known)),
-            sizing.USEFUL_PASSES * settings["split"] * characters,
+            sizing_rule.USEFUL_PASSES * settings["split"] * characters,
         )
         if "passes" in settings:
             limit = settings["passes"] * settings["split"] * characters

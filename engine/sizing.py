@@ -1,8 +1,7 @@
 """Sizing: chooses the model, the regularization and the steps for a text, a machine and a time (`choose_sizes`).
 
-The rule was fitted to a grid of runs (benchmarks/sizing.md). The speed of a reference model on this machine and
-the length of the text give the model, its context and about how many passes over the text fit into the
-time, and these the regularization. The measured time of a step of the chosen model gives the steps.
+The speed of a reference model on this machine and the length of the text give the model and its context. The measured
+time of a step of that model gives the steps, and the passes that they make over the text the regularization.
 """
 
 import contextlib
@@ -19,6 +18,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from engine import sizing_rule as rule
 from engine.config.overrides import override_key, without
 from engine.config.settings import flatten
 from engine.errors import UserError
@@ -39,15 +39,15 @@ CHOSEN = (
     "optimizer.learning_rate",
 )  # fmt: skip
 
-REFERENCE = (4, 128, 128)  # layers, width and context with which the machine's speed is measured
-REFERENCE_FLOPS = 5.5e6  # of it, for each character of training
 EVALUATIONS = 20  # at most, of a run
 EVALUATION_SHARE = 0.04  # of the time, for all evaluations
 EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
-FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
+# Seconds for the texts drawn meanwhile, the last snapshot, the report and the end of the process. A GPU draws a text
+# character by character no faster than a CPU.
+FINISH_S = {"cpu": 1.5, "cuda": 5.0}
 MIN_CHARACTERS = 1000  # of a text
-USEFUL_PASSES = 20  # over the text, at most: more overfit
+COMPILE_PAYS_FROM_S = 100.0  # of steps on a GPU: compiling takes 25 s, and a third off a step
 TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
@@ -93,6 +93,7 @@ def choose_sizes(
 
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
+        fill(trial, FIRST_GUESS)
         trial.model = sized_model(trial)
         warn_if_too_little(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
@@ -108,7 +109,7 @@ def choose_sizes(
                 "sizing      the rule was fitted on CPUs; on %s it is extrapolated",
                 world.device.type,
             )
-        chosen = choose(config, len(text.data), world.size, seconds_left, seconds_per_step)
+        chosen = choose(config, len(text.data), world, seconds_left, seconds_per_step)
         if HydraConfig.initialized():
             own = (f"{override_key(override)}=" for override in chosen)
             typed = without(HydraConfig.get().overrides.task, *own, "run_name=", "run_dir=")
@@ -180,14 +181,16 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
             trainer.max_minutes *= useful / trainer.max_steps
             trainer.max_steps = useful
             log.info(
-                "sizing      %d steps: limited to %d passes over the text", useful, USEFUL_PASSES
+                "sizing      %d steps: limited to %d passes over the text",
+                useful,
+                rule.USEFUL_PASSES,
             )
 
 
 def choose(
     config: Any,
     characters: int,
-    processes: int,
+    world: World,
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[], float],
 ) -> list[str]:
@@ -199,18 +202,30 @@ def choose(
     """
     null = [key for key in CHOSEN if get(config, key) is None]
     chosen = [*null]
-    if null:
-        choose_model(config, null, characters, processes, seconds_left, seconds_per_step)
     trainer = config.trainer
+    if null:
+        compiles, trainer.compile = trainer.compile, "false"  # only the chosen model is worth it
+        choose_model(config, null, characters, world, seconds_left, seconds_per_step)
+        trainer.compile = compiles
     if trainer.max_minutes is not None:
         chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
-        choose_steps(config, characters, processes, bool(null), seconds_per_step(), seconds_left())
+        step_s = seconds_per_step()
+        if world.device.type == "cuda" and trainer.compile == "auto":
+            chosen += ["trainer.compile"]
+            most = useful_steps(config, characters) if null else math.inf
+            seconds = min(seconds_left(), step_s * min(most, planned_steps(config, characters)))
+            trainer.compile = str(seconds > COMPILE_PAYS_FROM_S).lower()
+            if trainer.compile == "true":
+                step_s = seconds_per_step()
+        choose_steps(config, characters, world, bool(null), step_s, seconds_left())
     elif trainer.eval_every_steps is None:
         chosen += ["trainer.eval_every_steps"]
         steps = planned_steps(config, characters)
         cost = EVALUATION_COST * held_out_characters(config, characters)
         fitting = evaluations(steps * step_characters(config) / cost)
         trainer.eval_every_steps = math.ceil(steps / fitting)
+    if null:
+        choose_rates(config, characters)
     if trainer.save_every is None and trainer.save_every_steps is None:
         chosen += ["trainer.save_every_steps"]
         trainer.save_every_steps = trainer.eval_every_steps
@@ -221,7 +236,7 @@ def choose_model(
     config: Any,
     null: list[str],
     characters: int,
-    processes: int,
+    world: World,
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[], float],
 ) -> None:
@@ -235,7 +250,7 @@ def choose_model(
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
     fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
-    fill(config, sizes_of(config, usable, *REFERENCE, processes) | FIRST_GUESS)
+    fill(config, sizes_of(config, usable, *rule.REFERENCE, math.inf, world))
     steps = planned_steps(config, characters)
     plan = f"{steps:,.0f} steps"
     if trainer.max_minutes is not None:
@@ -246,7 +261,8 @@ def choose_model(
     operations = steps * step_characters(config) * character_flops(config)
 
     put(config, dict.fromkeys(null))
-    fill(config, sizes_of(config, usable, *best_sizes(usable, operations), processes))
+    best = rule.best_sizes(usable, operations)
+    fill(config, sizes_of(config, usable, *best, operations, world))
     log.info(
         "sizing      %d layers, width %d, context %d: for a text of %s characters and %s",
         model.n_layer, model.n_embd, data.block_size, f"{usable:,}", plan,
@@ -259,23 +275,35 @@ def choose_model(
     trained = planned_steps(config, characters) * step_characters(config)
     if trainer.max_minutes is not None:
         trained = min(trained, operations / character_flops(config))
-    passes = min(trained / training, USEFUL_PASSES)
-    dropout, weight_decay = regularization(training, passes)
+    passes = min(trained / training, rule.USEFUL_PASSES)
+    fill(config, dict.fromkeys(DROPOUT, rule.dropout(training, passes)))
+    fill(config, {"model.ngram_rows": rule.ngram_rows(training)})
+
+
+def choose_rates(config: Any, characters: int) -> None:
+    """Chooses the learning rate and the weight decays, for a text of so many `characters` and as many passes over it as
+    the steps make.
+    """
+    model, optimizer, step = config.model, config.optimizer, step_characters(config)
+    training = training_characters(config, characters)
+    steps = min(planned_steps(config, characters), rule.USEFUL_PASSES * training / step)
+    passes = steps * step / training
     if config.init_from is None:
-        rate = learning_rate(usable, model.n_embd)
+        usable = round(characters * (1 - config.data.final_split))
+        fill(config, {"optimizer.learning_rate": rule.learning_rate(usable, model.n_embd)})
+        weights = 12 * model.n_layer * model.n_embd**2
+        decay = rule.weight_decay(passes, weights, optimizer.learning_rate * steps)
+        ngrams = rule.ngram_decay(passes, step / training, optimizer.learning_rate)
     else:
-        rate = fine_tuning_rate(passes, model.n_embd)
-    fill(config, dict.fromkeys(DROPOUT, dropout) | {"optimizer.weight_decay": weight_decay})
-    fill(config, {"optimizer.learning_rate": float(f"{rate:.2g}")})
-    peak = config.optimizer.learning_rate
-    rows, ngram_decay = ngrams(training, passes, step_characters(config), peak)
-    if config.init_from is not None:
-        ngram_decay = 2.0  # more would forget the pretrained tables
-    fill(config, {"model.ngram_rows": rows, "optimizer.ngram_decay": ngram_decay})
+        fill(config, {"optimizer.learning_rate": rule.fine_tuning_rate(passes, model.n_embd)})
+        decay = rule.fine_tuning_decay(optimizer.learning_rate * steps)
+        ngrams = 2.0  # more would forget the pretrained tables
+    fill(config, {"optimizer.weight_decay": decay, "optimizer.ngram_decay": ngrams})
     log.info(
-        "sizing      dropout %g, weight decay %g, learning rate %g, n-gram rows %d and decay %g: for about %.2g passes "
-        "over the text",
-        model.resid_pdrop, config.optimizer.weight_decay, peak, model.ngram_rows, config.optimizer.ngram_decay, passes,
+        "sizing      dropout %g, learning rate %g, weight decay %g, n-gram rows %d and decay %g: for %.2g passes over "
+        "the text",
+        model.resid_pdrop, optimizer.learning_rate, optimizer.weight_decay, model.ngram_rows, optimizer.ngram_decay,
+        passes,
     )  # fmt: skip
 
 
@@ -286,7 +314,7 @@ def evaluations(cost: float) -> int:
 
 def useful_steps(config: Any, characters: int) -> int:
     """Steps for `USEFUL_PASSES` over a text of `characters` characters."""
-    useful = USEFUL_PASSES * training_characters(config, characters)
+    useful = rule.USEFUL_PASSES * training_characters(config, characters)
     return math.ceil(useful / step_characters(config))
 
 
@@ -302,7 +330,7 @@ def held_out_characters(config: Any, characters: int) -> float:
 def choose_steps(
     config: Any,
     characters: int,
-    processes: int,
+    world: World,
     is_limited: bool,
     step_s: float,
     seconds: float,
@@ -314,8 +342,8 @@ def choose_steps(
     character_s = EVALUATION_COST * step_s / step_characters(config)
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
     # One process scores the final part.
-    final = processes * character_s * config.data.final_split * characters
-    left, number = seconds - FINISH_S - final, 1
+    final = world.size * character_s * config.data.final_split * characters
+    left, number = seconds - FINISH_S.get(world.device.type, 5.0) - final, 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:
@@ -337,7 +365,7 @@ def choose_steps(
     number_of = "as many as" if trainer.max_steps == fitting else f"of the {fitting:,} that"
     why = f"{number_of} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
-        why += f"; limited to {USEFUL_PASSES} passes over the text"
+        why += f"; limited to {rule.USEFUL_PASSES} passes over the text"
     if trainer.max_steps == typed:
         why += "; set by the user"
     elif typed < math.inf:
@@ -347,11 +375,8 @@ def choose_steps(
         trainer.eval_every_steps = math.ceil(trainer.max_steps / number)
 
 
-# --------------------------------------------------------------------------------------------------
-# The rule
-
 NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
-# What the speed of the machine is measured with: no dropout, which costs up to a third of it.
+# What steps are timed with where it is not chosen yet; dropout would cost up to a third of the speed.
 FIRST_GUESS = {
     **dict.fromkeys(DROPOUT, 0.0), **NO_NGRAMS, "optimizer.weight_decay": 0.2,
     "optimizer.learning_rate": 8e-3,
@@ -359,73 +384,29 @@ FIRST_GUESS = {
 
 
 def sizes_of(
-    config: Any, characters: int, layers: int, width: int, context: int, processes: int
+    config: Any,
+    characters: int,
+    layers: int,
+    width: int,
+    context: int,
+    operations: float,
+    world: World,
 ) -> dict[str, int]:
-    """All sizes, from layers, width and context; what `config` has decides the rest."""
+    """All sizes, from layers, width, context and the operations of the training; what `config` has decides the rest."""
     heads, own_width = config.model.n_head, config.model.n_embd
     width = own_width or width
     if heads is None:  # of 64 channels, or of 32 in a narrow model
         most = max(1, width // (64 if width >= 128 else 32))
         heads = next(n for n in range(most, 0, -1) if width % (2 * n) == 0 or n == 1)
     context = config.data.block_size or min(context, max(1, characters // 20))
-    step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
+    step = rule.step_size(characters, operations, world.device.type == "cuda")
     return {
         "data.block_size": context,
         "model.n_layer": layers,
         "model.n_head": heads,
         "model.n_embd": own_width or -(-width // (2 * heads)) * 2 * heads,
-        "trainer.batch_size": max(-(-step // context), processes),
+        "trainer.batch_size": max(-(-step // context), world.size),
     }
-
-
-def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
-    """Layers, width and context for a text of so many `characters` and so many floating-point operations
-    of training. Width 128 is best in a wide range of times; beyond it depth pays first, then width.
-    """
-    affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
-    enough = min(4e6, USEFUL_PASSES * characters)
-    least, most = min(1e6, 10 * characters), 2e7
-    for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
-    for_the_text = 96 * (characters / 30_000) ** 0.25
-    width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
-    # A short text is better served by depth and context than by width.
-    has_time = affordable >= 0.9 * enough
-    layers = 3 if width <= 96 and not has_time else 4
-    if 20_000 <= characters < 200_000 and affordable >= 1.35 * enough:
-        layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
-    elif characters >= 500_000 and affordable >= min(max(5e6, 5 * characters), most):
-        layers = 6
-    is_long = characters >= 200_000 and affordable >= 2e6
-    return layers, width, 256 if is_long or has_time else 128
-
-
-def regularization(characters: int, passes: float) -> tuple[float, float]:
-    """Dropout and weight decay for so many passes over a training text of so many `characters`."""
-    # It costs a third of the steps on a CPU, and pays for many passes over a short text alone.
-    dropout = 0.1 + (passes - 10) / 160 if passes >= 10 and characters < 200_000 else 0.0
-    decay = 0.2 * (passes / 4) ** 0.5 * max(900_000 / characters, 0.3) ** 0.4
-    return round(dropout, 2), float(f"{min(max(decay, 0.2), 3.0):.2g}")
-
-
-def ngrams(characters: int, passes: float, step: int, rate: float) -> tuple[int, float]:
-    """Rows and weight decay of the n-gram tables, for so many passes over a training text of so many `characters`, in
-    steps of `step` characters.
-    """
-    # A vector that is not seen again falls to 1/e within 0.6 / passes of a pass at the peak rate: the more passes, the
-    # sooner, or the tables learn the text by heart. A short text needs more than a step can forget.
-    forgotten = min(passes * step / (0.6 * characters), 0.7)  # share of a vector in a step
-    rows = 16_384 if characters >= 70_000 else 0
-    return rows, float(f"{max(forgotten / rate, 0.5):.2g}")
-
-
-def learning_rate(characters: int, width: int) -> float:
-    """Peak learning rate of Muon for a model of this width and a training text of so many `characters`."""
-    return 0.008 * (128 / width) ** 0.5 * max(900_000 / characters, 1.0) ** 0.3
-
-
-def fine_tuning_rate(passes: float, width: int) -> float:
-    """Peak learning rate for pretrained weights: less, the more passes may overfit."""
-    return max(0.008 * (128 / width) ** 0.5 * (2 / max(passes, 2.0)) ** 1.5, 0.001)
 
 
 def planned_steps(config: Any, characters: int) -> float:

@@ -4,14 +4,16 @@ import dataclasses
 import shlex
 
 import pytest
+import torch
 import yaml
 from conftest import metrics, start
 
 from config import validate
-from engine import sizing
+from engine import sizing, sizing_rule
 from engine.config.overrides import text_name
 from engine.config.settings import flatten
 from engine.errors import UserError
+from engine.parallel.distributed import World
 from main import configure
 
 OWN = [
@@ -22,11 +24,16 @@ OWN = [
     "samples=false",
 ]
 
+CPU = World.alone(torch.device("cpu"))
 SMALL = ["data.block_size=16", "model.n_layer=1", "model.n_embd=16"]
 
 
 def choose(
-    *overrides: str, characters: int = 200_000, minutes: float = 1.5, flops: float = 1e11
+    *overrides: str,
+    characters: int = 200_000,
+    minutes: float = 1.5,
+    flops: float = 1e11,
+    device: str = "cpu",
 ) -> tuple[dict, list[str]]:
     """The settings chosen on a machine of so many floating-point operations a second, whose clock stands
     still, and the overrides that choose them.
@@ -39,7 +46,7 @@ def choose(
     overrides = sizing.choose(
         config,
         characters,
-        1,
+        World.alone(torch.device(device)),
         lambda: 60 * minutes,
         lambda: sizing.step_characters(config) * sizing.character_flops(config) / flops,
     )
@@ -124,11 +131,13 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
         choose("trainer.max_minutes=null", f"trainer.max_steps={steps}", characters=1_000_000)[0]
         for steps in (100, 6000)
     )
-    for chosen, steps in ((few, 100), (many, 6000)):
-        context, batch = chosen["data.block_size"], chosen["trainer.batch_size"]
-        passes = steps * batch * context / (1_000_000 * chosen["data.train_split"])
-        decay = sizing.regularization(1_000_000 * chosen["data.train_split"], passes)[1]
-        assert chosen["optimizer.weight_decay"] == pytest.approx(decay, rel=0.06)
+    # Weights decay by more in all, the more passes there are.
+    decayed = [
+        chosen["optimizer.weight_decay"] * chosen["optimizer.learning_rate"] * steps
+        for chosen, steps in ((few, 100), (many, 6000))
+    ]
+    assert decayed[1] > 10 * decayed[0]
+    for chosen in (few, many):
         assert chosen["trainer.save_every_steps"] == chosen["trainer.eval_every_steps"]
     assert 10 <= 6000 / many["trainer.eval_every_steps"] <= sizing.EVALUATIONS
     again = resumed(many, "trainer.max_minutes=null", "trainer.max_steps=6000")
@@ -183,7 +192,7 @@ def test_a_longer_time_adds_no_passes_that_overfit():
     again = resumed(chosen, "trainer.max_minutes=60", characters=200_000)
     trained = again["trainer.max_steps"] * again["trainer.batch_size"] * again["data.block_size"]
     passes = trained / (200_000 * again["data.train_split"])
-    assert passes == pytest.approx(sizing.USEFUL_PASSES, abs=0.1)
+    assert passes == pytest.approx(sizing_rule.USEFUL_PASSES, abs=0.1)
     # The steps are in proportion to the time that is recorded with them.
     for minutes in (60, again["trainer.max_minutes"], 1.5):
         settings = again | {"data.path": "x.txt"}
@@ -210,7 +219,7 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
         configure("experiment=nanogpt_cpu", "trainer.max_minutes=1", "trainer.max_epochs=1")
     )
     config.trainer.max_steps = config.trainer.eval_every_steps = None
-    sizing.choose(config, 20_000, 1, lambda: 60.0, lambda: 0.001)
+    sizing.choose(config, 20_000, CPU, lambda: 60.0, lambda: 0.001)
     windows = int(20_000 * config.data.train_split) - config.data.block_size
     assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
     assert config.trainer.eval_every_steps < config.trainer.max_steps
@@ -227,10 +236,31 @@ def test_a_time_with_a_named_recipe_sets_the_steps_alone(tmp_path):
     composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
     config = validate(composed)
     before = flatten(dataclasses.asdict(config))
-    sizing.choose(config, 1_000_000, 1, lambda: 60.0, lambda: 0.01)
+    sizing.choose(config, 1_000_000, CPU, lambda: 60.0, lambda: 0.01)
     after = flatten(dataclasses.asdict(config))
     assert {key for key in after if after[key] != before[key]} == {"trainer.max_steps"}
     assert 4500 < after["trainer.max_steps"] < 6000
+
+
+def test_steps_on_a_gpu_are_larger_where_the_text_and_the_time_allow():
+    def step(**where):
+        chosen, _ = choose(**where)
+        return chosen["trainer.batch_size"] * chosen["data.block_size"]
+
+    gpu = {"characters": 10_000_000, "minutes": 3, "flops": 1e14}
+    assert step(**gpu, device="cuda") > 4 * step(**gpu, device="cpu")
+    for less in ({"characters": 100_000}, {"flops": 1e11}):
+        assert step(**(gpu | less), device="cuda") == step(**(gpu | less), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "characters, minutes, compiles",
+    [(10_000_000, 3, "true"), (10_000_000, 0.5, "false"), (100_000, 3, "false")],
+)
+def test_a_gpu_compiles_where_the_training_is_long(characters, minutes, compiles):
+    chosen, overrides = choose(characters=characters, minutes=minutes, flops=1e13, device="cuda")
+    assert chosen["trainer.compile"] == compiles
+    assert f"trainer.compile={compiles}" in overrides  # to repeat the choice
 
 
 @pytest.mark.parametrize(
