@@ -1,7 +1,7 @@
 """Sizing: chooses the model, the regularization and the steps for a text, a machine and a time (`choose_sizes`).
 
-The speed of a reference model on this machine and the length of the text give the model and its context. The measured
-time of a step of that model gives the steps, and the passes that they make over the text the regularization.
+The speed of a reference model on this machine and the length of the text give the model, its context and dropout. The
+measured time of a step of that model gives the steps, and their passes over the text the learning rate and the decays.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from engine import sizing_rule as rule
+from engine.config import auto
 from engine.config.overrides import override_key, without
 from engine.config.settings import flatten
 from engine.errors import UserError
@@ -43,11 +44,12 @@ EVALUATIONS = 20  # at most, of a run
 EVALUATION_SHARE = 0.04  # of the time, for all evaluations
 EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
-# Seconds for the texts drawn meanwhile, the last snapshot, the report and the end of the process. A GPU draws a text
-# character by character no faster than a CPU.
-FINISH_S = {"cpu": 1.5, "cuda": 5.0}
+FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
+DRAW_S = 0.7  # seconds for a text drawn during training on a GPU, each character of which is some hundred launches
 MIN_CHARACTERS = 1000  # of a text
-COMPILE_PAYS_FROM_S = 100.0  # of steps on a GPU: compiling takes 25 s, and a third off a step
+# Seconds of steps on a GPU: compiling takes some 20 in the trial, and takes a quarter off a step.
+COMPILE_PAYS_FROM_S = 100.0
+COMPILE_AGAIN_S = 6.0  # seconds, for what the trial has compiled
 TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
 
 
@@ -93,7 +95,7 @@ def choose_sizes(
 
     def seconds_per_step() -> float:
         trial = copy.deepcopy(config)
-        fill(trial, FIRST_GUESS)
+        fill(trial, FOR_TIMING)
         trial.model = sized_model(trial)
         warn_if_too_little(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
@@ -103,8 +105,10 @@ def choose_sizes(
 
     if recorded is not None:
         recall(config, recorded, len(text.data))
+        if world.device.type == "cuda" and config.trainer.compile == "auto":
+            config.trainer.compile = recorded.get("trainer", {}).get("compile", "auto")
     elif is_needed(config):
-        if world.device.type != "cpu":
+        if world.device.type != "cpu" and any(get(config, key) is None for key in CHOSEN):
             log.info(
                 "sizing      the rule was fitted on CPUs; on %s it is extrapolated",
                 world.device.type,
@@ -204,19 +208,18 @@ def choose(
     chosen = [*null]
     trainer = config.trainer
     if null:
-        compiles, trainer.compile = trainer.compile, "false"  # only the chosen model is worth it
+        asked, trainer.compile = trainer.compile, "false"  # not worth it for the reference model
         choose_model(config, null, characters, world, seconds_left, seconds_per_step)
-        trainer.compile = compiles
+        trainer.compile = asked
     if trainer.max_minutes is not None:
         chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
-        step_s = seconds_per_step()
+        step_s, most = seconds_per_step(), planned_steps(config, characters)
+        if null:
+            most = min(most, useful_steps(config, characters))
         if world.device.type == "cuda" and trainer.compile == "auto":
             chosen += ["trainer.compile"]
-            most = useful_steps(config, characters) if null else math.inf
-            seconds = min(seconds_left(), step_s * min(most, planned_steps(config, characters)))
-            trainer.compile = str(seconds > COMPILE_PAYS_FROM_S).lower()
-            if trainer.compile == "true":
-                step_s = seconds_per_step()
+            seconds = min(seconds_left(), most * step_s)
+            step_s = choose_compile(trainer, step_s, seconds, seconds_per_step)
         choose_steps(config, characters, world, bool(null), step_s, seconds_left())
     elif trainer.eval_every_steps is None:
         chosen += ["trainer.eval_every_steps"]
@@ -232,6 +235,19 @@ def choose(
     return [f"{key}={get(config, key)}" for key in chosen] + ["trainer.max_minutes=null"]
 
 
+def choose_compile(
+    trainer: Any, step_s: float, seconds: float, seconds_per_step: Callable[[], float]
+) -> float:
+    """Chooses whether to compile, on a GPU, for so many `seconds` of steps of `step_s`. Returns the time of a step."""
+    if seconds > COMPILE_PAYS_FROM_S and auto.missing_to_compile("cuda") is None:
+        trainer.compile = "true"
+        compiled_s = seconds_per_step()
+        if compiled_s < step_s:
+            return compiled_s
+    trainer.compile = "false"
+    return step_s
+
+
 def choose_model(
     config: Any,
     null: list[str],
@@ -240,7 +256,7 @@ def choose_model(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[], float],
 ) -> None:
-    """Chooses the fields listed in `null`, those of `CHOSEN` that are None; see `choose`."""
+    """Chooses the fields listed in `null`, those of `CHOSEN` that are None, but for the rates; see `choose`."""
     trainer, data, model = config.trainer, config.data, config.model
     usable = round(characters * (1 - data.final_split))
     if usable < MIN_CHARACTERS:
@@ -250,34 +266,39 @@ def choose_model(
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
     fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
-    fill(config, sizes_of(config, usable, *rule.REFERENCE, math.inf, world))
+    is_timed, on_gpu = trainer.max_minutes is not None, world.device.type == "cuda"
+    # The speed of a GPU is that with the largest steps.
+    step = rule.step_size(usable, 1024 if is_timed else 128, math.inf, on_gpu)
+    fill(config, sizes_of(config, usable, *rule.REFERENCE, step, world.size))
     steps = planned_steps(config, characters)
-    plan = f"{steps:,.0f} steps"
-    if trainer.max_minutes is not None:
+    limit = f"{steps:,.0f} steps"
+    if is_timed:
         step_s, seconds = seconds_per_step(), max(seconds_left(), 0.0)
         steps = min(steps, seconds / step_s)
         speed = f"{step_characters(config) / step_s:,.0f} characters/s at width {model.n_embd}"
-        plan = f"{duration(seconds)} of training (this machine: {speed})"
+        limit = f"{duration(seconds)} of training (this machine: {speed})"
     operations = steps * step_characters(config) * character_flops(config)
 
     put(config, dict.fromkeys(null))
-    best = rule.best_sizes(usable, operations)
-    fill(config, sizes_of(config, usable, *best, operations, world))
-    log.info(
-        "sizing      %d layers, width %d, context %d: for a text of %s characters and %s",
-        model.n_layer, model.n_embd, data.block_size, f"{usable:,}", plan,
-    )  # fmt: skip
-    affordable = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
-    held_out = min(usable / 10, max(MIN_HELD_OUT, affordable))
+    layers, width, context = rule.best_sizes(usable, operations)
+    affordable = operations / rule.REFERENCE_FLOPS if is_timed else math.inf
+    step = rule.step_size(usable, model.n_embd or width, affordable, on_gpu)
+    fill(config, sizes_of(config, usable, layers, width, context, step, world.size))
+    evaluated = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
+    held_out = min(usable / 10, max(MIN_HELD_OUT, evaluated))
     split = round((1 - data.final_split) * (1 - held_out / usable), 6)
     fill(config, {"data.train_split": split})
     training = training_characters(config, characters)
     trained = planned_steps(config, characters) * step_characters(config)
-    if trainer.max_minutes is not None:
+    if is_timed:
         trained = min(trained, operations / character_flops(config))
     passes = min(trained / training, rule.USEFUL_PASSES)
     fill(config, dict.fromkeys(DROPOUT, rule.dropout(training, passes)))
     fill(config, {"model.ngram_rows": rule.ngram_rows(training)})
+    log.info(
+        "sizing      %d layers, width %d, context %d, dropout %g, n-gram rows %d: for a text of %s characters and %s",
+        model.n_layer, model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows, f"{usable:,}", limit,
+    )  # fmt: skip
 
 
 def choose_rates(config: Any, characters: int) -> None:
@@ -286,11 +307,11 @@ def choose_rates(config: Any, characters: int) -> None:
     """
     model, optimizer, step = config.model, config.optimizer, step_characters(config)
     training = training_characters(config, characters)
-    steps = min(planned_steps(config, characters), rule.USEFUL_PASSES * training / step)
-    passes = steps * step / training
+    steps = planned_steps(config, characters)
+    passes = min(steps * step / training, rule.USEFUL_PASSES)
     if config.init_from is None:
         usable = round(characters * (1 - config.data.final_split))
-        fill(config, {"optimizer.learning_rate": rule.learning_rate(usable, model.n_embd)})
+        fill(config, {"optimizer.learning_rate": rule.learning_rate(usable, model.n_embd, steps)})
         weights = 12 * model.n_layer * model.n_embd**2
         decay = rule.weight_decay(passes, weights, optimizer.learning_rate * steps)
         ngrams = rule.ngram_decay(passes, step / training, optimizer.learning_rate)
@@ -300,10 +321,8 @@ def choose_rates(config: Any, characters: int) -> None:
         ngrams = 2.0  # more would forget the pretrained tables
     fill(config, {"optimizer.weight_decay": decay, "optimizer.ngram_decay": ngrams})
     log.info(
-        "sizing      dropout %g, learning rate %g, weight decay %g, n-gram rows %d and decay %g: for %.2g passes over "
-        "the text",
-        model.resid_pdrop, optimizer.learning_rate, optimizer.weight_decay, model.ngram_rows, optimizer.ngram_decay,
-        passes,
+        "sizing      learning rate %g, weight decay %g, n-gram decay %g: for %.2g passes over the text",
+        optimizer.learning_rate, optimizer.weight_decay, optimizer.ngram_decay, passes,
     )  # fmt: skip
 
 
@@ -327,6 +346,14 @@ def held_out_characters(config: Any, characters: int) -> float:
     return characters * (1 - config.data.final_split) - training_characters(config, characters)
 
 
+def other_seconds(config: Any, steps: float, world: World) -> float:
+    """Seconds that a GPU needs beside so many steps and their evaluations: for compiling again, and to draw texts."""
+    if world.device.type == "cpu":
+        return 0.0
+    draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
+    return DRAW_S * draws * config.samples + COMPILE_AGAIN_S * (config.trainer.compile == "true")
+
+
 def choose_steps(
     config: Any,
     characters: int,
@@ -343,7 +370,7 @@ def choose_steps(
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
     # One process scores the final part.
     final = world.size * character_s * config.data.final_split * characters
-    left, number = seconds - FINISH_S.get(world.device.type, 5.0) - final, 1
+    left, number = seconds - FINISH_S - final - other_seconds(config, seconds / step_s, world), 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:
@@ -376,36 +403,29 @@ def choose_steps(
 
 
 NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
-# What steps are timed with where it is not chosen yet; dropout would cost up to a third of the speed.
-FIRST_GUESS = {
+# For timing steps where these are not chosen yet: without dropout, which would cost up to a third of the speed.
+FOR_TIMING = {
     **dict.fromkeys(DROPOUT, 0.0), **NO_NGRAMS, "optimizer.weight_decay": 0.2,
     "optimizer.learning_rate": 8e-3,
 }  # fmt: skip
 
 
 def sizes_of(
-    config: Any,
-    characters: int,
-    layers: int,
-    width: int,
-    context: int,
-    operations: float,
-    world: World,
+    config: Any, characters: int, layers: int, width: int, context: int, step: int, processes: int
 ) -> dict[str, int]:
-    """All sizes, from layers, width, context and the operations of the training; what `config` has decides the rest."""
+    """All sizes, from layers, width, context and the characters of a step; what `config` has decides the rest."""
     heads, own_width = config.model.n_head, config.model.n_embd
     width = own_width or width
     if heads is None:  # of 64 channels, or of 32 in a narrow model
         most = max(1, width // (64 if width >= 128 else 32))
         heads = next(n for n in range(most, 0, -1) if width % (2 * n) == 0 or n == 1)
     context = config.data.block_size or min(context, max(1, characters // 20))
-    step = rule.step_size(characters, operations, world.device.type == "cuda")
     return {
         "data.block_size": context,
         "model.n_layer": layers,
         "model.n_head": heads,
         "model.n_embd": own_width or -(-width // (2 * heads)) * 2 * heads,
-        "trainer.batch_size": max(-(-step // context), world.size),
+        "trainer.batch_size": max(-(-step // context), processes),
     }
 
 
