@@ -213,12 +213,11 @@ def choose(
         trainer.compile = asked
     if trainer.max_minutes is not None:
         chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
-        step_s, most = seconds_per_step(), planned_steps(config, characters)
-        if null:
-            most = min(most, useful_steps(config, characters))
+        step_s = seconds_per_step()
         if world.device.type == "cuda" and trainer.compile == "auto":
             chosen += ["trainer.compile"]
-            seconds = min(seconds_left(), most * step_s)
+            most = useful_steps(config, characters) if null else math.inf
+            seconds = min(seconds_left(), step_s * min(most, planned_steps(config, characters)))
             step_s = choose_compile(trainer, step_s, seconds, seconds_per_step)
         choose_steps(config, characters, world, bool(null), step_s, seconds_left())
     elif trainer.eval_every_steps is None:
