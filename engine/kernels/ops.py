@@ -55,9 +55,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al., "RoFormer", 2021): rotates the pairs (x[i], x[i + D / 2]) of x
     (..., T, D) by the angles of their positions, given as cosines and sines (T, D / 2).
     """
-    first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+    pairs = x.unflatten(-1, (2, -1))
+    sines = torch.stack((sin, -sin), dim=-2)
+    return torch.addcmul(pairs * cos.unsqueeze(-2), pairs.flip(-2), sines).flatten(-2)
 
 
 def token_shift(x: Tensor, weight: Tensor, last: Tensor | None = None) -> Tensor:
