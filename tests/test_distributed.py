@@ -255,10 +255,11 @@ def test_processes_that_replace_others_do_not_read_what_those_left_in_the_store(
     assert len(set(names)) == 3
 
 
-def test_the_threads_asked_for_are_those_used():
-    for threads in (2, 1):
+def test_the_threads_asked_for_are_those_used(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for threads in (2, 1, None):
         distributed.join_processes("cpu", threads=threads)
-        assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == (threads or 3)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")

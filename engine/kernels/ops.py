@@ -27,6 +27,7 @@ MIN_KERNEL_ROWS = 256  # of a linear layer in bfloat16, whose weight has to be r
 MIN_KERNEL_ELEMENTS = 8192  # of a squared ReLU, below which torch's two operations are faster
 # `code_digest` of the attention that the fused kernels compute; see `fused`.
 STANDARD_ATTENTION = "89a360c7ed3a15d9c2427d5621895639f62097e281fdf89ffe461718d0cbd871"
+MKL_SPLITS_FROM = 4  # threads, among which MKL splits the sums of a product in float32
 MAX_PLAIN_ATTENTION = 256  # characters; on a CPU matrix products are faster up to here
 
 
@@ -111,13 +112,14 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
-    """Whether a training step of `model` in `dtype` ("bfloat16", ...) is bitwise independent of the number of CPU
-    threads, if it uses the operations of this module. The kernels are, and torch's products in bfloat16; not the norms
-    of plain PyTorch, nor MKL's products in float32, which with four threads and more split a sum of a narrow matrix.
+    """Whether a training step of `model` in `dtype` ("bfloat16", ...) is bitwise the same with fewer CPU threads than
+    now, if it uses the operations of this module. The kernels are, and torch's products in bfloat16; not the norms of
+    plain PyTorch, nor MKL's products in float32, which with four threads and more split a sum of a narrow matrix.
     """
     parameters = list(model.parameters())
     fit = all(p.is_cpu and (p.dim() > 1 or p.numel() % native.WIDTH == 0) for p in parameters)
-    return fit and dtype == "bfloat16" and native.library(torch.bfloat16) is not None
+    fit = fit and (dtype == "bfloat16" or torch.get_num_threads() < MKL_SPLITS_FROM)
+    return fit and native.library(getattr(torch, dtype)) is not None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def join_processes(
     CPUs, NCCL for GPUs. Raises `UserError`.
 
     `device` is auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per
-    process on a CPU, None for the host's cores divided by its processes; `timeout_s` bounds every
+    process on a CPU, None for `OMP_NUM_THREADS` or the host's cores divided by its processes; `timeout_s` bounds every
     wait for another process.
     """
     global _joined_in
@@ -106,6 +106,9 @@ def join_processes(
                 f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
             ) from error
     else:
+        typed = os.environ.get("OMP_NUM_THREADS", "")
+        if local_size == 1 and typed.isdigit():  # torchrun sets it to 1 for several processes
+            share = max(1, int(typed))
         torch.set_num_threads(threads or share)
         hardware.keep_freed_memory()
     store = None
