@@ -57,9 +57,14 @@ class Config:
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
+        smaller = ""
+        if asked not in (None, source.block_size):
+            smaller = (
+                f", the smaller of the model's, {source.block_size}, and data.block_size={asked}"
+            )
         log.info(
-            "architecture %s, %d layers, %d heads, %d wide; context %d (its own is %d, data.block_size=%s)",
-            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size, asked,
+            "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d%s",
+            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
         )  # fmt: skip
 
 
@@ -137,7 +142,14 @@ def help_text() -> str:
     for group in GROUPS:
         files = sorted(os.listdir(os.path.join(CONF, group)))
         lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
-    lines += ["", "Fields (python main.py KEY=VALUE), with the defaults that a recipe changes:", ""]
+    lines += [
+        "",
+        "Fields (python main.py KEY=VALUE) and their defaults. A recipe, one of experiment, changes many of",
+    ]
+    lines += [
+        "them, and one is always used; python main.py --cfg job prints the values of a run.",
+        "",
+    ]
     for f in dataclasses.fields(Config):
         if dataclasses.is_dataclass(f.type):
             lines += [field_table(f.type, f"{f.name}."), ""]

@@ -27,7 +27,7 @@ from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
 from engine.interop import page
-from engine.interop.transformers import is_shifted, to_files, unknown_token
+from engine.interop.transformers import KNOWN, is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
@@ -147,8 +147,11 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
         model = load_model(snapshot, "cpu", strict=True)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    settings, vocabulary = dataclasses.asdict(model.config), snapshot.vocabulary
-    files = to_files(settings, snapshot.model_state, vocabulary, snapshot.encoding)
+    settings = dataclasses.asdict(model.config)
+    for field in dataclasses.fields(model.config):
+        if field.name not in KNOWN and settings[field.name] == field.default:  # one's own, not used
+            del settings[field.name]
+    files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)

@@ -31,8 +31,7 @@ from engine.reports.reference import (
     OFF_TRACK,
     check,
     load_references,
-    overfitting_warning,
-    unigram_warning,
+    loss_warning,
 )
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
 from engine.run.evaluation import evaluate
@@ -94,8 +93,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
                 path = write([config.run_dir], os.path.join(config.run_dir, REPORT))
                 log.info("report      %s", relative_path(path))
         with log_failure("check the run for overfitting"):
-            run = Run(config.run_dir)
-            for problem in filter(None, (overfitting_warning(run), unigram_warning(run))):
+            if problem := loss_warning(Run(config.run_dir)):
                 log.warning("%s", problem)
         snapshots = trainer.snapshots
         if snapshots.best is not None:

@@ -64,7 +64,7 @@ class TrainerConfig:
     keep_snapshots: int | None = None  # numbered snapshots to keep; null: only latest, .prev and .best
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
     max_save_failures: int = 3  # failed saves in a row after which the run ends
-    eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; also at the last step
+    eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; at least halfway and at the end
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
@@ -224,6 +224,7 @@ class Trainer:
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
                 self.training_log.start(self.step, self.choices)
+                self.evaluations.check_patience()
                 # The initial weights are pretrained, or the run was stopped before this evaluation.
                 if self.evaluations.is_due(self.step):
                     self._evaluate_if_due()

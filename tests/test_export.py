@@ -307,11 +307,21 @@ def test_the_card_of_a_real_run_has_all_of_its_figures(tmp_path):
     assert "| characters trained on | 1,152 |" in card  # 6 x 12 x 16
 
 
-def test_a_setting_that_transformers_has_not_is_refused(exported):
-    _, snapshot, _ = exported
-    config = {**snapshot.model_config, "norm": "mine"}
-    with pytest.raises(UserError, match=r"model\.norm: Transformers' models have no such setting"):
-        huggingface.to_files(config, snapshot.model_state, snapshot.vocabulary, "utf-8")
+@dataclasses.dataclass
+class OwnConfig(GPTConfig):
+    norm: str = "usual"
+
+
+def test_a_setting_of_ones_own_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):
+    snapshot = model_snapshot(VOCABULARY)
+    model = load_model(snapshot, "cpu")
+    monkeypatch.setattr(export, "load_model", lambda *_, **__: model)
+    model.config = OwnConfig(**dataclasses.asdict(model.config))
+    export.export(snapshot, "a.pt", str(tmp_path / "model"))
+    model.config.norm = "mine"
+    says = "model.norm=mine: Transformers' models have no such setting"
+    with pytest.raises(UserError, match=re.escape(says)):
+        export.export(snapshot, "a.pt", str(tmp_path / "other"))
 
 
 def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):

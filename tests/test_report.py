@@ -135,7 +135,7 @@ def test_a_resumed_run_records_its_start(tmp_path):
     assert [(start["step"], start["total_steps"]) for start in run.starts] == [(0, 2), (2, 4)]
     assert run.recipe is None and "data=pydoc" in run.starts[1]["overrides"]
     assert run.step == run.total_steps == 4
-    assert run.changes[-2:] == ["trainer.max_steps=2", "trainer.max_steps=4"]  # of both starts
+    assert [x for x in run.changes if "max_steps" in x] == ["trainer.max_steps=4"]  # the last one
     assert render([run], {}).count("python main.py experiment=null data=pydoc") == 2
 
 

@@ -138,7 +138,9 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
             raise UserError(f"{argument}: must name a file in conf/{key}")
         elif pretrained and key in architecture and value != "null":
-            raise UserError(f"{argument}: the model of init_from= has its own; leave it out")
+            raise UserError(
+                f"{argument}: with init_from= the architecture is the pretrained model's; leave it out"
+            )
         elif equals and not key.startswith("hydra"):
             if any(f"{name}.".startswith(f"{key}.") for name in known):
                 continue

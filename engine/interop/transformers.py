@@ -134,7 +134,8 @@ def to_files(
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
     if unknown := config.keys() - KNOWN:
-        raise UserError(f"model.{min(unknown)}: Transformers' models have no such setting")
+        name = min(unknown)
+        raise UserError(f"model.{name}={config[name]}: Transformers' models have no such setting")
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
     for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()

@@ -87,9 +87,9 @@ class Run:
 
     @property
     def changes(self) -> list[str]:
-        """The overrides of all starts that affect the loss by more than another seed does."""
-        typed = dict.fromkeys(o for start in self.starts for o in start["overrides"] or ())
-        return [o for o in without(typed, "experiment=") if override_key(o) not in IRRELEVANT]
+        """The overrides that affect the loss by more than another seed does; of each setting, the last."""
+        typed = {override_key(o): o for start in self.starts for o in start["overrides"] or ()}
+        return without((o for key, o in typed.items() if key not in IRRELEVANT), "experiment=")
 
 
 def name_runs(runs: list[Run]) -> list[str]:

@@ -44,7 +44,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
     if reference is None or any(problems):
-        problems += [unigram_warning(run), overfitting_warning(run)]
+        problems.append(loss_warning(run))
     changed = (
         f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
     )
@@ -87,6 +87,11 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
         f"The {name} loss at step {step} is {loss:.4f}, {where} the reference, "
         f"{mean:.4f} ± {width:.4f}."
     )
+
+
+def loss_warning(run: Run) -> str:
+    """A sentence if the held-out loss has risen, or else if it is worse than guessing; empty if neither."""
+    return overfitting_warning(run) or unigram_warning(run)
 
 
 def overfitting_warning(run: Run) -> str:

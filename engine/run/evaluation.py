@@ -1,5 +1,6 @@
 """Evaluation: when it is due; the held-out loss, exact, and the same for any world size."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
+log = logging.getLogger("gpt")
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass; elsewhere as on a CPU
 MIN_HALVED = 20  # steps of a run that is also evaluated halfway
 Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
@@ -39,6 +41,19 @@ class Evaluations:
                 f"trainer.patience={self.config.patience}: there is nothing to evaluate"
             )
 
+    def check_patience(self) -> None:
+        """Warns if the run has too few evaluations for its patience to end it."""
+        number, patience = self.plan.total_steps // self.interval, self.config.patience
+        if patience is not None and number <= patience:
+            log.warning(
+                f"trainer.patience={patience}: too few evaluations to end the run; lower trainer.eval_every_steps"
+            )
+
+    @property
+    def interval(self) -> int:
+        """Steps between evaluations."""
+        return self.config.eval_every_steps or -(-self.plan.windows // self.plan.batch_size)
+
     @property
     def last_loss(self) -> float | None:
         return self.last[0] if self.last else None
@@ -58,9 +73,8 @@ class Evaluations:
         if step == 0:
             return self.at_start
         plan, total, every_steps = self.plan, self.plan.total_steps, self.config.eval_every_steps
-        interval = every_steps or -(-plan.windows // plan.batch_size)
         # One point does not show whether a run learns.
-        is_halfway = interval >= total >= MIN_HALVED and step == total // 2
+        is_halfway = self.interval >= total >= MIN_HALVED and step == total // 2
         every_epochs = None if every_steps else 1
         return step == total or is_halfway or plan.is_due(step, every_steps, every_epochs)
 
