@@ -298,6 +298,19 @@ def manager(path: str, **settings) -> SnapshotManager:
     return SnapshotManager(config, os.path.dirname(path), ALONE)
 
 
+def test_a_temporary_file_that_cannot_be_removed_is_not_written_into(path, monkeypatch):
+    files = SnapshotStorage(path)
+    with monkeypatch.context() as patch:  # it stays, a hard link to both snapshots
+        patch.setattr(LocalFileSystem, "rm_file", no_space)
+        write(files, 1, best=True)
+    os.link(path, beside(files.best, "tmp"))
+    write(files, 2)
+    write(files, 3)
+    assert [load(p).step for p in (path, files.previous, files.best)] == [3, 2, 1]
+    write(files, 4, best=True)
+    assert load(files.best).step == 4 and load(files.previous).step == 3
+
+
 def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
     snapshots = manager(path)
     snapshot, may_write = some_snapshot(1), threading.Event()

@@ -103,6 +103,12 @@ def set_aside(paths: list[str], word: str = "old") -> list[str]:
     return moved
 
 
+def remove_if_present(path: str) -> None:
+    """Removes a local file, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+
+
 class SnapshotStorage:
     """The snapshot files of one run, the latest of which is at `path`, a path or URL.
 
@@ -166,7 +172,8 @@ class SnapshotStorage:
         if not is_local(path):
             self.file_system.pipe_file(locate(path)[1], bytes(content))
             return
-        with open(path, "wb") as file:
+        remove_if_present(path)  # after a failed removal it is a hard link to a snapshot
+        with open(path, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -184,6 +191,7 @@ class SnapshotStorage:
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
         temporary = beside(target, "tmp")
+        remove_if_present(temporary)
         try:
             try:
                 os.link(source, temporary)
@@ -193,8 +201,7 @@ class SnapshotStorage:
                     os.fsync(file.fileno())
             os.replace(temporary, target)
         finally:  # after a success, too: rename(2) does nothing if both names are the same file
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(temporary)
+            remove_if_present(temporary)
         with contextlib.suppress(OSError):  # not every file system can sync a folder
             folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
             try:
