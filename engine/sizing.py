@@ -154,41 +154,39 @@ def is_needed(config: Any) -> bool:
 
 
 def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
-    """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot. If the time
-    had decided the steps, they are the same, or change in proportion to another time, up to `USEFUL_PASSES` over the
-    text of so many `characters` if the model was chosen for it. Raises `UserError` for a run that was started without
-    a time, and now has nothing else to end it; not for another text, which is refused later, with all differences.
+    """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot, where
+    `trainer.max_minutes` is the time that `trainer.max_steps` take. For another time the steps change in proportion, up
+    to `USEFUL_PASSES` over the text of so many `characters` if the model was chosen for it. Raises `UserError` for a
+    time that is given to a run which had none; not for another text, which is refused later, with all differences.
     """
     trainer, before = config.trainer, flatten(recorded)
     is_limited = any(get(config, key) is None for key in CHOSEN)
-    minutes = before.get("trainer.max_minutes")
-    if minutes is not None and (trainer.max_minutes is not None or trainer.max_steps is None):
-        steps = round(before["trainer.max_steps"] * (trainer.max_minutes or minutes) / minutes)
-        trainer.max_steps = min(steps, trainer.max_steps or steps)
-    if trainer.max_steps is None and trainer.max_epochs is None:
-        if before.get("data.path") == config.data.path:
-            raise UserError(
-                f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
-                "train longer, raise trainer.max_steps"
-            )
-        trainer.max_steps = before.get("trainer.max_steps") or 1
     intervals = ("trainer.eval_every_steps", "trainer.save_every_steps")
     keys = (*CHOSEN, *intervals) if is_needed(config) else ()
     fill(config, {key: before.get(key) for key in keys})
     fill(config, NO_NGRAMS)  # snapshots from before there were any
+    minutes, steps = before.get("trainer.max_minutes"), before.get("trainer.max_steps") or 1
+    typed, fitting = trainer.max_steps or math.inf, math.inf
     if minutes is None:
-        trainer.max_minutes = None
-    elif is_limited and trainer.max_minutes is not None:
-        useful = max(useful_steps(config, characters), before["trainer.max_steps"])
-        if trainer.max_steps > useful:
-            # Another time will be in proportion to this one.
-            trainer.max_minutes *= useful / trainer.max_steps
-            trainer.max_steps = useful
-            log.info(
-                "sizing      %d steps: limited to %d passes over the text",
-                useful,
-                rule.USEFUL_PASSES,
+        is_same_text = before.get("data.path") == config.data.path
+        if trainer.max_minutes is not None and is_same_text and typed > steps:
+            raise UserError(
+                f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
+                "train longer, raise trainer.max_steps"
             )
+    elif trainer.max_minutes is not None:
+        fitting = round(steps * trainer.max_minutes / minutes)
+        useful = max(useful_steps(config, characters), steps) if is_limited else math.inf
+        if fitting > useful:
+            fitting = int(useful)
+            limit = rule.USEFUL_PASSES
+            log.info("sizing      %d steps: limited to %d passes over the text", useful, limit)
+    if min(typed, fitting) < math.inf:
+        trainer.max_steps = int(min(typed, fitting))
+    elif trainer.max_epochs is None:
+        trainer.max_steps = steps
+    is_known = minutes is not None and trainer.max_steps is not None
+    trainer.max_minutes = minutes * trainer.max_steps / steps if is_known else None
 
 
 def choose(
@@ -386,8 +384,8 @@ def choose_steps(
     pays = useful_steps(config, characters) if is_limited else math.inf
     typed = planned_steps(config, characters)
     trainer.max_steps = int(min(fitting, pays, typed))
-    if trainer.max_steps == typed:
-        trainer.max_minutes = None  # it decided nothing, and does not when the run resumes
+    if trainer.max_steps < fitting:
+        trainer.max_minutes *= trainer.max_steps / fitting  # as `recall` expects
     number_of = "as many as" if trainer.max_steps == fitting else f"of the {fitting:,} that"
     why = f"{number_of} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:

@@ -217,7 +217,14 @@ def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
     for steps in (7, 9):
         again = resumed(chosen, "trainer.max_minutes=1.5", f"trainer.max_steps={steps}")
         assert again["trainer.max_steps"] == steps
-        assert again["trainer.max_minutes"] is None  # as when it started
+    # The steps that were typed are no limit for a time that is given later.
+    capped = resumed(chosen, "trainer.max_minutes=10", "trainer.max_steps=9") | {
+        "data.path": "x.txt"
+    }
+    longer = resumed(capped, "trainer.max_minutes=10")["trainer.max_steps"]
+    assert longer == round(7 * 10 / chosen["trainer.max_minutes"]) > 1000
+    epochs = resumed(chosen, "trainer.max_minutes=null", "trainer.max_epochs=300")
+    assert epochs["trainer.max_steps"] is None
 
 
 def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
@@ -315,8 +322,11 @@ def test_a_run_without_a_time_takes_none_later(tmp_path):
     config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
     recorded: dict = {"data": {"path": config.data.path}}
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}
-    with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
-        sizing.recall(config, recorded, 30_000)
+    for steps in (None, 11):
+        config.trainer.max_steps = steps
+        with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
+            sizing.recall(config, recorded, 30_000)
+    config.trainer.max_steps = None
     sizing.recall(
         config, recorded | {"data": {"path": "another.txt"}}, 30_000
     )  # refused by the Trainer

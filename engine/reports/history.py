@@ -118,7 +118,8 @@ def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
         ended_early = patience is not None and run.best not in run.val[-patience:]
         # An unfinished run has a higher loss for that reason alone.
         if run.step >= run.total_steps or ended_early:
-            relevant = sorted((k, str(v)) for k, v in settings.items() if k not in IRRELEVANT)
+            ignored = IRRELEVANT | {"trainer.max_minutes"}  # from which the steps follow
+            relevant = sorted((k, str(v)) for k, v in settings.items() if k not in ignored)
             group = groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {})
             group.setdefault(settings.get("trainer.seed", 0), (run.best["loss"], name))
     means = []
