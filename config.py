@@ -123,7 +123,7 @@ def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
     """Raises `UserError` if the ranks have different texts or settings, as on hosts with different
     hardware, for which different recipes are chosen.
     """
-    local = ("data.path", "data.cache_dir", "run_dir", "trainer.threads")
+    local = ("run_dir", "trainer.threads")
     own = dataclasses.asdict(config)
     own["data"]["sha256"] = text_digest
     first, *others = map(flatten, all_gather(own, world))

@@ -74,9 +74,10 @@ class SampleConfig:
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
-        others = {"stop": self.stop, "copied": self.copied, "num_samples": self.num_samples > 1}
-        for name, value in others.items():
-            check_only_one(score=self.score, **{name: value})
+        drawing = "num_samples max_new_tokens stop copied temperature top_k slide top_p seed"
+        for name in drawing.split() if self.score is not None else ():
+            if (value := getattr(self, name)) != getattr(SampleConfig, name):
+                raise UserError(f"{name}={value}: of no effect on score=; leave it out")
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")

@@ -103,15 +103,8 @@ def chosen(text: str, characters: int, millions: float) -> Settings:
     """The rule's choice."""
     config: Any = composed(text, "trainer.max_minutes=1")
     config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
-    null = [key for key in sizing.CHOSEN if sizing.get(config, key) is None]
-    sizing.choose_model(
-        config,
-        null,
-        characters,
-        World.alone(torch.device("cpu")),
-        lambda: 1e6 * millions,
-        lambda: sizing.step_characters(config),
-    )
+    alone = World.alone(torch.device("cpu"))
+    sizing.choose_model(config, characters, alone, lambda: 1e6 * millions, sizing.step_characters)
     settings: Settings = {
         "layers": config.model.n_layer,
         "width": config.model.n_embd,

@@ -93,8 +93,8 @@ def choose_sizes(
         nonlocal is_warned
         is_warned = is_warned or memory.warn_if_too_little(config.model, config.trainer, world)
 
-    def seconds_per_step() -> float:
-        trial = copy.deepcopy(config)
+    def seconds_per_step(trial: Any) -> float:
+        trial = copy.deepcopy(trial)
         fill(trial, FOR_TIMING)
         trial.model = sized_model(trial)
         warn_if_too_little(trial)
@@ -194,29 +194,29 @@ def choose(
     characters: int,
     world: World,
     seconds_left: Callable[[], float],
-    seconds_per_step: Callable[[], float],
+    seconds_per_step: Callable[[Any], float],
 ) -> list[str]:
     """Chooses what is null, for a text of so many `characters`; given values are kept. Returns the overrides
     that choose the same.
 
-    `seconds_left()` is what is left of `trainer.max_minutes`, and `seconds_per_step()` measures a training
-    step of `config`. Raises `UserError` for a text or a time that is too short.
+    `seconds_left()` is what is left of `trainer.max_minutes`, and `seconds_per_step(config)` measures a training
+    step. Raises `UserError` for a text or a time that is too short.
     """
     null = [key for key in CHOSEN if get(config, key) is None]
     chosen = [*null]
     trainer = config.trainer
     if null:
-        asked, trainer.compile = trainer.compile, "false"  # not worth it for the reference model
-        choose_model(config, null, characters, world, seconds_left, seconds_per_step)
-        trainer.compile = asked
+        choose_model(config, characters, world, seconds_left, seconds_per_step)
     if trainer.max_minutes is not None:
         chosen += ["trainer.max_steps", "trainer.eval_every_steps"]
-        step_s = seconds_per_step()
+        step_s = seconds_per_step(config)
         if world.device.type == "cuda" and trainer.compile == "auto":
             chosen += ["trainer.compile"]
             most = useful_steps(config, characters) if null else math.inf
             seconds = min(seconds_left(), step_s * min(most, planned_steps(config, characters)))
-            step_s = choose_compile(trainer, step_s, seconds, seconds_per_step)
+            step_s = choose_compile(
+                trainer, world, step_s, seconds, lambda: seconds_per_step(config)
+            )
         choose_steps(config, characters, world, bool(null), step_s, seconds_left())
     elif trainer.eval_every_steps is None:
         chosen += ["trainer.eval_every_steps"]
@@ -233,12 +233,13 @@ def choose(
 
 
 def choose_compile(
-    trainer: Any, step_s: float, seconds: float, seconds_per_step: Callable[[], float]
+    trainer: Any, world: World, step_s: float, seconds: float, time_compiled: Callable[[], float]
 ) -> float:
     """Chooses whether to compile, on a GPU, for so many `seconds` of steps of `step_s`. Returns the time of a step."""
-    if seconds > COMPILE_PAYS_FROM_S and auto.missing_to_compile("cuda") is None:
+    missing = distributed.all_gather(auto.missing_to_compile("cuda"), world)  # of any host
+    if seconds > COMPILE_PAYS_FROM_S and not any(missing):
         trainer.compile = "true"
-        compiled_s = seconds_per_step()
+        compiled_s = time_compiled()
         if compiled_s < step_s:
             return compiled_s
     trainer.compile = "false"
@@ -247,13 +248,12 @@ def choose_compile(
 
 def choose_model(
     config: Any,
-    null: list[str],
     characters: int,
     world: World,
     seconds_left: Callable[[], float],
-    seconds_per_step: Callable[[], float],
+    seconds_per_step: Callable[[Any], float],
 ) -> None:
-    """Chooses the fields listed in `null`, those of `CHOSEN` that are None, but for the rates; see `choose`."""
+    """Chooses the fields of `CHOSEN` that are None, but for the rates; see `choose`."""
     trainer, data, model = config.trainer, config.data, config.model
     usable = round(characters * (1 - data.final_split))
     if usable < MIN_CHARACTERS:
@@ -262,21 +262,28 @@ def choose_model(
             f"data.path={data.path}: {usable:,} characters{beside} are too few to choose a model for; "
             f"{MIN_CHARACTERS:,} are needed, or a recipe: experiment=NAME"
         )
-    fill(config, {"data.train_split": 0.8 * (1 - data.final_split)})
+    if config.optimizer.name != "muon" and config.optimizer.learning_rate is None:
+        raise UserError(
+            f"optimizer.name={config.optimizer.name}: a learning rate is chosen for muon alone; give "
+            "optimizer.learning_rate, or a file of conf/optimizer: optimizer=adamw"
+        )
+    # The reference model, whose speed is that of the machine.
     is_timed, on_gpu = trainer.max_minutes is not None, world.device.type == "cuda"
+    reference = copy.deepcopy(config)
+    reference.trainer.compile = "false"  # not worth it
+    fill(reference, {"data.train_split": 0.8 * (1 - data.final_split)})
     # The speed of a GPU is that with the largest steps.
     step = rule.step_size(usable, 1024 if is_timed else 128, math.inf, on_gpu)
-    fill(config, sizes_of(config, usable, *rule.REFERENCE, step, world.size))
-    steps = planned_steps(config, characters)
+    fill(reference, sizes_of(config, usable, *rule.REFERENCE, step, world.size))
+    steps = planned_steps(reference, characters)
     limit = f"{steps:,.0f} steps"
     if is_timed:
-        step_s, seconds = seconds_per_step(), max(seconds_left(), 0.0)
+        step_s, seconds = seconds_per_step(reference), max(seconds_left(), 0.0)
         steps = min(steps, seconds / step_s)
-        speed = f"{step_characters(config) / step_s:,.0f} characters/s at width {model.n_embd}"
+        speed = f"{step_characters(reference) / step_s:,.0f} characters/s at width {reference.model.n_embd}"
         limit = f"{duration(seconds)} of training (this machine: {speed})"
-    operations = steps * step_characters(config) * character_flops(config)
+    operations = steps * step_characters(reference) * character_flops(reference)
 
-    put(config, dict.fromkeys(null))
     layers, width, context = rule.best_sizes(usable, operations)
     affordable = operations / rule.REFERENCE_FLOPS if is_timed else math.inf
     step = rule.step_size(usable, model.n_embd or width, affordable, on_gpu)
@@ -336,7 +343,7 @@ def useful_steps(config: Any, characters: int) -> int:
 
 def training_characters(config: Any, characters: int) -> int:
     """The number of characters to train on in a text of `characters` characters."""
-    return int(characters * config.data.train_split)
+    return max(1, int(characters * config.data.train_split))
 
 
 def held_out_characters(config: Any, characters: int) -> float:
@@ -367,7 +374,9 @@ def choose_steps(
     each = character_s * held_out_characters(config, characters)  # seconds of an evaluation
     # One process scores the final part.
     final = world.size * character_s * config.data.final_split * characters
-    left, number = seconds - FINISH_S - final - other_seconds(config, seconds / step_s, world), 1
+    first = each if config.init_from is not None else 0.0  # of the pretrained weights
+    left, number = seconds - FINISH_S - first - final, 1
+    left -= other_seconds(config, seconds / step_s, world)
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:

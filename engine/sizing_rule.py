@@ -11,16 +11,21 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     of training. Width 128 is best in a wide range of times; beyond it depth pays first, then width.
     """
     affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
-    enough = min(4e6, USEFUL_PASSES * characters)
+    enough = min(
+        4e6, USEFUL_PASSES * characters
+    )  # of them, for a model that learns all that the text has
+    # The width of the reference from `least` to `most`, beyond them in proportion to a power of the distance.
     least, most = min(1e6, 10 * characters), 2e7
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     has_time = affordable >= 0.9 * enough
-    if characters >= 200_000:  # n-gram embeddings take the place of a layer or two
+    if (
+        characters >= 200_000
+    ):  # n-gram embeddings take the place of a layer or two ("Fewer layers ...")
         layers = 3 if affordable < 8e6 else 4 if affordable < most or characters < 500_000 else 6
     elif characters >= 20_000 and affordable >= 1.35 * enough:
-        # A short text is better served by depth and context than by width.
+        # A short text is better served by depth and context than by width ("Depth for short texts").
         layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
     else:
         layers = 3 if width <= 96 and not has_time else 4

@@ -59,7 +59,7 @@ parse = functools.partial(arguments.parse, Config)
             "prompt: character '漢' (U+6F22) at position 0 is",
         ),
         (sample.main, "top_k=0", "top_k=0: must be at least 1"),
-        (sample.main, "score=b stop=x", "score= and stop=: give only one of them"),
+        (sample.main, "score=b stop=x", "stop=x: of no effect on score=; leave it out"),
         (sample.main, "num_samples=0", "num_samples=0: must be at least 1"),
         (sample.main, "snapshot=a.pt device=tpu", "device=tpu: no such device"),
         (sample.main, "temperature=-1", "temperature=-1.0: must be 0, or from 0.001 to 1000"),

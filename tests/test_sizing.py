@@ -46,7 +46,7 @@ def choose(
     )
     config = validate(composed)
 
-    def seconds_per_step():
+    def seconds_per_step(config):
         compiled = config.trainer.compile
         if seen is not None:
             seen.append(compiled)
@@ -232,7 +232,7 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
         configure("experiment=nanogpt_cpu", "trainer.max_minutes=1", "trainer.max_epochs=1")
     )
     config.trainer.max_steps = config.trainer.eval_every_steps = None
-    sizing.choose(config, 20_000, CPU, lambda: 60.0, lambda: 0.001)
+    sizing.choose(config, 20_000, CPU, lambda: 60.0, lambda _: 0.001)
     windows = int(20_000 * config.data.train_split) - config.data.block_size
     assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
     assert config.trainer.eval_every_steps < config.trainer.max_steps
@@ -250,7 +250,9 @@ def test_a_time_with_a_named_recipe_sets_the_steps_alone(device):
     composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
     config = validate(composed)
     before = flatten(dataclasses.asdict(config))
-    sizing.choose(config, 1_000_000, World.alone(torch.device(device)), lambda: 60.0, lambda: 0.01)
+    sizing.choose(
+        config, 1_000_000, World.alone(torch.device(device)), lambda: 60.0, lambda _: 0.01
+    )
     after = flatten(dataclasses.asdict(config))
     assert {key for key in after if after[key] != before[key]} == {
         "trainer.max_steps",
@@ -316,6 +318,14 @@ def test_a_gpu_has_time_for_the_texts_that_it_draws():
 def test_what_is_too_short_is_one_line(characters, minutes, says):
     with pytest.raises(UserError, match=says):
         choose(characters=characters, minutes=minutes)
+
+
+def test_a_learning_rate_is_not_chosen_for_another_optimizer():
+    with pytest.raises(
+        UserError, match=r"optimizer\.name=adamw: a learning rate is chosen for muon"
+    ):
+        choose("optimizer.name=adamw")
+    assert choose("optimizer=adamw")[0]["optimizer.learning_rate"] == 3e-4
 
 
 def test_a_run_without_a_time_takes_none_later(tmp_path):

@@ -282,15 +282,14 @@ def test_a_file_system_that_is_not_there_is_named():
         load("http://127.0.0.1:1/s.pt")
 
 
-def test_a_leftover_of_a_killed_save_does_not_spoil_the_file_it_is_a_hard_link_of(path):
+def test_the_leftovers_of_a_killed_save_are_removed_and_not_written_into(tmp_path, path):
     files = SnapshotStorage(path)
     write(files, 1, best=True)
-    os.link(files.best, files.temporary)  # as of a process killed once the best was written
+    for leftover in (files.temporary, beside(files.best, "tmp")):
+        os.link(files.best, leftover)
     SnapshotStorage(path).prepare()
     assert load(files.best).step == 1
-
-
-# --- beside training ---
+    assert names(tmp_path) == ["s.best.pt", "s.pt"]
 
 
 def manager(path: str, **settings) -> SnapshotManager:

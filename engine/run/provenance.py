@@ -32,9 +32,10 @@ def log_parts(config: Any, trainer: Any, unseen: float) -> None:
     )  # fmt: skip
     parameters, sharded = trainer.bare.parameters(), ", sharded" * sharding.is_sharded(trainer.bare)
     log.info("parameters  %s%s", f"{sum(p.numel() for p in parameters):,}", sharded)
+    ngrams = f", n-gram decay {optimizer.ngram_decay:g}" if config.model.ngram_rows else ""
     log.info(
-        "optimizer   %s, %s schedule, learning rate %g, weight decay %g",
-        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay,
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g%s",
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay, ngrams,
     )  # fmt: skip
 
 
