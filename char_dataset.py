@@ -91,9 +91,9 @@ class DataConfig:
 
 def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:
     """Downloads the text if `path` does not exist, and encodes it into the cache unless it is small; call
-    it in one process per host. Returns the configuration of the text that is there: the default text,
-    without a network, is replaced by `pydoc:topics`, which a run then keeps: `recorded` is the path in
-    its snapshot. Raises `UserError` for any other text that is not there.
+    it in one process per host. Returns the configuration of the text to use: without a network,
+    `pydoc:topics` replaces the default text, and a run whose snapshot has that path (`recorded`) keeps
+    it. Raises `UserError` for any other missing text.
     """
     pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
     if recorded == PYDOC and config.url == SHAKESPEARE_URL:
@@ -295,7 +295,7 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
     Every epoch of `num_windows` positions takes all windows once. It is made of `stride` passes over
     the text, in random order, of windows that start `stride` characters apart, in random order: with
     the block size as the stride, a pass sees every character once, where windows drawn freely would
-    miss a third of the text. benchmarks/experiments.md has what that is worth.
+    miss a third of the text. The gain is in benchmarks/experiments.md.
 
     The order is a pure function of seed and position, so that neither the number of processes nor a
     restart changes it. Its memory does not depend on the number of windows.

@@ -69,7 +69,7 @@ class Config:
 
 
 BASE = OmegaConf.structured(Config)
-BASE.model = OmegaConf.structured(GPTConfig)  # not an instance, which has filled in what is null
+BASE.model = OmegaConf.structured(GPTConfig)  # the class: an instance resolves null fields
 KEYS = [*flatten(cast(dict, OmegaConf.to_container(BASE)))]  # dotted
 ConfigStore.instance().store(name="base_config", node=BASE)
 

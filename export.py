@@ -193,7 +193,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     """`README.md` of the directory `folder`: what the model is, how it was trained and how well, and how to use it."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
-    needs_code = is_shifted(dataclasses.asdict(config))  # shifted.py
+    needs_code = is_shifted(dataclasses.asdict(config))
     trust = ", trust_remote_code=True" if needs_code else ""
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(default_prompt(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
@@ -227,7 +227,7 @@ The model was trained on {config.block_size} {snapshot.unit}s of context, the de
 
 
 def source_name(data: dict[str, Any]) -> str:
-    """Which text, without this machine's folders, and a comma; "" if it is not known."""
+    """The text's file names or URLs, each followed by a comma; "" if not recorded."""
     path = data.get("url") or data.get("path") or []
     paths = path if isinstance(path, list) else [path]
     return "".join(f"{p if '://' in p else os.path.basename(p)}, " for p in paths)

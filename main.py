@@ -169,7 +169,7 @@ def main(composed: DictConfig) -> float | None:
             fail(error)  # before Hydra adds a line of its own
         log.error("%s", error)
         message = str(error)
-    # Hydra runs the other jobs first, and keeps the exception: this one without the frames that hold the model.
+    # Hydra keeps the exception while other jobs run: raise one without the frames that hold the model.
     raise UserError(message)
 
 

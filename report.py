@@ -103,8 +103,8 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
 
 
 def score_final(trainer: Trainer, final: CharDataset) -> None:
-    """Scores the final part of the text, which nothing was chosen by, with the best snapshot, unless that was done at
-    this step; logs the loss, and appends it to the metrics.
+    """Scores the final part of the text, which influenced no choice, with the best snapshot; logs the loss, and appends
+    it to the metrics. Skipped if done at this step.
     """
     scored = Run(trainer.snapshots.run_dir).final
     if scored is not None and scored["step"] == trainer.step:

@@ -167,8 +167,8 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
 
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
-    """The share of the characters of `texts` within pieces of at least `COPIED` characters that the training
-    text has, too, or in shorter texts that are a whole line of it. Raises `UserError` if that is no longer there.
+    """The share of the characters of `texts` that are copied: within a run of `COPIED` that the training text has,
+    or in a shorter text that is a line of it. Raises `UserError` if that text is missing or has changed.
     """
     if "data" not in snapshot.config:
         raise UserError("copied=true: the snapshot does not say which text it was trained on")
@@ -238,10 +238,10 @@ def sample_during_training(model: GPT, text: CharDataset) -> list[str]:
 
 
 def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]:
-    """Losses of the text at `config.score`: of the model of each of `snapshots`, and, if there are several,
-    of their ensemble last. Every character but the first is scored once; without a `config.stride`, as the
-    held-out loss is. Returns (nats per character, characters scored). Raises `UserError` for a text or a
-    stride that cannot be scored.
+    """Scores the text at `config.score`, every character but the first once; without `config.stride`, in the
+    windows of the held-out loss. Returns (losses, characters scored): losses in nats per character, one for
+    each of `snapshots` and, if several, one more for the ensemble. Raises `UserError` for a text or stride
+    that cannot be scored.
     """
     total, count = torch.zeros((), dtype=torch.float64), 0
     for losses in score_batches(config, *snapshots):
@@ -254,9 +254,9 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
     """Yields the losses of characters, in nats, float64 (losses of `score`, characters), in batches of
     whole windows, computed in the type of each run, so that the mean equals the run's.
 
-    Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart, and
-    each scores what the one before has not seen, its last `stride` characters. These see more than
-    `block_size - stride` characters. With `block_size`, the default, windows do not overlap.
+    Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart; each
+    but the first scores only its last `stride` characters, which see more than `block_size - stride`
+    characters. With the default stride, `block_size`, windows do not overlap.
 
     Ensemble (Hansen and Salamon, 1990): the probability of a character is the mean of the models'. The
     `snapshots` must have the same vocabulary and context.

@@ -44,7 +44,7 @@ def preemptions() -> int:
 
 
 def signals(*names: str) -> list[signal.Signals]:
-    """Those of the signals that this system has."""
+    """Signals of `names` that this system has."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
@@ -55,7 +55,7 @@ def restore_sigpipe() -> None:
 
 
 def patch_argparse() -> None:
-    """Python 3.14 checks help texts when a parser is built, and refuses one of Hydra 1.3, which is no string."""
+    """Disables Python 3.14's check of help texts, which refuses one of Hydra 1.3 that is not a string."""
     if hasattr(argparse.ArgumentParser, "_check_help"):
         argparse.ArgumentParser._check_help = lambda parser, action: None
 

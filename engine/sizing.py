@@ -79,8 +79,8 @@ def choose_sizes(
     started: float,
     make_trainer: Callable[[Any, Any], Any],
 ) -> None:
-    """Fills in what is null in `config`: from the settings `recorded` in the run's snapshot, if there is one, or chosen
-    for the `text` and the time since `started`. `make_trainer(config, split)` makes the Trainer whose steps are timed.
+    """Sets the null fields of `config`: to the settings `recorded` in the run's snapshot, if any; else chosen for
+    `text` and the time left since `started`. `make_trainer(config, split)` makes the Trainer whose steps are timed.
     """
 
     def seconds_left() -> float:
@@ -154,10 +154,10 @@ def is_needed(config: Any) -> bool:
 
 
 def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
-    """Fills in what was chosen when the run started, from the settings `recorded` in its snapshot, where
-    `trainer.max_minutes` is the time that `trainer.max_steps` take. For another time the steps change in proportion, up
-    to `USEFUL_PASSES` over the text of so many `characters` if the model was chosen for it. Raises `UserError` for a
-    time that is given to a run which had none; not for another text, which is refused later, with all differences.
+    """Restores the choices of the run's first start from the settings `recorded` in its snapshot, whose
+    `trainer.max_steps` take `trainer.max_minutes`. Another time scales the steps in proportion, up to `USEFUL_PASSES`
+    over the text (of length `characters`) if the model was chosen for it. Raises `UserError` for a time given to a run
+    that started without one. Another text is refused later, together with all other differences.
     """
     trainer, before = config.trainer, flatten(recorded)
     is_limited = any(get(config, key) is None for key in CHOSEN)
@@ -196,10 +196,10 @@ def choose(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[Any], float],
 ) -> list[str]:
-    """Chooses what is null, for a text of so many `characters`; given values are kept. Returns the overrides
-    that choose the same.
+    """Chooses the null fields for a text of length `characters`; given values are kept. Returns overrides
+    that repeat the choice.
 
-    `seconds_left()` is what is left of `trainer.max_minutes`, and `seconds_per_step(config)` measures a training
+    `seconds_left()` is the rest of `trainer.max_minutes`, and `seconds_per_step(config)` measures a training
     step. Raises `UserError` for a text or a time that is too short.
     """
     null = [key for key in CHOSEN if get(config, key) is None]
@@ -235,7 +235,7 @@ def choose(
 def choose_compile(
     trainer: Any, world: World, step_s: float, seconds: float, time_compiled: Callable[[], float]
 ) -> float:
-    """Chooses whether to compile, on a GPU, for so many `seconds` of steps of `step_s`. Returns the time of a step."""
+    """Chooses whether to compile on a GPU, for `seconds` of steps of `step_s` each. Returns the seconds of a step."""
     missing = distributed.all_gather(auto.missing_to_compile("cuda"), world)  # of any host
     if seconds > COMPILE_PAYS_FROM_S and not any(missing):
         trainer.compile = "true"
@@ -267,10 +267,9 @@ def choose_model(
             f"optimizer.name={config.optimizer.name}: a learning rate is chosen for muon alone; give "
             "optimizer.learning_rate, or a file of conf/optimizer: optimizer=adamw"
         )
-    # The reference model, whose speed is that of the machine.
     is_timed, on_gpu = trainer.max_minutes is not None, world.device.type == "cuda"
     reference = copy.deepcopy(config)
-    reference.trainer.compile = "false"  # not worth it
+    reference.trainer.compile = "false"  # compiling takes longer than it is used
     fill(reference, {"data.train_split": 0.8 * (1 - data.final_split)})
     # The speed of a GPU is that with the largest steps.
     step = rule.step_size(usable, 1024 if is_timed else 128, math.inf, on_gpu)
@@ -306,8 +305,8 @@ def choose_model(
 
 
 def choose_rates(config: Any, characters: int) -> None:
-    """Chooses the learning rate and the weight decays, for a text of so many `characters` and as many passes over it as
-    the steps make.
+    """Chooses the learning rate and the weight decays for the planned passes over a text of length `characters`.
+    Keeps given values.
     """
     model, optimizer, step = config.model, config.optimizer, step_characters(config)
     training = training_characters(config, characters)
@@ -351,7 +350,7 @@ def held_out_characters(config: Any, characters: int) -> float:
 
 
 def other_seconds(config: Any, steps: float, world: World) -> float:
-    """Seconds that a GPU needs beside so many steps and their evaluations: for compiling again, and to draw texts."""
+    """Seconds that a GPU needs besides `steps` and their evaluations: to compile again, and to sample texts."""
     if world.device.type == "cpu":
         return 0.0
     draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
@@ -366,8 +365,8 @@ def choose_steps(
     step_s: float,
     seconds: float,
 ) -> None:
-    """Chooses the steps that `seconds` allow, at `step_s` seconds each, and the steps between evaluations.
-    If `is_limited`, no more than pay for a text of so many `characters`.
+    """Chooses the steps that fit into `seconds`, at `step_s` each, and the evaluation interval. If
+    `is_limited`, at most `useful_steps`. Raises `UserError` if no step fits.
     """
     trainer = config.trainer
     character_s = EVALUATION_COST * step_s / step_characters(config)
@@ -419,7 +418,7 @@ FOR_TIMING = {
 def sizes_of(
     config: Any, characters: int, layers: int, width: int, context: int, step: int, processes: int
 ) -> dict[str, int]:
-    """All sizes, from layers, width, context and the characters of a step; what `config` has decides the rest."""
+    """Values for `SIZES`, from layers, width, context and characters per step; sizes set in `config` are kept."""
     heads, own_width = config.model.n_head, config.model.n_embd
     width = own_width or width
     if heads is None:  # of 64 channels, or of 32 in a narrow model
@@ -436,7 +435,7 @@ def sizes_of(
 
 
 def planned_steps(config: Any, characters: int) -> float:
-    """The steps that the settings allow over a text of so many characters, whatever the time."""
+    """Steps that `max_steps` and `max_epochs` allow on a text of length `characters`, or inf."""
     # Too short a text is refused when it is split.
     windows = max(training_characters(config, characters) - config.data.block_size, 1)
     return plan.planned_steps(config.trainer, windows)

@@ -1,20 +1,20 @@
-"""The rule of sizing: what is best for a text and a training, as fitted to runs (benchmarks/sizing.md)."""
+"""Sizing rule: best settings for a text and a compute budget, fitted to runs (benchmarks/sizing.md)."""
 
-# Layers, width and context of the model with which the speed of a machine is measured.
+# Reference model, timed to measure the speed of a machine: layers, width, context.
 REFERENCE = (4, 128, 128)
-REFERENCE_FLOPS = 5.5e6  # of it, for each character of training
-USEFUL_PASSES = 20  # over the text, at most: more overfit
+REFERENCE_FLOPS = 5.5e6  # per character of training
+USEFUL_PASSES = 20  # over the text; further ones overfit
 
 
 def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
-    """Layers, width and context for a text of so many `characters` and so many floating-point operations
-    of training. Width 128 is best in a wide range of times; beyond it depth pays first, then width.
+    """Layers, width and context for a text of length `characters` and a budget of `operations` training FLOPs.
+    Width 128 is best in a wide range of budgets; above it depth pays first, then width.
     """
-    affordable = operations / REFERENCE_FLOPS  # characters of training a reference model
+    affordable = operations / REFERENCE_FLOPS  # characters to train the reference on
     enough = min(
         4e6, USEFUL_PASSES * characters
-    )  # of them, for a model that learns all that the text has
-    # The width of the reference from `least` to `most`, beyond them in proportion to a power of the distance.
+    )  # characters of training beyond which more does not pay
+    # Width 128 from `least` to `most`; outside, it grows with a power of the ratio to the nearer bound.
     least, most = min(1e6, 10 * characters), 2e7
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
@@ -34,8 +34,8 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
 
 
 def step_size(characters: int, width: int, affordable: float, on_gpu: bool) -> int:
-    """Characters of a step for a text of so many `characters` and a model of that width, where the time is enough to
-    train a reference model on `affordable` of them.
+    """Characters per step, for a text of length `characters` and a model of `width`. `affordable`: characters on which
+    the time would train the reference model.
     """
     step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
     if on_gpu:  # where larger steps take little longer: 200 for a pass over the text are enough
@@ -44,19 +44,19 @@ def step_size(characters: int, width: int, affordable: float, on_gpu: bool) -> i
 
 
 def dropout(characters: int, passes: float) -> float:
-    """Dropout for so many passes over a training text of so many `characters`."""
-    # It costs a third of the steps on a CPU, and pays for many passes over a short text alone.
+    """Dropout probability for `passes` over a training text of `characters`."""
+    # Dropout costs a third of the steps on a CPU; it pays only in many passes over a short text.
     return round(0.1 + (passes - 10) / 160, 2) if passes >= 10 and characters < 200_000 else 0.0
 
 
 def ngram_rows(characters: int) -> int:
-    """Rows of the n-gram tables for a training text of so many `characters`."""
-    # They learn a shorter one by heart, however much they decay.
+    """Rows of each n-gram table for a training text of length `characters`."""
+    # The tables memorize a shorter text, whatever the decay.
     return 16_384 if characters >= 70_000 else 0
 
 
 def learning_rate(characters: int, width: int, steps: float) -> float:
-    """Peak learning rate of Muon for a model of this width, a text of so many `characters` and so many steps."""
+    """Peak learning rate of Muon for a model of `width`, a text of length `characters` and `steps` steps."""
     factor = max((900_000 / characters) ** 0.3, (600 / steps) ** 0.6, 1.0)
     return rounded(min(0.008 * (128 / width) ** 0.5 * factor, 0.1))
 
@@ -67,22 +67,22 @@ def fine_tuning_rate(passes: float, width: int) -> float:
 
 
 def weight_decay(passes: float, weights: int, rate_sum: float) -> float:
-    """Weight decay of so many `weights` for so many passes over the text; `rate_sum`: peak learning rate x steps."""
-    # Decay times rate, summed over the training: more for more passes, and for a model that can learn more by heart.
+    """Weight decay for a model of `weights` weights and `passes` over the text; `rate_sum`: peak rate x steps."""
+    # `total`: decay x rate, summed over the steps; it grows with the passes and with the size of the model.
     total = 9 * (passes / 11) ** 1.75 * max(weights / 800_000, 1.0) ** (1 / 3)
     return rounded(min(max(total, 1.5) / rate_sum, 3.0), least=0.2)
 
 
 def fine_tuning_decay(rate_sum: float) -> float:
-    """Weight decay of pretrained weights, which more would forget; `rate_sum`: peak learning rate x steps."""
+    """Weight decay for fine-tuning: more would forget pretrained weights; `rate_sum`: peak rate x steps."""
     return rounded(min(0.3 / rate_sum, 3.0))
 
 
 def ngram_decay(passes: float, share: float, rate: float) -> float:
-    """Weight decay of the n-gram tables, for so many passes, in steps of that share of the text."""
-    # A vector that is not seen again falls to 1/e within 0.6 / passes of a pass at the peak rate: the more passes, the
-    # sooner, or the tables learn the text by heart.
-    forgotten = min(passes * share / 0.6, 0.7)  # share of a vector in a step
+    """Weight decay of the n-gram tables. `share`: of the text in a step; `rate`: peak learning rate."""
+    # An unseen vector falls to 1/e within 0.6 / passes of a pass at the peak rate: sooner with more passes, or the
+    # tables memorize the text.
+    forgotten = min(passes * share / 0.6, 0.7)  # fraction of a vector per step
     return rounded(min(forgotten / rate, 1000.0), least=0.5)
 
 

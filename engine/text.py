@@ -207,7 +207,7 @@ class EncodedText(NamedTuple):
 
     vocabulary: str  # the distinct characters, sorted
     data: torch.Tensor  # their positions in it, 1-D, uint8, uint16 or uint32
-    digest: str  # SHA-256 of the text in UTF-8 and of the way it is shuffled, if it is; hexadecimal
+    digest: str  # SHA-256 of the text in UTF-8 and of `data.shuffle`, if set; hexadecimal
 
 
 def is_small_local_file(path: str | list[str]) -> bool:

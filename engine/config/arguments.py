@@ -17,8 +17,8 @@ from engine.config.settings import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")
-# A field is one line, `name: type = default  # meaning`.
 KINDS = {"Integer": "a whole number, in digits alone", "Float": "a number", "bool": "true or false"}
+# A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 

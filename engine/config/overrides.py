@@ -105,8 +105,8 @@ def job_name(overrides: list[str], swept: str = "") -> str:
 
 
 def text_name(path: Any) -> str:
-    """The name of a run on the text at `path`: that of its first file without endings, or for a pattern that
-    of its directory.
+    """Run name for the text at `path`: the name of its first file without extensions or, for a pattern, of its
+    directory.
     """
     first = str(path[0] if isinstance(path, list | ListConfig) else path)
     parts = [part.split(".")[0] for part in re.split("[/:]", first) if part]
@@ -119,8 +119,8 @@ OmegaConf.register_new_resolver("text_name", text_name, replace=True)
 
 
 def check_overrides(arguments: list[str], keys: list[str], architecture: set[str]) -> None:
-    """Raises `UserError` for a key that is not among the dotted `keys`, for one of the `architecture` beside
-    pretrained weights, and for what Hydra fails on without an error of its own.
+    """Raises `UserError` for a key that is not among the dotted `keys`, for a key of the `architecture` given
+    together with init_from=, and for mistakes that Hydra does not explain.
     """
     known = [*keys, *GROUPS]
     by_last_name = {key.rpartition(".")[2]: key for key in reversed(known)}

@@ -46,7 +46,7 @@ def is_fixed(key: str) -> bool:
 
 
 def as_plain(value: Any) -> Any:
-    """The same in plain types, which a snapshot can hold: dataclasses as dictionaries, the rest as text."""
+    """`value` in JSON's types, which a snapshot can hold: dataclasses as dictionaries, others as text."""
     text = json.dumps(value, default=lambda x: vars(x) if dataclasses.is_dataclass(x) else str(x))
     return json.loads(text)
 

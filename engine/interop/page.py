@@ -78,7 +78,7 @@ def checked_ids(config: dict[str, Any]) -> Tensor:
 
 
 def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """The logits (T, V) for `ids` (T,) of the model that model.js has."""
+    """The logits (T, V) for `ids` (T,), computed as model.js does."""
     is_modern, T, C = config["arch"] == "modern", len(ids), config["n_embd"]
     D = C // config["n_head"]
     angle = torch.arange(T)[:, None] * ROPE_BASE ** -(torch.arange(0, D, 2) / D)

@@ -17,7 +17,7 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
         deterministic: Any = torch.utils.deterministic  # a property of its class
         deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
     torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
-    if choices["compile"]:  # the compiler, whose import takes a second, has a switch of its own
+    if choices["compile"]:  # also sets the compiler's switch, whose import takes a second
         torch.use_deterministic_algorithms(choices["deterministic"])
         torch.compiler.reset()  # a process compiles at most eight models otherwise
         model.compile(dynamic=False)

@@ -22,7 +22,7 @@ Rotation = tuple[Tensor, Tensor] | None  # cosines and sines (T, D / 2)
 
 
 def supports(x: Tensor, multiple: int = WIDTH) -> bool:
-    """Whether kernels can read x (..., C), and are not compiled or traced with it."""
+    """Whether kernels can read x (..., C); False in torch.compile and tracing."""
     return (
         holds_memory(x)
         and x.size(-1) % multiple == 0

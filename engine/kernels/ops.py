@@ -63,8 +63,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def token_shift(x: Tensor, weight: Tensor, last: Tensor | None = None) -> Tensor:
-    """Token shift (RWKV, Peng et al., 2023): x (B, T, C) plus the position before, times `weight` (C,). Before the
-    first is `last` (B, 1, C), or zeros.
+    """Token shift (RWKV, Peng et al., 2023): x (B, T, C) plus `weight` (C,) times the previous position. `last`
+    (B, 1, C), or zeros, precedes x.
     """
     fits = _is_dense_float32(weight) and weight.shape == x.shape[-1:]
     if last is None and fits and native.supports(x):
@@ -113,8 +113,8 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
 
 def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
     """Whether a training step of `model` in `dtype` ("bfloat16", ...) is bitwise the same with fewer CPU threads than
-    now, if it uses the operations of this module. The kernels are, and torch's products in bfloat16; not the norms of
-    plain PyTorch, nor MKL's products in float32, which with four threads and more split a sum of a narrow matrix.
+    now, if it uses the operations of this module. C kernels and torch's bfloat16 products are; plain PyTorch's norms
+    are not, nor are MKL's float32 products, which split a narrow matrix's sums among four or more threads.
     """
     parameters = list(model.parameters())
     fit = all(p.is_cpu and (p.dim() > 1 or p.numel() % native.WIDTH == 0) for p in parameters)
@@ -167,7 +167,7 @@ def _is_dense_float32(x: Tensor) -> bool:
 @functools.cache
 def _products_are_slow(dtype: torch.dtype) -> bool:
     """Whether torch's matrix products are slow on this CPU: in bfloat16, without AMX; in float32,
-    those of Intel's MKL on one of AMD's. Measured on a Zen 5, two threads.
+    with Intel's MKL on an AMD CPU. Measured on a Zen 5, two threads.
     """
     if dtype is torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()

@@ -43,8 +43,8 @@ def build(
 
 
 def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
-    """A bare `model` on this rank's device, in DDP if there are several; one that is wrapped or sharded unchanged.
-    Raises `UserError` for one that is to be sharded: its optimizer would hold the full parameters.
+    """Returns a bare `model` on this rank's device, in DDP with several ranks; a wrapped or sharded one unchanged.
+    Raises `UserError` for a bare one under fsdp: its optimizer would hold the full parameters.
     """
     if distributed.unwrap(model) is not model or is_sharded(model):
         return model
@@ -58,7 +58,7 @@ def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    # They never change. As an argument, it is deprecated since torch 2.13.
+    # Buffers never change. The argument is deprecated since torch 2.13.
     wrapped.broadcast_buffers = False
     return wrapped
 

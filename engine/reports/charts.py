@@ -80,8 +80,8 @@ def draw_charts(runs: list[Run], labels: list[str], references: References) -> l
 
 
 def band(runs: list[Run], references: References) -> tuple[Points, str] | None:
-    """The outline of the recipe's held-out loss, and its label, if all `runs` can be compared with it; of
-    its training loss if the recipe is evaluated only once.
+    """Outline and label of the reference band, of the held-out loss or, if the recipe is evaluated once,
+    the training loss. None unless it applies to all `runs`.
     """
     first, *others = [find_reference(run, references)[0] for run in runs]
     if first is None or any(other is not first for other in others):

@@ -93,8 +93,8 @@ class Run:
 
 
 def name_runs(runs: list[Run]) -> list[str]:
-    """A name for each run: of the jobs of one sweep the overrides that not all of them share, of others
-    the directory, below the one that holds all.
+    """A name for each run: for jobs of one sweep, the overrides that they do not all share; otherwise
+    the directory, relative to their common one.
     """
     folders = [os.path.dirname(os.path.abspath(run.path)) for run in runs]
     if len(runs) == 1 or len(set(folders)) > 1 or not all(run.job for run in runs):
@@ -105,9 +105,9 @@ def name_runs(runs: list[Run]) -> list[str]:
 
 
 def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
-    """Means over seeds: of the lowest held-out losses of finished runs that differ in their seed, and otherwise
-    in nothing that changes the loss more than that. For each mean, the lowest first: what it is of, from the
-    `names` of its runs; the mean; the lowest and the highest loss (nats per character).
+    """Means over seeds of the lowest held-out loss, over finished runs that differ only in the seed and in
+    settings that change the loss no more than a seed. Returns rows, lowest mean first: label (from the
+    `names` of its runs), mean, and range from lowest to highest loss (nats per character).
     """
     groups: dict[str, dict[int, tuple[float, str]]] = {}
     for run, name in zip(runs, names, strict=True):

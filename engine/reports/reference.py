@@ -95,8 +95,8 @@ def loss_warning(run: Run) -> str:
 
 
 def overfitting_warning(run: Run) -> str:
-    """A sentence if the held-out loss has risen: the run overfits if the training loss fell meanwhile, diverges if
-    it rose by more than batches differ, and else gets worse. Lowest at step 0, it is that of pretrained weights.
+    """A sentence if the held-out loss has risen, else "". The run overfits if its training loss fell meanwhile,
+    diverges if that rose by 0.25 nats or more, and else gets worse. At step 0 the weights are pretrained ones.
     """
     if run.best is None or (run.step < FIRST_JUDGED and run.best["step"] > 0):
         return ""

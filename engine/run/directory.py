@@ -185,8 +185,8 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 def choose_snapshots(
     snapshots: list[str] | None, snapshot: str | None, run_dir: str | None
 ) -> list[str]:
-    """The paths in `snapshots`, of a run directory its best one; if it is None, the one that `choose_snapshot`
-    finds. Raises `UserError` if there is none, or both are given.
+    """The paths in `snapshots`, a run directory replaced by its best snapshot; if None, that of
+    `choose_snapshot`. Raises `UserError` if there is none, or both are given.
     """
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots is None:

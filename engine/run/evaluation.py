@@ -109,7 +109,7 @@ def evaluate(
     most = -(-dataset.num_eval_windows // world.size)  # of any rank
     at_once = EVAL_CHARACTERS.get(world.device.type, EVAL_CHARACTERS["cpu"])
     size = min(max(1, at_once // dataset.block_size), max_windows or at_once)
-    losses, counts = [], []  # of the batches
+    losses, counts = [], []
     was_training = model.training
     model.eval()
     try:

@@ -120,8 +120,8 @@ def report_exhausted() -> Iterator[None]:
 
 
 def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
-    """Warns if training on this host's CPUs, of the model of a `GPTConfig` by a `TrainerConfig`, may need more memory
-    than is free: the operating system would kill it. Returns whether it may.
+    """CPU memory estimate: warns if training `model` (`GPTConfig`) with `trainer` (`TrainerConfig`) may need more
+    than this host has free: the system would kill it. Returns whether it warned.
     """
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size

@@ -43,7 +43,7 @@ def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
 
 
 def write_lines(path: str, records: Iterable[dict[str, Any]]) -> None:
-    """Replaces the file at `path` by one of these JSON objects, one per line."""
+    """Replaces the file at `path`, atomically, by `records` as lines of JSON."""
     with atomic_write(path) as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
@@ -77,9 +77,9 @@ class Metrics:
     held-out lines add `tokens` (characters scored) and `rank_losses`. If the run diverged, the last line says why
     in `diverged`.
 
-    A run that resumes at `step` logs everything later again, so those lines are dropped; so is the
-    evaluation of `step` itself unless `evaluated`. A warning tells if fewer than `lines`, the count
-    in the snapshot, are left. `hyperparameters`: flat, for the trackers.
+    Resuming at `step` drops all later lines, which will be logged again, and the evaluation of `step`
+    itself unless `evaluated`. Warns if fewer than `lines`, the count in the snapshot, are left.
+    `hyperparameters`: flat, for the trackers.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Metrics:
         self.trackers = Trackers(trackers, start)
 
     def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
-        """Logs one measurement. What is not finite becomes null: JSON has no NaN."""
+        """Logs one measurement. Non-finite values become null: JSON has no NaN."""
         seconds = round(time.perf_counter() - self.started, 3)
         record = {"step": step, "epoch": epoch, "split": split, "loss": loss}
         record |= {"bpc": loss / math.log(2), "seconds": seconds, **values}

@@ -9,7 +9,7 @@ from engine.errors import UserError
 
 
 def planned_steps(config: Any, windows: int) -> float:
-    """The optimizer steps of a `TrainerConfig`, with so many `windows` in an epoch: `max_steps` or `max_epochs`,
+    """The optimizer steps of a `TrainerConfig`, with `windows` windows per epoch: `max_steps` or `max_epochs`,
     whichever comes first; infinite without both.
     """
     epochs = math.inf

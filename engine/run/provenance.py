@@ -21,8 +21,8 @@ log = logging.getLogger("gpt")
 
 
 def log_parts(config: Any, trainer: Any, unseen: float) -> None:
-    """Logs the text, of whose held-out characters the fraction `unseen` does not occur in training, the model and the
-    optimizer.
+    """Logs the text, the model and the optimizer. `unseen`: fraction of the held-out characters that do not occur in
+    training.
     """
     text, optimizer = trainer.train_dataset, config.optimizer
     log.info(

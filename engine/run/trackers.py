@@ -1,8 +1,8 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-A new one is a class as `TensorBoard`, made from a `Start`, and an entry in `TRACKERS`. `package` is what it
-imports, None for nothing. `log` gets finite numbers, not always the same ones; a resumed run logs the steps
-after its snapshot again. The final loss goes to metrics.jsonl alone.
+To add one, write a class like `TensorBoard`, constructed from a `Start`, and add it to `TRACKERS`.
+`package`: the package it imports, or None. `log` gets finite numbers, whose names vary; a resumed run logs
+the steps after its snapshot again. The final loss goes to metrics.jsonl only.
 """
 
 import contextlib

@@ -161,7 +161,7 @@ class SnapshotManager:
         self._saving = SaveInProgress(snapshot.step, latest, lowest, written)
 
     def _collect(self, snapshot: Snapshot) -> Snapshot:
-        """`snapshot` with full tensors, on rank 0, or without any, which every rank has written."""
+        """`snapshot` with full tensors on rank 0; if sharded, without: each rank wrote its own."""
         if self.config.snapshot_format == "sharded":
             distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
             return save_shards(self.path, snapshot, self.world)
@@ -180,7 +180,7 @@ class SnapshotManager:
         error, is_best = distributed.run_on_rank_0(
             lambda: (saving.error(), self.storage.best_step == saving.step), self.world
         )
-        if is_best:  # also of a save that failed afterwards, at the latest
+        if is_best:  # even if writing the latest failed afterwards
             self.best = saving.best
         if not error:
             self.saved_step = saving.step if saving.latest else self.saved_step

@@ -185,9 +185,9 @@ def check_can_resume(
     dataset: Any,
     world: World,
 ) -> None:
-    """Raises `UserError` if the run in `snapshot`, at `path`, cannot resume with these settings and this
-    text, naming what differs. Logs what has changed otherwise. A setting that is newer than the snapshot had its
-    value in `defaults`, flat.
+    """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
+    settings and this text. Logs all other changes. Settings newer than the snapshot had their value in
+    `defaults` (dotted keys).
     """
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
@@ -235,7 +235,7 @@ def has_changed(logits: torch.Tensor, recorded: torch.Tensor) -> bool:
     """Whether `logits` differ from those `recorded` in a snapshot; False if it has none."""
     if recorded.numel() == 0:
         return False
-    logits = logits[: len(recorded)]  # older snapshots have those of the beginning alone
+    logits = logits[: len(recorded)]  # older snapshots have only the first ones
     if logits.shape != recorded.shape:
         return True
     limit = PROBE_TOLERANCE * recorded.abs().max().clamp(min=1.0)
