@@ -396,7 +396,7 @@ class Trainer:
         )
         if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
-        self.requests.save = False
+            self.requests.save = False
         if is_due or is_best:
             with self.training_log.paused():
                 self.snapshots.save(self._snapshot(), is_due, is_best)

@@ -135,7 +135,8 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     if world.device.type != "cpu" or free is None or needed <= free:
         return False
     windows = characters // model.block_size
-    advice = "a smaller model (model.n_layer, model.n_embd)"
+    tables = ", model.ngram_rows" * (model.ngram_rows > 0)
+    advice = f"a smaller model (model.n_layer, model.n_embd{tables})"
     if world.local_size * weight_bytes < free and windows > 1:
         advice = f"trainer.micro_batch_size={windows // 2} or less, or {advice}"
     log.warning(
