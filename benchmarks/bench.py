@@ -212,7 +212,8 @@ def page(text: str, results: dict) -> str:
             m = measured["machine"]
             with_peers = found[2] in ("step", "generate")
             versions = [f"{k} {v}" for k, v in m["versions"].items() if with_peers or k == "torch"]
-            caption = f"{m['gpu'] or m['cpu']}, {m['date']}; {', '.join(versions)}."
+            cpu = m["cpu"] + ", no bfloat16" * ("bfloat16" not in m["kernels"])
+            caption = f"{m['gpu'] or cpu}, {m['date']}; {', '.join(versions)}."
             rows = TABLES[found[2]](measured["figures"])
             rows.insert(1, ["---"] * len(rows[0]))
             out += ["", f"{caption} {measured.get('note', '')}".rstrip(), ""]
@@ -247,7 +248,7 @@ def program(arguments: list[str]) -> None:
         earlier = [  # what this machine measured before is replaced
             entry
             for entry in results.get(section, [])
-            if any(entry["machine"][key] != here[key] for key in ("cpu", "gpu"))
+            if any(entry["machine"][key] != here[key] for key in ("cpu", "gpu", "kernels"))
         ]
         results[section] = [*earlier, {"machine": here, "figures": figures}]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
