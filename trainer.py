@@ -254,7 +254,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.model.train()
         may_adapt = self.world.size == 1 and self.config.threads is None
-        may_adapt &= ops.sums_ignore_threads(self.bare, self.choices["amp_dtype"])
+        if self.choices["deterministic"]:
+            may_adapt &= ops.sums_ignore_threads(self.bare, self.choices["amp_dtype"])
         threads = AdaptiveThreads(enabled=may_adapt)
         try:
             while self.step < self.plan.total_steps:
