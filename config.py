@@ -147,7 +147,7 @@ def help_text() -> str:
         "Fields (python main.py KEY=VALUE) and their defaults. A recipe, one of experiment, changes many of",
     ]
     lines += [
-        "them, and one is always used; python main.py --cfg job prints the values of a run.",
+        "them, and one is used unless experiment=null; python main.py --cfg job prints the values of a run.",
         "",
     ]
     for f in dataclasses.fields(Config):

@@ -149,7 +149,9 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
         raise UserError(f"{path}: {error}") from error
     settings = dataclasses.asdict(model.config)
     for field in dataclasses.fields(model.config):
-        if field.name not in KNOWN and settings[field.name] == field.default:  # one's own, not used
+        if (
+            field.name not in KNOWN and settings[field.name] == field.default
+        ):  # one's own, switched off
             del settings[field.name]
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()

@@ -72,7 +72,7 @@ class TrainerConfig:
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
     seed: int = 1337  # of the weights, the order of the windows and dropout
     device: str = "auto"  # cpu, cuda, auto (cuda where there is a GPU), or another device of torch: mps, xpu
-    threads: int | None = None  # CPU threads per process; null: OMP_NUM_THREADS or its cores, fewer if others are busy
+    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer if others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
@@ -253,7 +253,8 @@ class Trainer:
         batches = self._batches()
         self.optimizer.zero_grad()
         self.model.train()
-        may_adapt = self.world.size == 1 and self.config.threads is None
+        on_cpu = self.world.device.type == "cpu"
+        may_adapt = on_cpu and self.world.size == 1 and self.config.threads is None
         if self.choices["deterministic"]:
             may_adapt &= ops.sums_ignore_threads(self.bare, self.choices["amp_dtype"])
         threads = AdaptiveThreads(enabled=may_adapt)

@@ -157,7 +157,7 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
     """Restores the choices of the run's first start from the settings `recorded` in its snapshot, whose
     `trainer.max_steps` take `trainer.max_minutes`. Another time scales the steps in proportion, up to `USEFUL_PASSES`
     over the text (of length `characters`) if the model was chosen for it. Raises `UserError` for a time given to a run
-    that started without one. Another text is refused later, together with all other differences.
+    that started without one, if it is to get longer. Another text is refused later, with all other differences.
     """
     trainer, before = config.trainer, flatten(recorded)
     is_limited = any(get(config, key) is None for key in CHOSEN)
@@ -166,27 +166,26 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
     fill(config, {key: before.get(key) for key in keys})
     fill(config, NO_NGRAMS)  # snapshots from before there were any
     minutes, steps = before.get("trainer.max_minutes"), before.get("trainer.max_steps") or 1
-    typed, fitting = trainer.max_steps or math.inf, math.inf
     if minutes is None:
         is_same_text = before.get("data.path") == config.data.path
-        if trainer.max_minutes is not None and is_same_text and typed > steps:
+        is_longer = trainer.max_steps is None or trainer.max_steps > steps
+        if trainer.max_minutes is not None and is_same_text and is_longer:
             raise UserError(
-                f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; to "
-                "train longer, raise trainer.max_steps"
+                f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; leave it "
+                "out, and to train longer, raise trainer.max_steps"
             )
     elif trainer.max_minutes is not None:
-        fitting = round(steps * trainer.max_minutes / minutes)
+        fitting = max(1, round(steps * trainer.max_minutes / minutes))
         useful = max(useful_steps(config, characters), steps) if is_limited else math.inf
-        if fitting > useful:
-            fitting = int(useful)
+        trainer.max_steps = int(min(fitting, useful, planned_steps(config, characters)))
+        if trainer.max_steps == useful < fitting and useful > steps:
             limit = rule.USEFUL_PASSES
             log.info("sizing      %d steps: limited to %d passes over the text", useful, limit)
-    if min(typed, fitting) < math.inf:
-        trainer.max_steps = int(min(typed, fitting))
-    elif trainer.max_epochs is None:
+    if trainer.max_steps is None and trainer.max_epochs is None:
         trainer.max_steps = steps
-    is_known = minutes is not None and trainer.max_steps is not None
-    trainer.max_minutes = minutes * trainer.max_steps / steps if is_known else None
+    trainer.max_minutes = None
+    if minutes is not None and trainer.max_steps is not None:  # exactly the same for the same steps
+        trainer.max_minutes = minutes * (trainer.max_steps / steps)
 
 
 def choose(

@@ -230,6 +230,10 @@ def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
     assert longer == round(7 * 10 / chosen["trainer.max_minutes"]) > 1000
     epochs = resumed(chosen, "trainer.max_minutes=null", "trainer.max_epochs=300")
     assert epochs["trainer.max_steps"] is None
+    assert (
+        resumed(chosen | {"data.path": "x.txt"}, "trainer.max_minutes=1e-6")["trainer.max_steps"]
+        == 1
+    )
 
 
 def test_epochs_that_end_sooner_than_the_time_decide_the_steps():

@@ -7,7 +7,7 @@ import torch
 
 from char_dataset import CharDataset, DataConfig
 from engine import portable
-from engine.kernels import build
+from engine.kernels import build, ops
 from engine.machine import threads
 from engine.machine.threads import AdaptiveThreads
 from engine.parallel.distributed import join_processes
@@ -61,6 +61,15 @@ def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
             machine.now, machine.preempted = machine.now + 1, machine.preempted + preempted
         machine.now, machine.preempted = machine.now + 9, machine.preempted + 9e9  # between steps
         assert torch.get_num_threads() == 2
+
+
+def test_sums_in_float32_depend_on_four_threads_and_more():
+    if build.library(torch.float32) is None:
+        pytest.skip("without the C kernels, they depend on any number")
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=32, vocab_size=5, block_size=8))
+    for number, same in ((3, True), (4, False)):
+        torch.set_num_threads(number)
+        assert ops.sums_ignore_threads(model, "float32") == same
 
 
 @pytest.mark.parametrize(

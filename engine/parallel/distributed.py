@@ -77,9 +77,9 @@ def join_processes(
     """Chooses the device, and joins the process group if there are several processes: gloo for
     CPUs, NCCL for GPUs. Raises `UserError`.
 
-    `device` is auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per
-    process on a CPU, None for `OMP_NUM_THREADS` or the host's cores divided by its processes; `timeout_s` bounds every
-    wait for another process.
+    `device` is auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per process on a CPU,
+    None for the host's cores divided by its processes, or `OMP_NUM_THREADS` for one process alone; `timeout_s` bounds
+    every wait for another process.
     """
     global _joined_in
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang

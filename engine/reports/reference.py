@@ -95,7 +95,7 @@ def loss_warning(run: Run) -> str:
 
 
 def overfitting_warning(run: Run) -> str:
-    """A sentence if the held-out loss has risen, else "". The run overfits if its training loss fell meanwhile,
+    """A sentence if the held-out or the training loss has risen, else "". The run overfits if its training loss fell,
     diverges if that rose by 0.25 nats or more, and else gets worse. At step 0 the weights are pretrained ones.
     """
     if run.best is None or (run.step < FIRST_JUDGED and run.best["step"] > 0):

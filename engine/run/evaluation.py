@@ -43,10 +43,13 @@ class Evaluations:
 
     def check_patience(self) -> None:
         """Warns if the run has too few evaluations for its patience to end it."""
-        number, patience = self.plan.total_steps // self.interval, self.config.patience
+        number = (
+            self.plan.total_steps - 1
+        ) // self.interval + self.at_start  # before the last step
+        patience = self.config.patience
         if patience is not None and number <= patience:
             log.warning(
-                f"trainer.patience={patience}: too few evaluations to end the run; lower trainer.eval_every_steps"
+                f"trainer.patience={patience}: too few evaluations to end the run; set a lower trainer.eval_every_steps"
             )
 
     @property
