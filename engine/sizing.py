@@ -178,13 +178,14 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
         fitting = max(1, round(steps * trainer.max_minutes / minutes))
         useful = max(useful_steps(config, characters), steps) if is_limited else math.inf
         trainer.max_steps = int(min(fitting, useful, planned_steps(config, characters)))
-        if trainer.max_steps == useful < fitting and useful > steps:
+        minutes, steps = trainer.max_minutes, fitting
+        if trainer.max_steps == useful < fitting:
             limit = rule.USEFUL_PASSES
             log.info("sizing      %d steps: limited to %d passes over the text", useful, limit)
     if trainer.max_steps is None and trainer.max_epochs is None:
         trainer.max_steps = steps
     trainer.max_minutes = None
-    if minutes is not None and trainer.max_steps is not None:  # exactly the same for the same steps
+    if minutes is not None and trainer.max_steps is not None:
         trainer.max_minutes = minutes * (trainer.max_steps / steps)
 
 

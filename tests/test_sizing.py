@@ -192,10 +192,12 @@ def test_n_gram_embeddings_are_not_added_to_a_run_from_before_there_were_any():
 @pytest.mark.parametrize("limit", [[], ["trainer.max_steps=1000000"], ["trainer.max_epochs=1000"]])
 def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
     chosen, _ = choose(*limit)
-    for minutes in (1.5, 4.5):
+    for minutes in (1.5, 4.5, 1.7, 0.31):
         again = resumed(chosen, f"trainer.max_minutes={minutes}", *limit)
         assert [key for key in sizing.CHOSEN if again[key] != chosen[key]] == []
         assert again["trainer.max_steps"] == round(chosen["trainer.max_steps"] * minutes / 1.5)
+        same = resumed(again | {"data.path": "x.txt"}, f"trainer.max_minutes={minutes}", *limit)
+        assert same == again
 
 
 def test_a_longer_time_adds_no_passes_that_overfit():
