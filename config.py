@@ -144,10 +144,10 @@ def help_text() -> str:
         lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
     lines += [
         "",
-        "Fields (python main.py KEY=VALUE) and their defaults. A recipe, one of experiment, changes many of",
+        "Fields (python main.py KEY=VALUE) and their defaults. A recipe changes many of them; one is",
     ]
     lines += [
-        "them, and one is used unless experiment=null; python main.py --cfg job prints the values of a run.",
+        "used unless experiment=null. python main.py --cfg job prints the values of a run.",
         "",
     ]
     for f in dataclasses.fields(Config):

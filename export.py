@@ -148,10 +148,8 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     settings = dataclasses.asdict(model.config)
-    for field in dataclasses.fields(model.config):
-        if (
-            field.name not in KNOWN and settings[field.name] == field.default
-        ):  # one's own, switched off
+    for field in dataclasses.fields(model.config):  # one's own that are switched off
+        if field.name not in KNOWN and settings[field.name] == field.default:
             del settings[field.name]
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()

@@ -11,18 +11,14 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     Width 128 is best in a wide range of budgets; above it depth pays first, then width.
     """
     affordable = operations / REFERENCE_FLOPS  # characters to train the reference on
-    enough = min(
-        4e6, USEFUL_PASSES * characters
-    )  # characters of training beyond which more does not pay
+    enough = min(4e6, USEFUL_PASSES * characters)  # beyond which more does not pay
     # Width 128 from `least` to `most`; outside, it grows with a power of the ratio to the nearer bound.
     least, most = min(1e6, 10 * characters), 2e7
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     has_time = affordable >= 0.9 * enough
-    if (
-        characters >= 200_000
-    ):  # n-gram embeddings take the place of a layer or two ("Fewer layers ...")
+    if characters >= 200_000:  # n-gram embeddings take the place of a layer or two
         layers = 3 if affordable < 8e6 else 4 if affordable < most or characters < 500_000 else 6
     elif characters >= 20_000 and affordable >= 1.35 * enough:
         # A short text is better served by depth and context than by width ("Depth for short texts").

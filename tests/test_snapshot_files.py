@@ -102,9 +102,9 @@ class File:  # one that is written in pieces, as the kernel may do it
         for start in range(0, len(content), 1000):
             counting(self.file.write)(content[start:start + 1000])
 
-for name in ("link", "replace", "remove", "fsync"):
+for name in ("link", "replace", "remove", "unlink", "fsync"):
     setattr(os, name, counting(getattr(os, name)))
-snapshot_files.open = lambda path, mode: File(path, mode) if "w" in mode else open(path, mode)
+snapshot_files.open = lambda path, mode: File(path, mode) if "x" in mode else open(path, mode)
 files = snapshot_files.SnapshotStorage(sys.argv[2], keep=2)
 files.write(some_snapshot(5).to_bytes(), 5, latest=True, best=True)
 """

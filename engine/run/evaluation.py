@@ -43,9 +43,8 @@ class Evaluations:
 
     def check_patience(self) -> None:
         """Warns if the run has too few evaluations for its patience to end it."""
-        number = (
-            self.plan.total_steps - 1
-        ) // self.interval + self.at_start  # before the last step
+        # Those before the last step.
+        number = (self.plan.total_steps - 1) // self.interval + self.at_start
         patience = self.config.patience
         if patience is not None and number <= patience:
             log.warning(

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -103,12 +104,6 @@ def set_aside(paths: list[str], word: str = "old") -> list[str]:
     return moved
 
 
-def remove_if_present(path: str) -> None:
-    """Removes a local file, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(path)
-
-
 class SnapshotStorage:
     """The snapshot files of one run, the latest of which is at `path`, a path or URL.
 
@@ -172,7 +167,7 @@ class SnapshotStorage:
         if not is_local(path):
             self.file_system.pipe_file(locate(path)[1], bytes(content))
             return
-        remove_if_present(path)  # after a failed removal it is a hard link to a snapshot
+        Path(path).unlink(missing_ok=True)  # after a failed removal it is a hard link to a snapshot
         with open(path, "xb") as file:
             file.write(content)
             file.flush()
@@ -191,7 +186,7 @@ class SnapshotStorage:
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
         temporary = beside(target, "tmp")
-        remove_if_present(temporary)
+        Path(temporary).unlink(missing_ok=True)
         try:
             try:
                 os.link(source, temporary)
@@ -201,7 +196,7 @@ class SnapshotStorage:
                     os.fsync(file.fileno())
             os.replace(temporary, target)
         finally:  # after a success, too: rename(2) does nothing if both names are the same file
-            remove_if_present(temporary)
+            Path(temporary).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not every file system can sync a folder
             folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
             try:
