@@ -32,11 +32,11 @@ PATHS = [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")]
 IMPORTS = {name_of(path): imports(path) for path in PATHS if path.name != "__init__.py"}
 
 
-def test_no_import_goes_round_in_a_circle():
+def test_imports_have_no_cycle():
     tuple(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError
 
 
-def test_the_engine_does_not_know_the_programs_and_packages_use_those_before_them():
+def test_imports_follow_the_order_of_packages():
     wrong = []
     for name, imported in IMPORTS.items():
         if not name.startswith("engine."):
@@ -52,14 +52,14 @@ def test_the_engine_does_not_know_the_programs_and_packages_use_those_before_the
     assert wrong == []
 
 
-def test_every_package_is_in_the_order_and_says_what_it_is_for():
+def test_every_package_is_in_the_order_and_has_a_docstring():
     packages = {path.stem for path in (ROOT / "engine").iterdir() if not path.name.startswith("__")}
     assert sorted(packages) == sorted(PACKAGES)
     for path in (ROOT / "engine").glob("*/__init__.py"):
         assert len(ast.get_docstring(ast.parse(path.read_text()))) > 100, path
 
 
-def test_the_trainer_knows_neither_gpt_nor_hydra():
+def test_the_trainer_imports_neither_model_nor_hydra():
     reached, ahead = set(), {"trainer"}
     while ahead:
         reached |= ahead

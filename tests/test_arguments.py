@@ -33,7 +33,7 @@ class Config:
             raise UserError("text=bad: is bad")
 
 
-def test_values_have_the_types_of_their_fields_and_texts_are_taken_as_they_are():
+def test_values_are_converted_to_the_type_of_their_field_and_strings_are_verbatim():
     given = ["out=null", "text=a=${b} [c] 'd", "number=null", "rate=1e-3", "flag=true"]
     assert arguments.parse(Config, given) == Config("null", "a=${b} [c] 'd", None, 1e-3, True)
     assert arguments.parse(Config, ["out=1", "out=2"]) == Config("2")
@@ -144,7 +144,7 @@ def test_help_has_type_default_and_meaning_of_every_field():
 
 
 @pytest.mark.parametrize("program", ["sample", "export", "report"])
-def test_a_program_explains_itself(program, tmp_path):
+def test_every_program_has_help_and_refuses_unknown_arguments(program, tmp_path):
     result = start("--help", script=f"{program}.py", cwd=tmp_path)
     assert result.returncode == 0 and f"python {program}.py" in result.stdout
     wrong = start("no=argument", script=f"{program}.py", cwd=tmp_path)

@@ -177,13 +177,13 @@ def test_paths_are_kept_as_plain_text():
     assert kept["path"] == ["a.txt", "1984"] and DataConfig(path=1984).path == "1984"
 
 
-def test_an_unknown_character_is_named(text_file):
+def test_an_unknown_character_is_named_in_the_error(text_file):
     data = CharDataset(DataConfig(path=str(text_file), block_size=8))
     with pytest.raises(UserError, match=r"character 'É' \(U\+00C9\) at position 2 is not among"):
         data.encode("abÉ")
 
 
-def test_a_split_needs_sizes_that_are_chosen(text_file):
+def test_a_split_with_null_sizes_is_refused(text_file):
     for null in ("block_size", "train_split"):
         dataset = CharDataset(DataConfig(path=str(text_file), **{null: None}))
         with pytest.raises(UserError, match=rf"data\.{null}=null"):
@@ -201,7 +201,7 @@ def test_the_final_part_is_in_neither_part_of_the_split(text_file):
         DataConfig(path="x", train_split=0.9, final_split=0.1)
 
 
-def test_unseen_characters_and_the_loss_of_letter_frequencies(tmp_path):
+def test_unseen_share_and_unigram_loss(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("aaab" * 10 + "abcd" * 5)
     train, held_out = CharDataset(

@@ -32,14 +32,14 @@ from engine.snapshots.storage import load
 
 
 @pytest.mark.parametrize("processes, kills", [(2, 1), pytest.param(0, 1, marks=pytest.mark.slow)])
-def test_whatever_is_killed_the_same_command_finishes_the_same_run(tmp_path, processes, kills):
+def test_a_killed_run_resumes_to_the_same_metrics(tmp_path, processes, kills):
     seed = random.SystemRandom().randrange(10**6)
     print(f"python tests/chaos.py kills={kills} seed={seed} processes={processes}")
     tried, survived = chaos.chaos(tmp_path, kills, seed, processes, steps=150)
     assert tried == survived and survived.total() >= kills
 
 
-def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path, spawn):
+def test_sighup_stops_a_run_except_under_nohup(tmp_path, spawn):
     for name, prefix in (("a", []), ("b", ["nohup"])):
         run = tmp_path / name
         process = spawn(
@@ -62,7 +62,7 @@ def test_a_terminal_that_goes_away_stops_a_run_unless_nohup_says_no(tmp_path, sp
 
 
 @pytest.mark.parametrize("to", ["torchrun", pytest.param("rank 1", marks=pytest.mark.slow)])
-def test_a_run_asked_to_stop_logs_it_and_resumes_there(tmp_path, begin, to):
+def test_sigterm_saves_and_the_run_resumes_there(tmp_path, begin, to):
     process = begin(*LONG, f"run_dir={tmp_path}", nproc=2)
     wait_until(lambda: lines(tmp_path) > 5, process)
     ranks = chaos.children(process.pid)
@@ -94,7 +94,7 @@ def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path, begin):
     assert result.returncode == 0, result.stderr
 
 
-def test_a_request_to_save_before_training_does_no_harm_and_one_after_is_followed(tmp_path, begin):
+def test_sigusr1_saves_and_before_training_is_harmless(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.data_loader_workers=2")
     wait_until(lambda: (tmp_path / "main.log").exists(), process)
     process.send_signal(signal.SIGUSR1)
@@ -107,7 +107,7 @@ def test_a_request_to_save_before_training_does_no_harm_and_one_after_is_followe
     assert "SIGUSR1: saving after step" in out and "SIGTERM: stopped after step" in out
 
 
-def test_a_silent_rank_ends_the_run_and_is_named(tmp_path, begin):
+def test_an_unresponsive_rank_ends_the_run_and_is_named(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.timeout_s=4", nproc=2)
     wait_until(lambda: lines(tmp_path) > 5, process)
     rank_0, rank_1 = chaos.children(process.pid)
@@ -126,7 +126,7 @@ def test_a_silent_rank_ends_the_run_and_is_named(tmp_path, begin):
     assert "error (rank 0): after step" in out[0]
 
 
-def test_a_rank_that_never_arrives_is_not_waited_for_forever(tmp_path):
+def test_waiting_for_a_missing_rank_times_out(tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     result = start(*TINY, "trainer.timeout_s=3", f"run_dir={tmp_path}", env=env, timeout=60)
     assert result.returncode == 1
@@ -141,7 +141,7 @@ def files(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, begin, monkeypatch):
+def test_a_run_killed_or_stopped_while_compiling_resumes(tmp_path, begin, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     settings = [*TINY, "trainer.compile=true"]
@@ -164,7 +164,7 @@ def test_a_first_compile_can_be_killed_and_a_stop_waits_for_its_end(tmp_path, be
         assert equal(a, b)
 
 
-def test_a_full_disk_is_borne_until_there_is_room_again(tmp_path, begin):
+def test_a_full_disk_costs_warnings_until_there_is_room_again(tmp_path, begin):
     settings = [*LONG, "trainer.max_steps=300", "trainer.save_every_steps=25"]
     whole = start(*settings, f"run_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
@@ -202,8 +202,8 @@ def adopts_orphans():
 
 
 @pytest.mark.usefixtures("adopts_orphans")
-def test_torchrun_killed_before_its_workers_knew_it_leaves_no_orphans(tmp_path, begin):
-    test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, begin, delay=0)
+def test_killing_torchrun_right_after_it_started_workers_leaves_no_orphans(tmp_path, begin):
+    test_killing_torchrun_while_workers_start_leaves_no_orphans(tmp_path, begin, delay=0)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_torchrun_killed_before_its_workers_knew_it_leaves_no_orphans(tmp_path, 
         pytest.param(1.5, marks=pytest.mark.slow),
     ],
 )
-def test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, begin, delay):
+def test_killing_torchrun_while_workers_start_leaves_no_orphans(tmp_path, begin, delay):
     process = begin(*LONG, f"run_dir={tmp_path}", nproc=2)
     wait_until(lambda: len(chaos.children(process.pid)) == 2, process)
     time.sleep(delay)
@@ -228,7 +228,7 @@ def test_torchrun_killed_while_its_workers_start_leaves_no_orphans(tmp_path, beg
         time.sleep(0.05)
 
 
-def test_a_wrapper_between_torchrun_and_python_is_no_dead_launcher(tmp_path):
+def test_a_wrapper_between_torchrun_and_python_does_not_end_the_run(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     wrapper = ["bash", "-c", '"$@"; exit $?', "--"]
     result = subprocess.run(
@@ -241,7 +241,7 @@ def test_a_wrapper_between_torchrun_and_python_is_no_dead_launcher(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_a_sigint_during_the_start_is_quiet(tmp_path, begin):
+def test_sigint_during_startup_prints_no_traceback(tmp_path, begin):
     for phase in ("import", "start"):
         process = begin(*LONG, f"run_dir={tmp_path / phase}")
         maps, out = Path(f"/proc/{process.pid}/maps"), ""
@@ -255,7 +255,7 @@ def test_a_sigint_during_the_start_is_quiet(tmp_path, begin):
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_silent_before_training_is_named(tmp_path, begin):
+def test_a_rank_that_hangs_before_training_is_named(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.timeout_s=4", nproc=2)
     out = read_until(process, "run         run in")
     rank_1 = chaos.children(process.pid)[1]
@@ -267,7 +267,7 @@ def test_a_peer_that_is_silent_before_training_is_named(tmp_path, begin):
     assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
 
 
-def test_never_does_not_throw_the_run_away_when_torchrun_starts_it_again(tmp_path, spawn):
+def test_resume_never_still_resumes_after_a_restart_by_torchrun(tmp_path, spawn):
     first = start(*TINY, f"run_dir={tmp_path}")
     assert first.returncode == 0, first.stderr
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]

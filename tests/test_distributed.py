@@ -105,7 +105,7 @@ def test_a_run_directory_has_one_run_at_a_time(tmp_path, begin):
     assert third.returncode == 0, third.stderr  # the lock died with its holder
 
 
-def test_the_true_traceback_of_any_rank_surfaces(tmp_path):
+def test_the_traceback_of_the_failed_rank_is_shown(tmp_path):
     script = patched_main(
         tmp_path,
         """
@@ -124,7 +124,7 @@ trainer.Trainer._train_step = fail
     assert "rank      : 1" in summary and "RuntimeError: the disk of rank 1 is on fire" in summary
 
 
-def test_ranks_agree_on_the_micro_batch_and_name_it_when_memory_runs_out(tmp_path):
+def test_ranks_agree_on_the_micro_batch_and_running_out_of_memory_names_the_setting(tmp_path):
     script = patched_main(
         tmp_path,
         """
@@ -205,7 +205,7 @@ trainer.Trainer._train_step = drifting
         (0, 1, "mps", "trainer.device=mps: no such device"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_size, device, says):
+def test_an_unavailable_device_is_refused(monkeypatch, gpus, local_size, device, says):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for name, value in {"RANK": 0, "WORLD_SIZE": local_size, "LOCAL_RANK": 0}.items():
@@ -238,7 +238,7 @@ def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
         distributed.join_processes("cpu")
 
 
-def test_processes_that_replace_others_do_not_read_what_those_left_in_the_store():
+def test_restarted_processes_do_not_read_stale_keys_of_the_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     patience = timedelta(seconds=30)
 
@@ -255,7 +255,7 @@ def test_processes_that_replace_others_do_not_read_what_those_left_in_the_store(
     assert len(set(names)) == 3
 
 
-def test_the_threads_asked_for_are_those_used(monkeypatch):
+def test_the_number_of_threads_is_the_one_that_was_set(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     for threads in (2, 1, None):
         distributed.join_processes("cpu", threads=threads)

@@ -86,7 +86,7 @@ class Narrow(MLP):
         self.c_proj = torch.nn.Linear(3 * config.n_embd, config.n_embd)
 
 
-def test_a_model_whose_code_was_edited_is_not_exported_as_another(tmp_path, monkeypatch):
+def test_a_model_with_edited_code_is_not_exported(tmp_path, monkeypatch):
     snapshot = model_snapshot(VOCABULARY)
     with monkeypatch.context() as edit:
         edit.setattr(MLP, "forward", lambda self, x: self.c_proj(self.c_fc(x).sin()))
@@ -123,7 +123,7 @@ def test_the_unknown_token_is_never_the_likeliest_and_never_drawn(exported):
     assert (drawn[:, 1:] != unknown).all() and len(drawn[:, 1:].unique()) > 20
 
 
-def test_texts_come_back_exactly_and_an_unknown_character_shifts_nothing(exported):
+def test_the_tokenizer_round_trips_and_an_unknown_character_is_one_token(exported):
     _, snapshot, out = exported
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = (
@@ -139,7 +139,7 @@ def test_texts_come_back_exactly_and_an_unknown_character_shifts_nothing(exporte
     assert [i == tokenizer.unk_token_id for i in ids] == [c not in VOCABULARY for c in strange]
 
 
-def test_a_text_that_has_the_replacement_character_keeps_it(tmp_path):
+def test_a_replacement_character_in_the_vocabulary_is_kept(tmp_path):
     vocabulary = "ab\ufffd\uffff"
     export.export(model_snapshot(vocabulary), "x.pt", str(tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -148,7 +148,7 @@ def test_a_text_that_has_the_replacement_character_keeps_it(tmp_path):
     assert huggingface.read(str(tmp_path / "model"))[2] == vocabulary
 
 
-def test_a_model_of_bytes_reads_and_writes_any_text_and_comes_back(tmp_path):
+def test_a_model_of_bytes_is_exported_and_imported(tmp_path):
     vocabulary = "".join(sorted({chr(byte) for byte in "A text, é漢😀\n\0 \x7f".encode()}))
     snapshot = model_snapshot(vocabulary, "modern")
     snapshot.config["data"] = {"encoding": "bytes"}
@@ -176,7 +176,7 @@ def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
 
 
 @pytest.mark.parametrize("setting", ["beams", "assisted", "static", "cropped", "flex_attention"])
-def test_generation_that_a_token_shift_has_not_is_refused(setting, tmp_path):
+def test_generation_modes_that_token_shift_does_not_support_are_refused(setting, tmp_path):
     snapshot = model_snapshot(VOCABULARY, **MODELS["shifted"])
     export.export(snapshot, "x.pt", str(tmp_path / "model"))
     arguments = {"attn_implementation": setting} if setting == "flex_attention" else {}
@@ -200,7 +200,7 @@ def test_generation_that_a_token_shift_has_not_is_refused(setting, tmp_path):
 # --- and back ---
 
 
-def test_what_is_read_back_is_what_was_exported_bit_for_bit(exported, tmp_path):
+def test_export_and_import_are_bitwise_inverse(exported, tmp_path):
     model, snapshot, out = exported
     again = tmp_path / "again"  # as Transformers writes it
     AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).save_pretrained(again)
@@ -248,7 +248,7 @@ def set_json(path: Path, *keys: str, value) -> None:
         ("tokenizer.json", ["model", "vocab", "X"], 99, "not an exported model"),
     ],
 )
-def test_a_model_that_has_no_equal_here_is_refused(file, keys, value, says, folder):
+def test_an_unsupported_transformers_model_is_refused(file, keys, value, says, folder):
     set_json(folder / file, *keys, value=value)
     with pytest.raises(UserError, match=re.escape(says)) as error:
         huggingface.read(str(folder))
@@ -256,7 +256,7 @@ def test_a_model_that_has_no_equal_here_is_refused(file, keys, value, says, fold
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_directory_that_is_damaged_is_refused(file, folder):
+def test_a_damaged_export_is_refused(file, folder):
     (folder / file).write_bytes((folder / file).read_bytes()[:-9])
     with pytest.raises(UserError, match="not an exported model"):
         huggingface.read(str(folder))
@@ -295,7 +295,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["model", "runs"]
 
 
-def test_the_card_of_a_real_run_has_all_of_its_figures(tmp_path):
+def test_the_model_card_has_the_figures_of_the_run(tmp_path):
     result = start(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     result = run(f"run_dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}")
@@ -312,7 +312,7 @@ class OwnConfig(GPTConfig):
     norm: str = "usual"
 
 
-def test_a_setting_of_ones_own_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):
+def test_an_added_model_field_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):
     snapshot = model_snapshot(VOCABULARY)
     model = load_model(snapshot, "cpu")
     monkeypatch.setattr(export, "load_model", lambda *_, **__: model)
@@ -342,13 +342,13 @@ def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported)
     assert f"| parameters | {count:,} |" in Path(out, "README.md").read_text()
 
 
-def test_no_folder_of_this_machine_is_named():
+def test_the_export_contains_no_local_path():
     assert (
         export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
     )
 
 
-def test_dropout_and_temperature_are_those_of_the_run_and_of_sampling():
+def test_the_exported_configuration_has_dropout_and_temperature():
     pdrop = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
     for arch in ("gpt2", "modern"):
         config = model_snapshot(VOCABULARY, arch, **pdrop).model_config

@@ -8,7 +8,7 @@ from engine.files import atomic_write
 from engine.run.directory import log_to_file
 
 
-def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
+def test_atomic_write_replaces_the_whole_file_or_nothing(tmp_path):
     path = tmp_path / "a"
     path.write_text("before")
     with pytest.raises(KeyError), atomic_write(str(path)) as file:
@@ -20,7 +20,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
     assert path.read_text() == "after" and os.listdir(tmp_path) == ["a"]
 
 
-def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+def test_a_write_error_names_the_target_file(tmp_path):
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "nowhere" / "a", tmp_path / "folder"):
         with pytest.raises(OSError) as raised, atomic_write(str(path)) as file:

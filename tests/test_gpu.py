@@ -42,7 +42,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(graph, tmp_path):
 
 
 @pytest.mark.parametrize("accumulated", ["null", "4"])
-def test_a_captured_step_trains_as_its_launches_do(accumulated, tmp_path):
+def test_a_cuda_graph_trains_like_separate_launches(accumulated, tmp_path):
     steps = ["trainer.max_steps=30", f"trainer.micro_batch_size={accumulated}"]
     losses = [
         train(

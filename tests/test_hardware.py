@@ -42,7 +42,7 @@ def test_the_peak_rate_is_that_of_the_gpu_of_that_name(name, flops, monkeypatch)
     assert peak_flops(torch.device("cpu")) is None and device_name(torch.device("cpu"))
 
 
-def test_free_memory_is_some_of_the_hosts():
+def test_free_memory_is_positive_and_at_most_the_hosts():
     free = free_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert free is None if not sys.platform.startswith("linux") else 0 < free <= total

@@ -168,7 +168,7 @@ def whole(tmp_path_factory) -> Path:
     return run
 
 
-def test_two_hosts_train_one_run_which_the_first_alone_writes(hosts, tmp_path):
+def test_two_hosts_train_one_run_and_only_the_first_writes(hosts, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     hosts[1].read_only = run
@@ -184,7 +184,7 @@ def test_two_hosts_train_one_run_which_the_first_alone_writes(hosts, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_and_comes_back_joins_the_run_again(hosts, whole, tmp_path):
+def test_a_restarted_host_rejoins_the_run(hosts, whole, tmp_path):
     run = tmp_path / "run"
     for host in hosts:
         host.torchrun(*LONG, f"run_dir={run}", restarts=3)
@@ -200,7 +200,7 @@ def test_a_host_that_dies_and_comes_back_joins_the_run_again(hosts, whole, tmp_p
 
 
 @pytest.mark.slow  # three starts of two hosts
-def test_a_run_outlives_the_host_at_which_its_hosts_meet(hosts, whole, tmp_path):
+def test_a_run_survives_the_loss_of_the_rendezvous_host(hosts, whole, tmp_path):
     run = tmp_path / "run"
     for host in hosts:
         host.torchrun(*LONG, f"run_dir={run}", restarts=3)
@@ -249,7 +249,7 @@ def test_hosts_that_share_no_disk_train_one_run_with_its_snapshot_in_a_store(hos
 
 
 @pytest.mark.slow  # the hosts wait for each other
-def test_a_host_that_is_cut_off_is_left_behind_and_joins_again(hosts, tmp_path):
+def test_a_disconnected_host_is_dropped_and_rejoins(hosts, tmp_path):
     run, endless = tmp_path / "run", [*LONG, "trainer.max_steps=1000000", "trainer.timeout_s=5"]
     for host in hosts:
         host.torchrun(*endless, f"run_dir={run}", nnodes="1:2", restarts=3)

@@ -89,7 +89,7 @@ def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mea
         assert deviation == 0 or not torch.equal(weights[2], weights[3])
 
 
-def test_a_run_directory_stands_for_its_best_snapshot(source, tmp_path, messages):
+def test_init_from_a_run_directory_reads_its_best_snapshot(source, tmp_path, messages):
     best = model_snapshot("abcd")
     source("gpt_snapshot.pt", bias=False)
     (tmp_path / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
@@ -100,7 +100,7 @@ def test_a_run_directory_stands_for_its_best_snapshot(source, tmp_path, messages
     assert "vocabulary  reused 2 of 4 characters, dropped 2, added 3: 'xyz'" in messages.messages
 
 
-def test_architecture_and_sizes_are_those_of_the_source_whatever_the_recipe_says(source, messages):
+def test_architecture_and_sizes_are_the_pretrained_models(source, messages):
     config = configured(source(arch="gpt2", bias=False, tie_weights=False))
     read_init_weights(config, None, ALONE)
     m = config.model
@@ -194,7 +194,7 @@ def learn(text, run_dir, *settings, **kwargs) -> str:
     return result.stdout
 
 
-def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(trained, tmp_path):
+def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_path):
     text, warmup = trained / "other.txt", "optimizer.warmup_steps=10"
     begin = f"init_from={trained / 'one'}"
     said = learn(text, tmp_path / "tuned", begin, warmup, "trainer.max_steps=10")
@@ -210,7 +210,7 @@ def test_it_reaches_a_loss_in_a_tenth_of_the_steps_that_fresh_weights_need(train
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
 
 
-def test_pretrained_weights_that_training_only_worsens_are_the_best(trained, tmp_path):
+def test_pretrained_weights_are_the_best_snapshot_if_training_only_worsens_them(trained, tmp_path):
     settings = ["optimizer.learning_rate=1", "trainer.max_steps=10", f"init_from={trained / 'one'}"]
     said = learn(trained / "one.txt", tmp_path / "worse", *settings)
     assert (
@@ -223,7 +223,7 @@ def test_pretrained_weights_that_training_only_worsens_are_the_best(trained, tmp
     assert all(torch.equal(best.model_state[name], x) for name, x in source.model_state.items())
 
 
-def test_a_stop_during_the_first_evaluation_loses_it_not(trained, tmp_path, monkeypatch):
+def test_a_stop_during_the_first_evaluation_does_not_lose_it(trained, tmp_path, monkeypatch):
     composed = configure(
         *SETTINGS,
         f"data.path={trained / 'other.txt'}",
@@ -242,7 +242,7 @@ def test_a_stop_during_the_first_evaluation_loses_it_not(trained, tmp_path, monk
     assert [line["step"] for line in metrics(tmp_path / "tuned", "val")] == [0, 2]
 
 
-def test_a_run_that_started_without_init_from_refuses_it_and_others_remember_theirs(tmp_path):
+def test_a_resumed_run_refuses_another_init_from(tmp_path):
     unsized = [s for s in TINY if not s.startswith("model.")]  # the sizes are the source's
     tuned = f"run_dir={tmp_path / 'tuned'}"
     weights = f"init_from={tmp_path / 'run'}"

@@ -45,7 +45,7 @@ both = pytest.mark.parametrize("dtype", [on(torch.float32), on(torch.bfloat16)])
     reason="needs a C compiler (cc) and a CPU with AVX-512, which can do as if it had AVX2 alone",
 )
 @pytest.mark.slow
-def test_all_of_this_is_true_with_avx2_alone():
+def test_these_tests_pass_with_avx2_kernels():
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-k", "float32", __file__],
         cwd=ROOT,
@@ -59,9 +59,7 @@ def test_all_of_this_is_true_with_avx2_alone():
 
 
 @both
-def test_a_broken_build_and_another_source_are_built_and_a_compiler_may_have_arguments(
-    dtype, tmp_path
-):
+def test_a_corrupt_or_outdated_build_is_rebuilt_and_CC_may_have_arguments(dtype, tmp_path):
     changed = tmp_path / "kernels.c"
     changed.write_text(building.SOURCE.read_text() + "// changed\n")
     script = tmp_path / "describe.py"
@@ -81,7 +79,7 @@ def test_a_broken_build_and_another_source_are_built_and_a_compiler_may_have_arg
 
 
 @both
-def test_what_only_stands_for_a_tensor_is_left_to_torch(dtype):
+def test_fake_tensors_and_subclasses_use_torch(dtype):
     x = torch.ones(2, 32, dtype=dtype)
     assert kernels.supports(x)
     assert not kernels.supports(x.double()) and not kernels.supports(x.to("meta"))
@@ -90,7 +88,7 @@ def test_what_only_stands_for_a_tensor_is_left_to_torch(dtype):
 
 
 @both
-def test_a_second_derivative_is_refused_and_another_default_type_is_no_matter(dtype):
+def test_a_second_derivative_is_refused_and_the_default_dtype_does_not_matter(dtype):
     x = torch.randn(2, 32).to(dtype).requires_grad_()
     (g,) = torch.autograd.grad((kernels.rms_norm(x) ** 2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -153,7 +151,7 @@ def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turn
 
 @both
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e8])
-def test_the_weights_of_the_gradient_add_up_to_one_however_large_the_scores(dtype, size):
+def test_attention_weights_in_backward_sum_to_one_for_large_scores(dtype, size):
     torch.manual_seed(0)
     x, g = torch.randn(2, 40, 3 * 64).to(dtype), torch.randn(2, 40, 64).to(dtype)
     x[..., :128] *= size
@@ -168,7 +166,7 @@ def test_the_weights_of_the_gradient_add_up_to_one_however_large_the_scores(dtyp
     "B, past, H, D",
     [(2, 49, 2, 32), (1, 0, 2, 64), (3, 15, 1, 48), (2, 16, 2, 32), (64, 70, 4, 32)],
 )
-def test_one_more_character_attends_as_the_last_of_all(dtype, B, past, H, D, turned):
+def test_attention_with_a_cache_equals_the_last_row_of_full_attention(dtype, B, past, H, D, turned):
     """It changes its own place in the cache, and no other."""
     torch.manual_seed(0)
     x = torch.randn(B, past + 1, 3 * H * D).to(dtype)
@@ -236,7 +234,7 @@ def test_operations_and_all_their_gradients_are_those_of_float64(dtype, name, we
 @both
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_is_not_finite_stays_so(dtype, name, value):
+def test_nan_and_inf_propagate(dtype, name, value):
     kernel, plain, [weights, *_] = OPERATIONS[name]
     x, own = torch.ones(2, 40, 192, dtype=dtype), [torch.ones(192)] * weights
     x[1, 7, 70] = value
@@ -322,7 +320,7 @@ only_float32 = pytest.mark.parametrize("dtype", [on(torch.float32)])
 
 @only_float32
 @pytest.mark.parametrize("rows, columns, width", [(1, 4, 16), (9, 384, 128), (262, 68, 160)])
-def test_a_linear_layer_is_that_of_float64_and_its_rows_do_not_know_of_each_other(
+def test_a_linear_layer_is_that_of_float64_and_its_rows_are_independent(
     dtype, rows, columns, width
 ):
     torch.manual_seed(0)
@@ -378,7 +376,7 @@ def loss_and_gradient(
 
 
 @both
-def test_a_model_is_computed_by_the_kernels(dtype, monkeypatch):
+def test_a_model_uses_the_kernels(dtype, monkeypatch):
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     called = set()
     for name in ("attention", "linear", "cross_entropy"):
@@ -391,7 +389,7 @@ def test_a_model_is_computed_by_the_kernels(dtype, monkeypatch):
 
 
 @both
-def test_what_the_kernels_are_not_written_for_is_computed_all_the_same(dtype, monkeypatch):
+def test_unsupported_sizes_fall_back_to_torch(dtype, monkeypatch):
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     torch.manual_seed(0)
     found = []  # pairs of what is computed and what is right
@@ -443,7 +441,7 @@ def test_what_the_kernels_are_not_written_for_is_computed_all_the_same(dtype, mo
 
 @both
 @pytest.mark.parametrize("arch, shift", [("gpt2", False), ("modern", False), ("modern", True)])
-def test_results_are_equal_bit_for_bit_whatever_the_threads(dtype, arch, shift, monkeypatch):
+def test_results_are_bitwise_equal_for_any_number_of_threads(dtype, arch, shift, monkeypatch):
     model, idx = build(arch, token_shift=shift), torch.randint(0, 19, (8, 34))
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     results = []
@@ -514,7 +512,7 @@ def logits_and_text(module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @both
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_model_computes_what_was_written(dtype, edit, tmp_path, monkeypatch, caplog):
+def test_edited_attention_runs_as_written(dtype, edit, tmp_path, monkeypatch, caplog):
     ops._log_edit.cache_clear()
     module = edited(*EDITS[edit], tmp_path, monkeypatch)
     runs = {"kernels": logits_and_text(module, dtype)}

@@ -53,7 +53,7 @@ def test_a_run_in_a_renamed_directory_resumes_and_its_changes_are_logged(tmp_pat
 # --- a notebook ---
 
 
-def test_a_session_trains_as_often_as_it_likes_and_prints_the_log(tmp_path):
+def test_a_python_session_can_train_repeatedly_and_prints_the_log(tmp_path):
     code = f"""
 from main import configure, train
 first = train(configure(*{TINY}, "run_dir=a"))
@@ -101,7 +101,7 @@ assert copy.exitcode == 1, copy
     assert "this process was forked after torch had started its threads" in result.stderr
 
 
-def test_a_system_without_locks_of_posix_and_its_signals_trains(tmp_path):
+def test_training_works_without_posix_locks_and_signals(tmp_path):
     """As on Windows, as far as it can be had here."""
     script = patched_main(
         tmp_path,

@@ -111,13 +111,13 @@ ANCESTORS = {
 
 
 @pytest.mark.parametrize("recipe", ANCESTORS)
-def test_the_ancestors_recipes_have_their_hyperparameters(recipe):
+def test_mingpt_and_nanogpt_recipes_have_the_original_hyperparameters(recipe):
     config = composed(f"experiment={recipe}")
     for keys, values in ANCESTORS[recipe].items():
         assert list(attrgetter(*keys.split())(config)) == values, keys
 
 
-def test_overfit_learns_its_text_by_heart(tmp_path):
+def test_the_overfit_recipe_reaches_its_training_loss(tmp_path):
     short = ["trainer.max_steps=100", "trainer.threads=1"]  # half of the recipe's steps will do
     result = start("experiment=overfit", "data=pydoc", *short, f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
@@ -174,7 +174,7 @@ def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monk
         ("data.path=x trainer.max_steps=5 trainer.max_minutes=1", ""),
     ],
 )
-def test_what_ends_a_run_is_what_was_typed(typed, added):
+def test_typed_steps_or_epochs_replace_the_limit_of_the_default_recipe(typed, added):
     chosen = add_default_recipe(["trainer.device=cpu", *typed.split()])
     assert chosen[1:] == [*added.split(), "trainer.device=cpu", *typed.split()]
 
@@ -191,7 +191,7 @@ def test_a_run_directory_holds_what_the_contract_says(tmp_path):
     assert "held-out loss" in (run / "main.log").read_text()
 
 
-def test_a_finished_run_keeps_the_configuration_it_was_made_with(tmp_path):
+def test_a_finished_run_keeps_its_config_yaml(tmp_path):
     assert start(*TINY, f"run_dir={tmp_path}").returncode == 0
     before = (tmp_path / "config.yaml").read_bytes()
     (tmp_path / "environment.jsonl").unlink()  # a report needs it, the run does not
@@ -288,7 +288,7 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("model.block_size=7", "follows from"),
     ],
 )
-def test_a_bad_setting_is_named_with_what_was_meant(override, says):
+def test_a_bad_setting_is_explained_with_the_right_one(override, says):
     settings = ["experiment=overfit", *(["data=pydoc"] if not override.startswith("data") else [])]
     with pytest.raises(UserError) as refused:
         composed(*settings, *override.split())
@@ -336,7 +336,7 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
         pytest.param("model.n_layr=3", "did you mean model.n_layer?", marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_refuse_together_and_leave(override, says, tmp_path):
+def test_two_processes_refuse_bad_settings_together_and_exit(override, says, tmp_path):
     refuse(*TINY, f"run_dir={tmp_path / 'run'}", override, says=says, nproc=2, timeout=60)
     assert not (tmp_path / "run").exists()  # nothing was trained
 
@@ -368,7 +368,7 @@ def test_two_runs_do_not_share_their_snapshots(tmp_path, begin):
     refuse(*LONG, shared, f"run_dir={tmp_path / 'b'}", says="shared.pt: another run is using it")
 
 
-def test_a_reader_that_leaves_does_not_end_the_run_nor_fill_the_terminal(tmp_path):
+def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(
@@ -384,7 +384,7 @@ def test_a_reader_that_leaves_does_not_end_the_run_nor_fill_the_terminal(tmp_pat
     assert (tmp_path / "gpt_snapshot.pt").exists()
 
 
-def test_the_first_weights_follow_the_seed(tmp_path):
+def test_initial_weights_depend_on_the_seed(tmp_path):
     """What a step with hardly any learning rate leaves of them."""
     still = ["optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "trainer.max_steps=1"]
     weights = []
@@ -436,7 +436,7 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
         main.load_text(config, None, ALONE)
 
 
-def test_a_run_that_needs_more_memory_than_is_free_is_warned_of(tmp_path):
+def test_too_little_free_memory_is_warned_of(tmp_path):
     result = start(*TINY, f"run_dir={tmp_path}", "trainer.max_steps=1")
     assert "of memory" not in result.stdout
     huge = ["data.block_size=1024", "data.truncate=1", "trainer.batch_size=65536"]
@@ -454,7 +454,7 @@ def test_a_run_that_needs_more_memory_than_is_free_is_warned_of(tmp_path):
     assert "=32768" in lines[0] and "micro_batch_size" not in lines[1]
 
 
-def test_a_model_beyond_the_memory_ends_with_one_line(tmp_path):
+def test_a_model_larger_than_memory_gets_one_line(tmp_path):
     def limit_memory():
         resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
 

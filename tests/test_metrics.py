@@ -104,7 +104,7 @@ def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog)
 # --- TensorBoard ---
 
 
-def test_tensorboard_has_all_that_a_run_measures(tmp_path):
+def test_tensorboard_gets_every_metric(tmp_path):
     pytest.importorskip("tensorboard")
     result = start(*TINY, f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr

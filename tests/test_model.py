@@ -91,7 +91,7 @@ def test_blocks_are_compiled_on_a_cpu_and_compute_the_same():
 
 @pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_fused_attention_has_the_logits_and_gradients_of_plain_attention(arch, path, monkeypatch):
+def test_fused_attention_equals_plain_attention(arch, path, monkeypatch):
     idx, results = torch.randint(11, (4, 12)), []
     sizes = take(path, monkeypatch)
     for chosen in (path, "plain"):
@@ -118,7 +118,7 @@ def test_ignored_targets_do_not_count():
 # --- initial weights ---
 
 
-def test_gpt2_starts_as_the_paper_says_and_knows_nothing():
+def test_gpt2_has_the_papers_initial_weights_and_a_uniform_prediction():
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=128, vocab_size=65, block_size=32))
     for name, parameter in model.named_parameters():
@@ -130,7 +130,7 @@ def test_gpt2_starts_as_the_paper_says_and_knows_nothing():
     assert model(idx, torch.randint(65, (4, 32)))[1].item() == pytest.approx(4.17, abs=0.1)
 
 
-def test_modern_starts_as_nanochat_does_and_knows_nothing():
+def test_modern_has_nanochats_initial_weights_and_a_uniform_prediction():
     torch.manual_seed(0)
     sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 65, "block_size": 32}
     model = GPT(GPTConfig(arch="modern", token_shift=True, ngram_rows=50, **sizes))
@@ -206,7 +206,7 @@ def test_cached_generation_is_uncached_generation_also_past_the_block(
 
 @pytest.mark.parametrize("length", [1, 12, 20])
 @pytest.mark.parametrize("slide", [True, False])
-def test_a_full_context_slides_or_begins_again_with_its_last_half(slide, length):
+def test_a_full_context_slides_or_is_encoded_again_from_its_last_half(slide, length):
     model = tiny("modern")
     out = model.generate(torch.randint(11, (1, length)), 24, slide=slide)
     seen = min(length, 12)
@@ -282,7 +282,7 @@ def is_half_of(dropped: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_training_drops_from_embedding_and_residual_stream_what_is_asked_for(arch):
+def test_dropout_of_embeddings_and_residual_stream_has_the_configured_rate(arch):
     model = tiny(arch, pdrop=0.5, n_embd=64, block_size=40)
     block, seen = model.blocks[0], {}
     block.attn.attn_pdrop = 0
@@ -304,7 +304,7 @@ def test_training_drops_from_embedding_and_residual_stream_what_is_asked_for(arc
 
 
 @pytest.mark.parametrize("path", ["plain", "torch's"])
-def test_training_drops_attention_weights_as_asked_for(path, monkeypatch):
+def test_dropout_of_attention_weights_has_the_configured_rate(path, monkeypatch):
     take(path, monkeypatch)
     attention = causal_attention if path == "plain" else ops._torch_attention
     qkv = torch.randn(4, 40, 3, 2, 40)
@@ -323,7 +323,7 @@ def test_training_drops_attention_weights_as_asked_for(path, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_blocks_computed_again_drop_what_they_dropped_before(arch):
+def test_activation_checkpointing_repeats_dropout(arch):
     gradients, calls = [], []
     idx = torch.randint(11, (4, 12))
     for recompute in (False, True):
@@ -339,7 +339,7 @@ def test_blocks_computed_again_drop_what_they_dropped_before(arch):
 # --- configuration ---
 
 
-def test_the_sizes_are_those_given_or_of_model_type_or_of_gpt2():
+def test_sizes_are_given_or_from_model_type_or_gpt2():
     def sizes(**settings):
         config = GPTConfig(**settings)
         return config.n_layer, config.n_head, config.n_embd
@@ -350,7 +350,7 @@ def test_the_sizes_are_those_given_or_of_model_type_or_of_gpt2():
     assert sizes(n_layer=1) == (1, 12, 768)
 
 
-def test_a_snapshot_of_before_has_the_model_that_it_was_made_with():
+def test_an_older_snapshots_configuration_builds_the_same_model():
     recorded = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": "auto"}
     assert GPTConfig.recorded(recorded) == GPTConfig(n_layer=2, n_head=2, n_embd=16)
     again = dataclasses.asdict(GPTConfig(arch="modern", model_type="gpt-mini", n_layer=2))

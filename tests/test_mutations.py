@@ -8,7 +8,7 @@ from mutations import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
-def test_what_a_mutation_replaces_stands_there_once_and_its_test_exists(mutation):
+def test_every_mutation_matches_once_and_its_test_exists(mutation):
     assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
     file, _, name = mutation.test.partition("::")
     assert f"def {name}(" in (ROOT / "tests" / file).read_text()

@@ -150,7 +150,7 @@ def names() -> list[str]:
     return [path.rpartition("/")[2] for path in file_system.find("bucket")]
 
 
-def test_the_same_files_as_on_a_disk(files):
+def test_a_store_gets_the_same_files_as_a_disk(files):
     for step in (1, 2, 3):
         write(files, step, best=step == 2)
     assert names() == [
@@ -178,9 +178,7 @@ def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):
 
 
 @pytest.mark.parametrize("fault", ["refused", "500", "cut"])
-def test_a_network_that_fails_while_saving_costs_a_warning_and_no_snapshot(
-    files, network, fault, caplog, tmp_path
-):
+def test_a_network_failure_while_saving_is_a_warning(files, network, fault, caplog, tmp_path):
     write(files, 1)
     config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
     snapshots = SnapshotManager(config, str(tmp_path), ALONE)
@@ -198,7 +196,7 @@ def test_a_network_that_fails_while_saving_costs_a_warning_and_no_snapshot(
 
 
 @pytest.mark.parametrize("fault", ["refused", "500", "cut"])
-def test_a_network_that_fails_while_reading_is_no_damage_and_no_new_start(files, network, fault):
+def test_a_network_failure_while_reading_is_neither_damage_nor_a_fresh_start(files, network, fault):
     for step in (1, 2):
         write(files, step)
     before = names()
@@ -214,7 +212,7 @@ def test_a_network_that_fails_while_reading_is_no_damage_and_no_new_start(files,
 
 
 @pytest.mark.parametrize("fault, times", [("500", 1), ("slow", 10**6)])
-def test_a_network_that_recovers_or_is_slow_costs_time_alone(files, network, fault, times):
+def test_a_slow_or_recovering_network_only_costs_time(files, network, fault, times):
     network.fail(fault, times)
     write(files, 1)
     assert load(files.path).step == 1

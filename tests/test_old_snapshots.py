@@ -31,7 +31,7 @@ def run(tmp_path, text_file):
     return folder
 
 
-def test_it_resumes_as_if_nothing_had_happened(run, text_file):
+def test_an_old_snapshot_resumes(run, text_file):
     result = start(*SETTINGS, f"data.path={text_file}", "trainer.max_steps=8", f"run_dir={run}")
     assert result.returncode == 0, result.stderr
     assert "resuming from" in result.stdout and "step 6" in result.stdout
@@ -40,7 +40,7 @@ def test_it_resumes_as_if_nothing_had_happened(run, text_file):
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in LOSSES], abs=1e-4)
 
 
-def test_it_samples_and_exports(run):
+def test_an_old_snapshot_is_sampled_and_exported(run):
     sampled = start(f"run_dir={run}", "max_new_tokens=20", script="sample.py", cwd=run.parents[1])
     assert sampled.returncode == 0 and "step 6" in sampled.stderr, sampled.stderr
     pytest.importorskip("safetensors")

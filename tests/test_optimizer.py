@@ -29,7 +29,7 @@ def test_muon_takes_the_steps_of_torchs_muon(bfloat16, tolerance, monkeypatch):
 
 
 @pytest.mark.parametrize("bfloat16, tolerance", [(True, 0.01), (False, 1e-5)])
-def test_a_normalized_update_has_rows_of_one_size_and_is_as_large_as_an_orthogonal_one(
+def test_a_normalized_update_has_equal_row_norms_and_an_orthogonal_matrixs_norm(
     bfloat16, tolerance, monkeypatch
 ):
     monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: bfloat16)
@@ -68,7 +68,7 @@ def test_every_parameter_is_in_exactly_one_group(name, tied, embeddings):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_group_has_what_the_configuration_says(name):
+def test_every_parameter_group_has_the_configured_values(name):
     config = OptimizerConfig(
         name=name, learning_rate=0.007, beta1=0.81, beta2=0.83, weight_decay=0.03,
         momentum=0.77, normalize=True,
@@ -83,7 +83,7 @@ def test_every_group_has_what_the_configuration_says(name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_n_gram_embeddings_have_a_weight_decay_of_their_own(name):
+def test_n_gram_embeddings_have_their_own_weight_decay(name):
     model = small_gpt("modern", ngram_rows=5)
     groups = create_optimizer(model, OptimizerConfig(name=name, ngram_decay=0.7)).param_groups
     [table] = [group["params"] for group in groups if group["weight_decay"] == 0.7]

@@ -59,7 +59,7 @@ def test_a_page_computes_the_models_logits(name):
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_an_edit_that_concerns_the_end_of_a_context_alone_is_refused(tmp_path, monkeypatch):
+def test_an_edit_that_affects_only_late_positions_is_refused(tmp_path, monkeypatch):
     """The page compares itself with a shorter input, and the probe of a snapshot has both ends."""
     snapshot = model_snapshot(LETTERS, "modern", block_size=96)
     attend = model.causal_attention
@@ -83,7 +83,7 @@ def test_an_edit_that_concerns_the_end_of_a_context_alone_is_refused(tmp_path, m
         write(tmp_path, snapshot)
 
 
-def test_a_page_is_replaced_and_nothing_else_is(tmp_path):
+def test_a_page_replaces_only_a_page(tmp_path):
     write(tmp_path, snapshot_of("gpt2"))
     [path] = write(tmp_path, snapshot_of("modern"))
     text = tmp_path / "notes.html"
@@ -183,7 +183,7 @@ def last_attention(model, ids, layer, head):
     return logits, (keys @ query / query.numel() ** 0.5).softmax(dim=0)
 
 
-def test_it_computes_as_pytorch_does_and_says_so(browser, served):
+def test_a_page_computes_as_pytorch_and_shows_that(browser, served):
     path, snapshots, _ = served
     opened = Page(browser, path)
     assert opened.texts(".status") == ["Ready."] * (len(MODELS) + 1)
@@ -199,7 +199,7 @@ def test_it_computes_as_pytorch_does_and_says_so(browser, served):
         assert looked["weights"] == pytest.approx(attention.tolist(), abs=1e-3)
 
 
-def test_its_greedy_text_and_its_scores_are_those_of_the_programs(browser, served, tmp_path):
+def test_greedy_text_and_scores_equal_those_of_sample_py(browser, served, tmp_path):
     path, snapshots, paths = served
     opened = Page(browser, path)
     prompt = "the cat\n"
@@ -229,7 +229,7 @@ def test_its_greedy_text_and_its_scores_are_those_of_the_programs(browser, serve
         assert f"of {count} " in status
 
 
-def test_a_person_generates_stops_looks_and_is_told_what_is_wrong(browser, tmp_path):
+def test_the_controls_of_the_page(browser, tmp_path):
     snapshot = model_snapshot(LETTERS, "modern", n_layer=4, n_embd=192)  # slow enough to be stopped
     snapshot.config |= {"run_name": HOSTILE}
     write(tmp_path, snapshot)
@@ -273,7 +273,7 @@ def test_text_of_bytes_is_shown_as_characters(browser, served):
     assert len(opened.all("section:last-child .text span")) == 7  # six bytes, and one more
 
 
-def test_a_page_that_computes_other_numbers_says_so(browser, tmp_path):
+def test_a_page_that_computes_other_numbers_shows_a_warning(browser, tmp_path):
     write(tmp_path, snapshot_of("modern"))
     path = tmp_path / "page.html"
     path.write_text(path.read_text().replace("15 * Math.tanh", "14 * Math.tanh"))

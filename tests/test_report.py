@@ -159,7 +159,7 @@ def test_a_run_whose_records_are_damaged_or_missing_is_refused_by_their_name(tmp
         check(Run(str(tmp_path)), {})
 
 
-def test_a_run_of_a_few_steps_has_a_page_and_is_not_judged_yet(tmp_path, card):
+def test_a_short_run_has_a_page_and_no_verdict(tmp_path, card):
     run = some_run(tmp_path / "a", steps=100)
     run.step = 1
     run.train[0] |= {"step": 1, "lr": 0.0}
@@ -222,7 +222,7 @@ def test_the_page_is_one_file_and_escapes_samples(page):
 
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1000])
-def test_a_browser_shows_the_texts_and_the_values_under_the_pointer_at_any_width(page, width):
+def test_samples_and_pointer_values_show_at_any_width(page, width):
     seen = look(
         page,
         """
@@ -298,7 +298,7 @@ def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
 
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1280])
-def test_name_and_loss_of_runs_with_long_names_are_on_the_screen(tmp_path, width):
+def test_long_run_names_stay_on_the_screen(tmp_path, width):
     runs = [some_run(tmp_path / f"{'a_long_name' * 9}{seed}", trainer__seed=seed) for seed in "12"]
     (tmp_path / "report.html").write_text(render(runs, {}))
     seen = look(
@@ -433,13 +433,13 @@ def falls(step: int) -> float:
         ),
     ],
 )
-def test_a_run_is_judged_in_words(tmp_path, card, changed, has_reference, on_track, says):
+def test_the_verdict_of_a_run(tmp_path, card, changed, has_reference, on_track, says):
     verdict, words = check(some_run(tmp_path / "run", **changed), card if has_reference else {})
     assert verdict == ("on track" if on_track else OFF_TRACK)
     assert any(says in sentence for sentence in words), words
 
 
-def test_a_run_that_is_worse_than_guessing_does_not_overfit(tmp_path):
+def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_path):
     run = some_run(
         tmp_path / "run", losses=lambda s: 3.4 - s / 1e5, held_out=lambda s: 3.4 + s / 9e3
     )
@@ -448,7 +448,7 @@ def test_a_run_that_is_worse_than_guessing_does_not_overfit(tmp_path):
     assert not any("overfits" in sentence for sentence in words)
 
 
-def test_a_recipe_that_overfits_on_purpose_is_on_track(tmp_path, card):
+def test_the_overfit_recipe_is_on_track(tmp_path, card):
     wide = [[step, 5.0, 3.0] for step, *_ in card["shakespeare_cpu"]["val"]]
     card = {"shakespeare_cpu": card["shakespeare_cpu"] | {"val": wide}}
     verdict, words = check(some_run(tmp_path / "run", held_out=lambda s: 3 + s / 900), card)
@@ -471,7 +471,7 @@ def test_overrides_that_affect_the_loss_are_named_first(tmp_path, card):
         (["model=gpt2"], "cd", "model=gpt2, another text"),
     ],
 )
-def test_a_run_that_is_not_comparable_with_the_reference_is_judged_on_its_own(
+def test_a_run_that_is_not_comparable_is_not_compared_with_the_reference(
     tmp_path, card, overrides, text, says
 ):
     run = some_run(tmp_path / "run", held_out=lambda step: 2.5)
@@ -553,7 +553,7 @@ def test_the_published_references_match_the_recipes():
 # --- the command line ---
 
 
-def test_a_missing_run_is_refused_with_the_newest(tmp_path, monkeypatch):
+def test_a_missing_run_is_refused_with_the_newest_as_a_hint(tmp_path, monkeypatch):
     some_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"there; the newest run is runs/mine$"):
@@ -564,7 +564,7 @@ def test_a_missing_run_is_refused_with_the_newest(tmp_path, monkeypatch):
         choose_snapshot(None, "runs/mine")
 
 
-def test_every_setting_in_the_list_exists():
+def test_every_listed_setting_exists():
     assert set(KEYS) >= FIXED | INCOMPARABLE | IRRELEVANT
 
 

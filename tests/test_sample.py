@@ -33,7 +33,7 @@ def sample(*arguments, **kwargs):
     return start(*arguments, script="sample.py", **kwargs)
 
 
-def test_a_snapshot_alone_is_enough(run_dir, tmp_path):
+def test_sampling_needs_only_the_snapshot(run_dir, tmp_path):
     copy = tmp_path / "alone.pt"
     copy.write_bytes((run_dir / "gpt_snapshot.pt").read_bytes())
     result = sample(f"snapshot={copy}", "max_new_tokens=30", "num_samples=2", cwd=tmp_path)
@@ -44,7 +44,7 @@ def test_a_snapshot_alone_is_enough(run_dir, tmp_path):
     )  # newline, 30, the one that print adds
 
 
-def test_a_prompt_is_taken_as_it_is_and_a_seed_repeats(run_dir):
+def test_a_prompt_is_verbatim_and_a_seed_repeats(run_dir):
     arguments = [
         f"run_dir={run_dir}",
         "max_new_tokens=40",
@@ -74,7 +74,7 @@ def test_a_terminal_shows_characters_as_they_are_drawn_until_ctrl_c(run_dir, spa
     assert len(said.splitlines()) == 2 and said.startswith("[") and said.endswith("\n\n")
 
 
-def test_nobody_listening_is_no_error(run_dir):
+def test_a_closed_output_pipe_is_no_error(run_dir):
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(
@@ -105,7 +105,7 @@ def test_a_prompt_file_is_continued_as_it_is(run_dir, tmp_path):
     assert given.startswith(prompt) and len(given) == len(prompt) + 9 + 1
 
 
-def test_a_text_does_not_depend_on_how_many_there_are_nor_on_its_length(monkeypatch):
+def test_samples_do_not_depend_on_num_samples_or_length(monkeypatch):
     snapshot = model_snapshot(VOCABULARY, "modern")
 
     def texts(**settings):
@@ -131,7 +131,7 @@ def spied(forward, made: list[int]):
     return spy
 
 
-def test_all_that_is_said_of_the_draw_reaches_it():
+def test_every_sampling_option_reaches_generate():
     def text(**settings) -> str:
         config = SampleConfig(max_new_tokens=40, **settings)
         return "".join(next(sampling.sample(config, model_snapshot(VOCABULARY))))
@@ -142,7 +142,7 @@ def test_all_that_is_said_of_the_draw_reaches_it():
     assert len({likeliest, text(temperature=3.0), text(temperature=3.0, seed=9)}) == 3
 
 
-def test_without_a_seed_every_text_is_another():
+def test_samples_without_a_seed_differ():
     config = SampleConfig(seed=None, max_new_tokens=60, num_samples=2, temperature=5.0)
     texts = [
         "".join(text)
@@ -156,7 +156,7 @@ def test_without_a_seed_every_text_is_another():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_score_of_the_held_out_text_is_the_runs_own(precision, run_dir, tmp_path):
+def test_score_of_the_held_out_text_equals_the_runs_loss(precision, run_dir, tmp_path):
     if precision == "bfloat16":
         run_dir = tmp_path / "run"
         assert start(*TINY, f"trainer.amp_dtype={precision}", f"run_dir={run_dir}").returncode == 0
@@ -171,7 +171,7 @@ def test_the_score_of_the_held_out_text_is_the_runs_own(precision, run_dir, tmp_
     assert loss == pytest.approx(snapshot.loss, abs=1e-6)
 
 
-def test_the_figures_are_printed(run_dir, tmp_path):
+def test_score_prints_its_figures(run_dir, tmp_path):
     (tmp_path / "text.txt").write_text("some of the words in it")
     result = sample(f"run_dir={run_dir}", f"score={tmp_path / 'text.txt'}")
     names, values = zip(*(line.rsplit(None, 1) for line in result.stdout.splitlines()), strict=True)
@@ -241,7 +241,7 @@ def test_an_ensemble_has_the_mean_of_the_probabilities(tmp_path):
     assert torch.allclose(rows[2].neg().exp(), rows[:2].neg().exp().mean(dim=0), atol=1e-12)
 
 
-def test_an_ensemble_is_printed_apart_and_named(tmp_path, capsys):
+def test_an_ensemble_is_labelled(tmp_path, capsys):
     several = [model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")]
     config = SampleConfig(score=write_text(tmp_path / "text.txt", random_ids(99)), stride=6)
     sampling.print_score(config, ["a.pt", "b.pt"], several)
@@ -268,7 +268,7 @@ def test_an_ensemble_of_other_models_is_refused(what, vocabulary, settings, tmp_
         sampling.print_score(SampleConfig(score="any.txt"), ["a.pt", "b.pt"], several)
 
 
-def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
+def test_a_text_that_cannot_be_scored_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE", 16)
     path = tmp_path / "text.txt"
     config = SampleConfig(score=str(path))
@@ -314,7 +314,7 @@ def test_an_empty_standard_input_gets_one_line(run_dir):
     assert len(errors) == 1 and errors[0].startswith("error: prompt_file=-: is empty")
 
 
-def test_the_run_that_has_logged_last_is_the_newest(tmp_path, monkeypatch):
+def test_the_newest_run_is_the_one_that_logged_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, at in (("b", 200), ("a", 300), ("c", 100)):
         folder = tmp_path / "runs" / name
@@ -337,7 +337,7 @@ def test_a_text_ends_before_the_stop_string(num_samples, run_dir):
         assert stopped == "The " + text.removeprefix("The ").split(stop)[0]
 
 
-def test_what_is_copied_from_the_training_text_is_said(run_dir):
+def test_the_copied_share_is_printed(run_dir):
     snapshot = load(str(run_dir / "gpt_snapshot.pt"))
     train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
     own = train.decode(train.data[100:150]), "#" * 50
@@ -363,14 +363,14 @@ def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
     assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout
 
 
-def test_a_share_of_another_text_than_the_trained_one_is_refused(run_dir):
+def test_the_copied_share_needs_the_training_text(run_dir):
     snapshot = load(f"{run_dir}/gpt_snapshot.pt")
     snapshot.text_digest = "0" * 64
     with pytest.raises(UserError, match="is not the text that was trained on"):
         sampling.copied_share(["a"], snapshot)
 
 
-def test_a_stop_that_can_never_be_drawn_is_refused(run_dir):
+def test_a_stop_string_outside_the_vocabulary_is_refused(run_dir):
     snapshot = load(f"{run_dir}/gpt_snapshot.pt")
     with pytest.raises(UserError, match="stop='€': the model never draws '€'"):
         list(sampling.sample(SampleConfig(stop="€"), snapshot))

@@ -9,12 +9,12 @@ from benchmarks.measure import flops_per_character
 from model import GPT, GPTConfig
 
 
-def test_the_page_shows_the_tables_that_the_script_prints():
+def test_docs_have_the_tables_that_the_script_prints():
     assert scaling.tables() in (ROOT / "docs" / "scaling.md").read_text()
 
 
 @pytest.mark.parametrize("name", scaling.SIZES)
-def test_a_size_has_the_parameters_and_operations_of_the_model(name):
+def test_parameter_and_operation_counts_equal_the_models(name):
     size, vocabulary = scaling.SIZES[name], scaling.VOCABULARY
     heads = size.width // 64
     shape = {"n_layer": size.layers, "n_head": heads, "n_embd": size.width}
@@ -30,7 +30,7 @@ def test_a_size_has_the_parameters_and_operations_of_the_model(name):
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_of_eight_communicates_what_the_formulas_say(strategy, accumulation):
+def test_a_rank_of_eight_communicates_as_the_formulas(strategy, accumulation):
     size = scaling.Size(layers=2, width=48, context=8)
     kept, calls = scaling.simulated(8, strategy, accumulation, size)
     found = [kept, *(sum(bytes for kind, bytes in calls if kind == k) for k in "gr")]

@@ -15,7 +15,7 @@ TABLE = [  # schedule, warm-up, floor, cool-down, {step of 100: factor}
 
 
 @pytest.mark.parametrize("schedule, warmup, floor, cooldown, points", TABLE)
-def test_the_schedule_is_that_of_the_table(schedule, warmup, floor, cooldown, points):
+def test_learning_rate_schedules(schedule, warmup, floor, cooldown, points):
     config = OptimizerConfig(
         schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor, cooldown_ratio=cooldown
     )

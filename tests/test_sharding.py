@@ -50,7 +50,7 @@ CASES = [f"{arch} {optimizer}" for arch in ("gpt2", "modern") for optimizer in (
 @pytest.mark.parametrize(
     "case", [*CASES, "activation checkpointing", "token shift", "n-grams muon"]
 )
-def test_a_shared_out_model_takes_the_steps_of_a_whole_one(seen, case):
+def test_fsdp_takes_the_steps_of_an_unsharded_model(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
     # AdamW's first steps enlarge differences of rounding, where gradients are small; so does Muon,
@@ -61,24 +61,24 @@ def test_a_shared_out_model_takes_the_steps_of_a_whole_one(seen, case):
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "float16"])
-def test_half_precision_is_that_of_a_whole_model_to_its_rounding(seen, case):
+def test_fsdp_in_half_precision_equals_an_unsharded_model_to_rounding(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert torch.allclose(shared, plain, rtol=0.01)
     assert seen[case]["weights"] < 0.02
 
 
-def test_each_process_keeps_its_share_of_weights_and_optimizer_state(seen):
+def test_each_rank_holds_its_shard_of_weights_and_optimizer_state(seen):
     for case in CASES:
         for what in ("share_of_weights", "share_of_state"):
             assert seen[case][what] == pytest.approx(1 / seen["processes"], rel=0.05)
 
 
-def test_an_overflow_in_one_share_makes_all_leave_the_step_out(seen):
+def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(seen):
     assert seen["inf"]["kept"]
     assert seen["inf"]["scales"] == [32768.0] * seen["processes"]
 
 
-def test_states_are_put_together_and_shared_out_again_exactly(seen):
+def test_gathering_and_sharding_states_is_exact(seen):
     assert seen["whole"] and seen["shared"]
 
 
@@ -189,7 +189,7 @@ def test_fsdp_compiles(alone, tmp_path):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
 
 
-def test_shards_are_not_written_to_a_store():
+def test_shards_in_an_object_store_are_refused():
     with pytest.raises(UserError, match="needs a folder that all hosts see"):
         TrainerConfig(snapshot_format="sharded", snapshot_path="memory://x/a.pt")
 

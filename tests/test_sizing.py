@@ -58,7 +58,7 @@ def choose(
     return flatten(dataclasses.asdict(config)), overrides
 
 
-def test_everything_is_chosen_and_the_overrides_choose_the_same():
+def test_everything_is_chosen_and_the_printed_overrides_repeat_it():
     chosen, overrides = choose()
     assert [key for key in (*sizing.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
     composed = configure("experiment=auto", "data=text", "data.path=x.txt", *overrides)
@@ -78,7 +78,7 @@ def test_everything_is_chosen_and_the_overrides_choose_the_same():
         ("trainer.batch_size", 5), ("data.train_split", 0.5), ("trainer.max_steps", 7),
     ],
 )  # fmt: skip
-def test_what_is_given_stands_and_the_rest_is_chosen_around_it(key, value):
+def test_given_values_are_kept(key, value):
     chosen, _ = choose(f"{key}={value}")
     assert chosen[key] == value
     assert chosen["model.n_embd"] % (2 * chosen["model.n_head"]) == 0
@@ -155,7 +155,7 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
         assert again[key] == many[key]
 
 
-def test_the_final_part_is_neither_counted_as_text_nor_scored_for_nothing():
+def test_the_final_part_is_not_training_text_and_its_scoring_time_is_counted():
     whole, _ = choose(characters=300_000)
     part, _ = choose("data.final_split=0.4", characters=500_000)
     for key in sizing.SIZES:
@@ -168,7 +168,7 @@ def test_the_final_part_is_neither_counted_as_text_nor_scored_for_nothing():
         choose("data.final_split=0.9", characters=5000)
 
 
-def test_n_gram_embeddings_decay_more_the_more_passes_and_a_short_text_has_none():
+def test_n_gram_decay_grows_with_the_passes_and_short_texts_have_no_n_grams():
     decays = []
     for minutes, characters in ((1, 300_000), (10, 300_000), (10, 80_000)):
         chosen, _ = choose(characters=characters, minutes=minutes)
@@ -182,7 +182,7 @@ def test_n_gram_embeddings_decay_more_the_more_passes_and_a_short_text_has_none(
     assert choose(characters=30_000)[0]["model.ngram_rows"] == 0
 
 
-def test_n_gram_embeddings_are_not_added_to_a_run_from_before_there_were_any():
+def test_n_gram_embeddings_are_not_added_to_an_older_run():
     older, _ = choose(characters=300_000)
     del older["model.ngram_rows"], older["optimizer.ngram_decay"]
     again = resumed(older, "trainer.max_minutes=1.5")
@@ -326,7 +326,7 @@ def test_a_gpu_has_time_for_the_texts_that_it_draws():
         (100_000, 0.001, "trainer.max_minutes=0.001: too short"),
     ],
 )
-def test_what_is_too_short_is_one_line(characters, minutes, says):
+def test_too_short_a_text_or_time_gets_one_line(characters, minutes, says):
     with pytest.raises(UserError, match=says):
         choose(characters=characters, minutes=minutes)
 
@@ -339,7 +339,7 @@ def test_a_learning_rate_is_not_chosen_for_another_optimizer():
     assert choose("optimizer=adamw")[0]["optimizer.learning_rate"] == 3e-4
 
 
-def test_a_run_without_a_time_takes_none_later(tmp_path):
+def test_a_run_without_a_time_refuses_one_later(tmp_path):
     config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
     recorded: dict = {"data": {"path": config.data.path}}
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}

@@ -53,7 +53,7 @@ def adopted(environment: dict[str, str]) -> tuple[str | None, ...]:
     return tuple(environment.get(name) for name in NAMES)
 
 
-def test_a_task_of_srun_gets_torchruns_names():
+def test_srun_variables_become_torchruns():
     assert adopted(SRUN) == ("3", "4", "1", "2", "node07", "14242")
 
 
@@ -66,11 +66,11 @@ def test_a_task_of_srun_gets_torchruns_names():
         pytest.param({**JOB, **ONE_TASK}, id="salloc with an interactive step, srun --pty"),
     ],
 )
-def test_what_srun_did_not_start_as_one_of_several_stays_one_process(environment):
+def test_a_single_srun_task_stays_one_process(environment):
     assert adopted(environment) == (None,) * 6
 
 
-def test_nodes_with_unequal_tasks_tell_each_task_how_many_are_on_its_own():
+def test_unequal_tasks_per_node_give_each_its_local_size():
     uneven = {
         **SRUN,
         "SLURM_STEP_NODELIST": "node[01-03,07],gpu5",
@@ -83,14 +83,14 @@ def test_nodes_with_unequal_tasks_tell_each_task_how_many_are_on_its_own():
         assert found[:5] == (str(rank), "8", str(local_rank), str(local_size), "node01")
 
 
-def test_a_launcher_between_srun_and_python_wins():
+def test_torchrun_under_srun_takes_precedence():
     torchrun = dict(zip(NAMES, ("5", "8", "1", "4", "node07", "29400"), strict=True))
     assert adopted(SRUN | torchrun) == tuple(torchrun.values())
     chosen = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}  # by the batch script
     assert adopted(SRUN | chosen)[4:] == tuple(chosen.values())
 
 
-def test_jobs_and_steps_meet_at_ports_of_their_own_that_nothing_else_is_given():
+def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
     starts = [(job, step) for job in range(10**6, 10**6 + 50) for step in range(20)]
     ports = {
         adopted(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[5]
@@ -115,7 +115,7 @@ def test_rank_0_is_on_the_first_host_of_the_list(nodes, first):
 
 
 @pytest.mark.parametrize("variable", ["SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"])
-def test_a_task_that_is_shown_one_gpu_takes_that_one(monkeypatch, variable):
+def test_a_task_with_one_visible_gpu_uses_it(monkeypatch, variable):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -198,7 +198,7 @@ def stopped(submit, run: Path, cluster: dict[str, str], number: signal.Signals) 
     return step
 
 
-def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_resumes(submit, cluster, tmp_path):
+def test_a_job_at_its_time_limit_is_requeued_and_resumes(submit, cluster, tmp_path):
     run = tmp_path / "run"
     step = stopped(submit, run, cluster, signal.SIGUSR2)
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
@@ -209,12 +209,12 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_resumes(submit, clu
     assert metrics(run)[-1]["step"] == step + 5
 
 
-def test_a_job_that_is_preempted_or_cancelled_does_not_put_itself_back(submit, cluster, tmp_path):
+def test_a_preempted_or_cancelled_job_does_not_requeue_itself(submit, cluster, tmp_path):
     assert stopped(submit, tmp_path / "run", cluster, signal.SIGTERM) > 0
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_a_job_that_slurm_starts_again_is_a_restart(monkeypatch):
+def test_a_requeued_job_is_a_restart(monkeypatch):
     assert not distributed.is_restart(ALONE)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert distributed.is_restart(ALONE)

@@ -19,11 +19,11 @@ from engine.snapshots import snapshot as module
 from engine.snapshots.snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
 
 
-def test_what_is_written_is_read():
+def test_a_snapshot_round_trips():
     assert equal(Snapshot.from_bytes(some_snapshot().to_bytes(), "s.pt"), some_snapshot())
 
 
-def test_torch_reads_the_file_without_trusting_it(tmp_path):
+def test_torch_load_reads_a_snapshot_with_weights_only(tmp_path):
     path = tmp_path / "s.pt"
     path.write_bytes(some_snapshot().to_bytes())
     fields = torch.load(path, weights_only=True)
@@ -49,7 +49,7 @@ def test_any_flipped_bit_is_found():
             verify(bytes(damaged), "x.pt")
 
 
-def test_any_missing_end_is_found():
+def test_any_truncation_is_found():
     content = bytes(some_snapshot().to_bytes())
     for length in range(len(content)):
         with pytest.raises(SnapshotError):
@@ -59,7 +59,7 @@ def test_any_missing_end_is_found():
 
 
 @pytest.mark.parametrize("content", [b"", b"not a snapshot", os.urandom(5000), b"PK\x03\x04" * 50])
-def test_another_file_is_called_by_its_name(content):
+def test_a_file_that_is_no_snapshot_is_named(content):
     with pytest.raises(SnapshotError, match=r"other\.pt: not a complete snapshot"):
         Snapshot.from_bytes(content, "other.pt")
 
@@ -146,7 +146,7 @@ def swell(name: str, data: bytes) -> bytes:
         (lambda: saved(format=1), "snapshot format 1; this application reads 4 and 5"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_in_one_line_before_memory_is_taken(content, says):
+def test_a_file_of_another_kind_is_refused_without_allocating_its_claimed_size(content, says):
     content = content()
     with little_memory(2**29), pytest.raises(UserError, match=f"^s.pt: .*{says}"):
         Snapshot.from_bytes(content, "s.pt")
@@ -201,7 +201,7 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
         resume(saved.config, "cd")
 
 
-def test_a_loss_is_named_with_the_step_it_was_taken_at():
+def test_the_loss_is_stored_with_its_step():
     assert str(Snapshot({}, {}, step=7)) == "step 7"
     assert str(Snapshot({}, {}, step=7, loss=1.5, loss_step=7)) == "step 7, held-out loss 1.5000"
     stopped = Snapshot({}, {}, step=7, loss=1.5, loss_step=5)

@@ -64,7 +64,7 @@ def test_the_newest_numbered_ones_are_kept(tmp_path, path):
     assert load(str(tmp_path / "s.step00000005.pt")).step == 5
 
 
-def test_a_relative_path_and_a_name_with_patterns_are_names(tmp_path, monkeypatch):
+def test_glob_characters_in_a_path_are_literal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("s.pt", "run [1]*/s.pt"):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -171,7 +171,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, path, monkeypatch, ca
     assert names(tmp_path) == ["s.prev.pt", "s.pt"]
 
 
-def test_a_disk_that_loses_what_is_written_is_noticed(path, monkeypatch):
+def test_a_write_that_reads_back_different_is_noticed(path, monkeypatch):
     files = SnapshotStorage(path)
     write(files, 1)
     put = files._put
@@ -211,7 +211,7 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_pat
     assert where == files.best
 
 
-def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_path, path):
+def test_only_damaged_snapshots_are_an_error_and_none_is_a_fresh_start(tmp_path, path):
     files = SnapshotStorage(path)
     assert files.find() is None
     (tmp_path / "s.pt").write_bytes(b"gone")
@@ -221,13 +221,13 @@ def test_damaged_snapshots_alone_are_an_error_and_none_at_all_is_a_start(tmp_pat
     assert names(tmp_path) == ["s.best.pt", "s.pt"]
 
 
-def test_a_path_with_the_separators_of_windows_has_those_of_fsspec(monkeypatch):
+def test_windows_separators_are_converted(monkeypatch):
     monkeypatch.setattr("os.sep", "\\")
     assert snapshot_path("s.pt", r"runs\x") == "runs/x/s.pt"
     assert "\\" not in locate(r"runs\x\s.pt")[1]
 
 
-def test_a_link_to_nothing_is_damaged_too(path):
+def test_a_dangling_link_counts_as_damaged(path):
     files = SnapshotStorage(path)
     write(files, 1)
     write(files, 2)
@@ -238,9 +238,7 @@ def test_a_link_to_nothing_is_damaged_too(path):
 
 
 @pytest.mark.parametrize("why", ["cannot be reached: .*Input/output", "snapshot format 9"])
-def test_a_snapshot_that_may_be_good_is_neither_renamed_nor_passed_over(
-    tmp_path, path, why, monkeypatch
-):
+def test_an_unreadable_snapshot_is_neither_renamed_nor_skipped(tmp_path, path, why, monkeypatch):
     files = SnapshotStorage(path)
     write(files, 1)
     if "format" in why:  # of a later version
@@ -273,7 +271,7 @@ def test_setting_aside_renames_and_never_overwrites(tmp_path, path):
     assert load(str(tmp_path / "s.prev.old2.pt")).step == 21
 
 
-def test_a_file_system_that_is_not_there_is_named():
+def test_an_unknown_file_system_is_named():
     with pytest.raises(UserError, match=r"trainer\.snapshot_path=floppy://s\.pt: .*floppy"):
         SnapshotStorage("floppy://s.pt")
     with pytest.raises(SnapshotError, match=r"nothing\.pt: no such snapshot"):
@@ -282,7 +280,7 @@ def test_a_file_system_that_is_not_there_is_named():
         load("http://127.0.0.1:1/s.pt")
 
 
-def test_the_leftovers_of_a_killed_save_are_removed_and_not_written_into(tmp_path, path):
+def test_temporary_files_of_a_killed_save_are_removed(tmp_path, path):
     files = SnapshotStorage(path)
     write(files, 1, best=True)
     for leftover in (files.temporary, beside(files.best, "tmp")):

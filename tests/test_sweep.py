@@ -97,7 +97,7 @@ def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(tmp_pa
     assert "trainer.seed=1" in stopped.job["overrides"] and stopped.step > 5
 
 
-def test_a_sweep_whose_directory_cannot_be_made_gets_one_line(tmp_path):
+def test_an_impossible_sweep_directory_gets_one_line(tmp_path):
     (tmp_path / "run.sweep").write_text("my thesis\n")
     result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 1
@@ -105,7 +105,7 @@ def test_a_sweep_whose_directory_cannot_be_made_gets_one_line(tmp_path):
     assert (tmp_path / "run.sweep").read_text() == "my thesis\n"
 
 
-def test_the_table_names_jobs_by_the_overrides_they_do_not_share(tmp_path):
+def test_jobs_are_named_by_the_overrides_that_differ(tmp_path):
     failed = job(tmp_path, "x.lr=3", loss=None, status="failed")
     shown = table([job(tmp_path, "x.lr=0.2"), failed])
     assert [line.split()[0] for line in shown] == ["job", "lr=0.2", "lr=3"]
@@ -113,7 +113,7 @@ def test_the_table_names_jobs_by_the_overrides_they_do_not_share(tmp_path):
     assert table([job(tmp_path, "x.lr=0.2")])[1].startswith(f"{tmp_path.name} ")
 
 
-def test_the_table_has_means_over_seeds_named_by_what_was_swept_beside_them(tmp_path):
+def test_the_table_has_means_over_seeds(tmp_path):
     losses = {(0.2, 1): 2.0, (0.2, 2): 2.5, (3, 1): 1.0, (3, 2): 1.5, (4, 1): 0.5}
     jobs = [
         job(tmp_path, f"x.lr={rate}", f"trainer.seed={seed}", loss=loss)
@@ -127,7 +127,7 @@ def test_the_table_has_means_over_seeds_named_by_what_was_swept_beside_them(tmp_
     assert " ".join(table(jobs[:2])[-1].split()) == "mean of 2 seeds 2.2500 2.0000 to 2.5000"
 
 
-def test_the_best_job_is_first_and_a_killed_one_is_read_up_to_its_incomplete_last_line(tmp_path):
+def test_the_best_job_is_first_and_a_partial_last_line_is_ignored(tmp_path):
     line = '{"step": 3, "split": "val", "loss": %s, "seconds": 1}\n'
     for name, text in (("a", ""), ("b", line % 2.5), ("c", line % 1.5 + '{"step": 4, "spl')):
         folder = tmp_path / "[1]" / name  # no pattern, for all that

@@ -139,7 +139,7 @@ def test_files_are_named_relative_to_the_working_directory(books, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
-def test_characters_and_errors_may_lie_across_the_borders_of_pieces(size, tmp_path, monkeypatch):
+def test_characters_and_errors_across_piece_boundaries(size, tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE", size)
     path = tmp_path / "text.txt"
     path.write_bytes(TEXT.encode())
@@ -154,7 +154,7 @@ def test_characters_and_errors_may_lie_across_the_borders_of_pieces(size, tmp_pa
             read(str(path))
 
 
-def test_a_byte_order_mark_is_no_character(tmp_path):
+def test_a_byte_order_mark_is_removed(tmp_path):
     for name, content in (("1.txt", b"first "), ("2.txt", b"caf\xc3\xa9"), ("3.txt", b"\xff")):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
     assert read([str(tmp_path / "1.txt"), str(tmp_path / "2.txt")]) == "first café"
@@ -162,7 +162,7 @@ def test_a_byte_order_mark_is_no_character(tmp_path):
         read([str(tmp_path / "1.txt"), str(tmp_path / "3.txt")])  # in its own file
 
 
-def test_a_character_does_not_continue_in_the_next_file(tmp_path):
+def test_a_character_split_over_two_files_is_refused(tmp_path):
     first, second = tmp_path / "1.txt", tmp_path / "2.txt"
     first.write_bytes(b"caf\xc3")
     second.write_bytes(b"\xa9 au lait")
@@ -174,7 +174,7 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("extension", COMPRESS)
-def test_a_compressed_text_is_its_content_and_refused_if_it_was_cut_off(extension, make, tmp_path):
+def test_a_compressed_text_is_decompressed_and_refused_if_truncated(extension, make, tmp_path):
     config = make("", f"text{extension}", sha256=hashlib.sha256(TEXT.encode()).hexdigest())
     (tmp_path / f"text{extension}").write_bytes(COMPRESS[extension](TEXT.encode()))
     data = CharDataset(config)
@@ -187,7 +187,7 @@ def test_a_compressed_text_is_its_content_and_refused_if_it_was_cut_off(extensio
         read(str(cut))
 
 
-def test_a_compression_that_is_not_read_is_named(tmp_path):
+def test_an_unsupported_compression_is_named(tmp_path):
     (tmp_path / "text.zst").write_bytes(b"whatever")
     with pytest.raises(UserError, match=r"decompress it first: zstd -d .*text.zst"):
         read(str(tmp_path / "text.zst"))
@@ -199,7 +199,7 @@ def test_a_compression_that_is_not_read_is_named(tmp_path):
     assert read(f"zip://*::{tmp_path / 'two.zip'}") == "ab"
 
 
-def test_a_text_in_an_archive_is_known_by_its_content_and_its_archive(tmp_path):
+def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_path):
     for name, letters in (("one.zip", "a"), ("two.zip", "b"), ("one.zip", "c")):
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.writestr("text", letters)
@@ -207,7 +207,7 @@ def test_a_text_in_an_archive_is_known_by_its_content_and_its_archive(tmp_path):
         assert text_files.open_text(config).vocabulary == letters
 
 
-def test_the_embedded_text_needs_nothing():
+def test_the_pydoc_text_needs_no_file():
     data = CharDataset(DataConfig(path=PYDOC))
     assert len(data.data) > 300_000 and data.vocab_size > 80
 
@@ -235,7 +235,7 @@ def site(tmp_path):
         server.shutdown()
 
 
-def test_a_server_without_ranges_is_read_to_the_end(site, tmp_path):
+def test_a_server_without_range_requests_is_read_completely(site, tmp_path):
     text = TEXT * 2000
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.gz").write_bytes(gzip.compress(TEXT.encode()))
@@ -251,7 +251,7 @@ def test_a_long_read_logs_its_progress(site, tmp_path, monkeypatch, caplog):
     assert caplog.messages[-1] == f"reading     {site}/a.txt: 2 MB"
 
 
-def test_a_text_that_arrives_incomplete_is_refused(site, tmp_path):
+def test_an_incomplete_download_is_refused(site, tmp_path):
     (tmp_path / "cut.txt").write_bytes(TEXT.encode())
     with pytest.raises(UserError, match=r"cut.txt: cannot be read: ."):
         read(f"{site}/cut.txt")
@@ -284,7 +284,7 @@ def test_a_text_with_another_digest_is_refused_and_not_kept(text_file, tmp_path)
     assert path.read_text() == "something else"
 
 
-def test_a_compressed_text_is_downloaded_as_it_is(make, tmp_path):
+def test_a_compressed_download_is_stored_compressed(make, tmp_path):
     there = make(TEXT, "there.gz").path
     digest = hashlib.sha256(TEXT.encode()).hexdigest()
     config = make("", url=there, sha256=digest)
@@ -299,7 +299,7 @@ def test_a_url_of_several_files_is_refused(books):
         prepare_text(config)
 
 
-def test_only_the_default_text_falls_back_to_the_embedded_one_and_a_run_keeps_it(
+def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(
     tmp_path, monkeypatch, caplog
 ):
     default = OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml")
@@ -325,7 +325,7 @@ def test_only_the_default_text_falls_back_to_the_embedded_one_and_a_run_keeps_it
     assert run.data.path == PYDOC and "this run was started on pydoc:topics" in caplog.text
 
 
-def test_shakespeare_is_the_text_that_its_digest_promises(shakespeare):
+def test_shakespeare_has_the_configured_sha256(shakespeare):
     data = CharDataset(DataConfig(path=str(shakespeare)))
     assert data.digest == OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml").sha256
     assert (len(data.data), data.vocab_size) == (1_115_394, 65)
@@ -336,7 +336,7 @@ def test_shakespeare_is_the_text_that_its_digest_promises(shakespeare):
 
 @pytest.mark.parametrize("truncate", [1.0, 0.73, 0.25])
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_is_encoded_alike_in_memory_and_in_the_cache(name, truncate, make, monkeypatch):
+def test_encoding_in_memory_and_in_the_cache_agree(name, truncate, make, monkeypatch):
     config = make(TEXTS[name], truncate=truncate)
     text = TEXTS[name][: int(len(TEXTS[name]) * truncate)]
     vocabulary = "".join(sorted(set(text)))
@@ -353,7 +353,7 @@ def test_a_text_is_encoded_alike_in_memory_and_in_the_cache(name, truncate, make
 
 
 @pytest.mark.parametrize("limit", [1000, 2**20])
-def test_bytes_are_characters_of_their_own(limit, make, monkeypatch):
+def test_with_encoding_bytes_every_byte_is_a_character(limit, make, monkeypatch):
     monkeypatch.setattr(text_files, "LARGE", limit)
     config = make("", encoding="bytes")
     content = bytes(range(255, 0, -1)) * 9
@@ -368,7 +368,7 @@ def test_bytes_are_characters_of_their_own(limit, make, monkeypatch):
 
 @pytest.mark.parametrize("shuffle", ["lines", "paragraphs", "files"])
 @pytest.mark.parametrize("limit", [1000, 2**20])
-def test_items_are_shuffled_whole_after_truncating_and_always_alike(
+def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
     limit, shuffle, make, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(text_files, "LARGE", limit)
@@ -400,7 +400,7 @@ def test_a_text_without_items_is_not_shuffled(make):
 @pytest.mark.parametrize(
     "name, is_cached", [("small.txt", False), ("small.gz", True), ("memory://small.txt", True)]
 )
-def test_all_but_small_plain_local_files_is_encoded_for_the_host(name, is_cached, make, passes):
+def test_only_small_plain_local_files_are_encoded_in_memory(name, is_cached, make, passes):
     config = make("short text " * 9, name.removeprefix("memory://"))
     if name.startswith("memory"):
         fsspec.filesystem("memory").pipe_file("/small.txt", b"short text " * 9)
@@ -436,7 +436,7 @@ def test_a_damaged_cache_is_encoded_again(extension, keep, make, passes):
         assert file.read() == good
 
 
-def test_a_text_of_twice_the_memory_is_mapped(tmp_path, monkeypatch):
+def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
     """Of zeros that take no disk, for which the file system is asked first."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     stem = str(tmp_path / "zeros")
@@ -484,7 +484,7 @@ def test_a_cache_directory_that_cannot_be_used_is_named(make, tmp_path):
             CharDataset(make(TEXTS["ascii"], cache_dir=folder))
 
 
-def test_a_full_disk_leaves_nothing_behind(make, tmp_path):
+def test_a_full_disk_leaves_no_partial_cache(make, tmp_path):
     with small_disk(tmp_path, "1m") as disk:
         config = make(TEXTS["70,000 characters"] * 20, cache_dir=str(disk / "cache"))
         with pytest.raises(UserError, match=r"cannot be used: .*No space left"):
@@ -522,7 +522,7 @@ def write_large(path, num_bytes: int = 80 * 2**20) -> None:
             file.write(block)
 
 
-def test_encoding_takes_little_memory_whatever_the_size_of_the_text(tmp_path):
+def test_encoding_takes_constant_memory(tmp_path):
     write_large(tmp_path / "a.txt", 200 * 2**20)
     script = (
         "import resource, sys; from char_dataset import CharDataset, DataConfig\n"
@@ -536,7 +536,7 @@ def test_encoding_takes_little_memory_whatever_the_size_of_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_an_encoding_that_was_killed_is_done_again_and_shared(nproc, tmp_path, spawn):
+def test_a_killed_encoding_is_repeated(nproc, tmp_path, spawn):
     write_large(tmp_path / "a.txt")
     settings = [
         *UNREAD,

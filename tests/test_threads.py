@@ -37,7 +37,7 @@ class Machine:
         return numbers
 
 
-def test_threads_leave_cores_to_busy_processes_and_come_back(monkeypatch):
+def test_threads_decrease_beside_busy_processes_and_increase_again(monkeypatch):
     torch.set_num_threads(4)
     machine = Machine(monkeypatch)
     adaptive = AdaptiveThreads(enabled=True)
@@ -52,7 +52,7 @@ def test_threads_leave_cores_to_busy_processes_and_come_back(monkeypatch):
 
 
 @pytest.mark.parametrize("preempted", [0, 1000])
-def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
+def test_typed_thread_counts_and_sleeping_threads_do_not_adapt(monkeypatch, preempted):
     torch.set_num_threads(2)
     machine = Machine(monkeypatch)
     adaptive = AdaptiveThreads(enabled=not preempted)
@@ -63,7 +63,7 @@ def test_threads_that_were_typed_or_only_sleep_stay(monkeypatch, preempted):
         assert torch.get_num_threads() == 2
 
 
-def test_sums_in_float32_depend_on_four_threads_and_more():
+def test_float32_sums_depend_on_threads_from_four_on():
     if build.library(torch.float32) is None:
         pytest.skip("without the C kernels, they depend on any number")
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=32, vocab_size=5, block_size=8))

@@ -65,7 +65,7 @@ def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.parameters])
 
 
-def test_the_snapshot_of_a_model_that_says_nothing_of_itself_is_not_sampled(parts, tmp_path):
+def test_a_snapshot_without_a_model_configuration_is_not_sampled(parts, tmp_path):
     class Bare(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def test_the_snapshot_of_a_model_that_says_nothing_of_itself_is_not_sampled(part
         load_model(load(str(tmp_path / "gpt_snapshot.pt")), "cpu")
 
 
-def test_what_a_program_says_of_its_run_comes_back_from_the_snapshot(parts, tmp_path):
+def test_run_config_of_another_program_is_stored_in_the_snapshot(parts, tmp_path):
     trainer = make(parts, tmp_path)
     said = {"model": {"dtype": torch.float32, "lr": np.float64(0.5), "path": tmp_path, "n": (1, 2)}}
     model, optimizer = trainer.bare, trainer.optimizer
@@ -95,7 +95,7 @@ def test_what_a_program_says_of_its_run_comes_back_from_the_snapshot(parts, tmp_
 
 
 @pytest.mark.parametrize("change", [{"train_split": 0.5}, {"truncate": 0.5}])
-def test_a_program_of_its_own_does_not_resume_on_another_part_of_the_text(tmp_path, change):
+def test_a_trainer_without_main_refuses_to_resume_on_another_text(tmp_path, change):
     path = tmp_path / "a.txt"
     path.write_text("".join(chr(97 + i * i % 7) for i in range(400)))
 
@@ -148,7 +148,7 @@ def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
 @pytest.mark.parametrize(
     "amp_dtype, used", [("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)]
 )
-def test_training_and_evaluation_compute_in_the_type_asked_for(parts, tmp_path, amp_dtype, used):
+def test_training_and_evaluation_compute_in_the_chosen_dtype(parts, tmp_path, amp_dtype, used):
     precision = {"use_amp": amp_dtype is not None, "amp_dtype": amp_dtype or "auto"}
     trainer = make(parts, tmp_path, **precision, eval_every_steps=6)
     forward, seen = trainer.bare.forward, set()
@@ -176,14 +176,14 @@ def test_float32_on_a_gpu_takes_tf32_for_steps_alone(parts, tmp_path, device, ro
     assert seen == {(True, rounds), (False, False)}
 
 
-def test_the_tutorials_random_split_is_refused_with_what_takes_its_place(parts):
+def test_the_tutorials_random_split_is_refused_with_its_replacement(parts):
     model = GPT(GPTConfig(model_type="gpt-nano", vocab_size=parts[0].vocab_size, block_size=8))
     subset = torch.utils.data.Subset(parts[0], range(100))
     with pytest.raises(UserError, match=r"a Subset has no batch\(\); split .*\.split\(\)"):
         Trainer(TrainerConfig(), model, create_optimizer(model, OptimizerConfig()), subset)
 
 
-def test_a_switch_may_be_a_truth_value_in_python(parts, tmp_path):
+def test_switches_accept_python_booleans(parts, tmp_path):
     choices = make(parts, tmp_path, compile=False, deterministic=True).choices
     assert choices["compile"] is False and choices["deterministic"] is True
 
@@ -256,7 +256,7 @@ def test_compiling_is_chosen_on_a_cpu_for_long_float32_runs_without_kernels_alon
         ("cuda", {"gcc", "triton"}, "header of Python (python3-dev)"),
     ],
 )
-def test_what_compiling_lacks_is_named(device, has, missing, monkeypatch):
+def test_missing_requirements_of_compiling_are_named(device, has, missing, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: name if name in has else None)
@@ -282,7 +282,7 @@ def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2] == 1
 
 
-def test_threads_hand_on_errors_and_end_when_closed():
+def test_prefetch_threads_raise_errors_and_end_when_closed():
     class Source:
         def __getitem__(self, k):
             if k == 5:
@@ -311,7 +311,7 @@ def test_the_plan_covers_every_window_of_its_epochs():
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they_have(parts, size):
+def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts, size):
     for batch, limit in itertools.product(range(size, 3 * size + 20), (1, 2, 3, 7, None)):
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
         plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
@@ -330,7 +330,7 @@ def test_micro_batches_have_each_window_of_a_step_once_and_weigh_as_many_as_they
 # --- the step ---
 
 
-def test_a_graph_is_compared_with_the_loss_of_the_step_whatever_the_micro_batches(parts, tmp_path):
+def test_a_cuda_graph_is_compared_with_the_eager_loss(parts, tmp_path):
     trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
     micro_batches = [*trainer._micro_batches(trainer._batches())]
     assert [len(x) for x, _, _ in micro_batches] == [3, 4]
@@ -395,9 +395,7 @@ def test_dropout_differs_by_step_and_rank_and_repeats_by_seed():
 @pytest.mark.parametrize(
     "found_by, at", [("log_every_steps", 11), ("eval_every_steps", 11), ("save_every_steps", 12)]
 )
-def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(
-    parts, tmp_path, found_by, at
-):
+def test_divergence_ends_the_run_and_keeps_the_snapshot(parts, tmp_path, found_by, at):
     every = {"save_every_steps": 4, "log_every_steps": 20, "eval_every_steps": 20}
     if found_by != "save_every_steps":
         every[found_by] = at
@@ -420,7 +418,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_spare_the_snapshot(
     assert all(torch.isfinite(value).all() for value in snapshot.model_state.values())
 
 
-def test_a_held_out_loss_that_is_not_finite_stops_the_run_and_spares_the_best(parts, tmp_path):
+def test_a_held_out_loss_that_is_not_finite_ends_the_run_and_keeps_the_best(parts, tmp_path):
     trainer = make(parts, tmp_path)
     losses = iter([2.0, math.nan])
     trainer.evaluate = lambda: (next(losses), 1, [0.0])
@@ -487,7 +485,7 @@ def test_a_run_too_short_for_its_interval_is_evaluated_halfway(
     assert [line["step"] for line in metrics(tmp_path, "val")] == evaluated
 
 
-def test_evaluation_leaves_training_as_it_was(parts, tmp_path):
+def test_evaluation_does_not_affect_training(parts, tmp_path):
     plain = make(parts, tmp_path / "a", pdrop=0.3, eval_every_steps=100)
     often = make(parts, tmp_path / "b", pdrop=0.3, eval_every_steps=1)
     plain.train()
@@ -584,7 +582,7 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(
     assert (latest.best_step, latest.best_loss) == (best_step, best_loss)
 
 
-def test_patience_ends_a_run_that_resumes_only_with_more_of_it(parts, tmp_path, caplog):
+def test_patience_ends_a_run_and_more_patience_resumes_it(parts, tmp_path, caplog):
     settings = {"max_steps": 9, "eval_every_steps": 1}
 
     def train(losses: list[float], folder="run", **more) -> int:
@@ -659,7 +657,7 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
         MemoryError("of a kernel"),
     ],
 )
-def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
+def test_a_step_that_runs_out_of_memory_is_repeated_with_half_the_micro_batch(
     parts, tmp_path, monkeypatch, caplog, error
 ):
     given = make(parts, tmp_path / "given", micro_batch_size=3)
@@ -676,7 +674,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_halves(
     assert resumed.plan.micro_batch_size == resumed.choices["micro_batch_size"] == 3
 
 
-def test_an_update_that_runs_out_of_memory_is_not_done_again(parts, tmp_path, monkeypatch):
+def test_an_update_that_runs_out_of_memory_is_not_repeated(parts, tmp_path, monkeypatch):
     trainer = make(parts, tmp_path)
 
     def refuse(*_):
@@ -696,7 +694,7 @@ def test_minutes_without_steps_are_refused_outside_main(parts, tmp_path):
 @pytest.mark.parametrize(
     "max_epochs, save_every, steps", [(3, 2, [4, 6]), (3, 3, [6]), (1, None, [2])]
 )
-def test_epochs_save_and_the_end_always_does(parts, tmp_path, max_epochs, save_every, steps):
+def test_saves_at_epochs_and_at_the_end(parts, tmp_path, max_epochs, save_every, steps):
     n = len(parts[0])
     trainer = make(
         parts,
@@ -737,7 +735,7 @@ KEPT = {"amp_dtype": "float16", "deterministic": False}
         ({"use_amp": False}, {}, {}, {"amp_dtype": "bfloat16"}),
     ],
 )
-def test_what_auto_chose_is_kept_on_the_same_kind_of_device(
+def test_auto_choices_are_kept_on_the_same_kind_of_device(
     parts, tmp_path, monkeypatch, caplog, first, chosen, asked, changed
 ):
     monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda _: True)
@@ -785,7 +783,7 @@ def test_determinism_is_switched_on_and_off_again():
         torch.set_deterministic_debug_mode(before)
 
 
-def test_what_cannot_be_compiled_is_not(monkeypatch):
+def test_compile_auto_does_not_compile_where_it_cannot(monkeypatch):
     monkeypatch.setattr(auto, "missing_to_compile", lambda _: "a compiler")
     chosen = auto.resolve(TrainerConfig(compile="true"), CPU, 0, {})
     assert chosen["compile"] is False
@@ -849,7 +847,7 @@ def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
-def test_a_second_stop_in_an_evaluation_made_up_for_leaves_no_second_line(parts, tmp_path):
+def test_stopping_in_an_evaluation_and_again_after_resuming_logs_it_once(parts, tmp_path):
     whole = make(parts, tmp_path / "a")
     whole.train()
     for moment, step in (("evaluation", 3), ("micro-batch", 3)):
@@ -864,7 +862,7 @@ def test_a_second_stop_in_an_evaluation_made_up_for_leaves_no_second_line(parts,
     ]
 
 
-def test_history_that_is_on_another_disk_is_missed_aloud(parts, tmp_path, caplog):
+def test_missing_metrics_lines_are_warned_of(parts, tmp_path, caplog):
     make(parts, tmp_path).train()
     history = tmp_path / "metrics.jsonl"
     lines = history.read_text().splitlines(keepends=True)
@@ -919,7 +917,7 @@ def test_train_called_again_after_failed_saves_loses_nothing(parts, tmp_path, ca
         assert lines[0] == lines[1]
 
 
-def test_no_request_is_lost_to_another():
+def test_the_highest_of_several_signals_counts():
     with Requests(ALONE) as requests:
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
             signal.raise_signal(number)
@@ -936,7 +934,9 @@ def test_no_request_is_lost_to_another():
 
 
 @pytest.mark.parametrize("snapshot_format", ["single", "sharded"])
-def test_weights_that_no_longer_fit_get_one_line(parts, tmp_path, monkeypatch, snapshot_format):
+def test_weights_that_do_not_fit_the_model_get_one_line(
+    parts, tmp_path, monkeypatch, snapshot_format
+):
     class MLP(model_module.MLP):
         def __init__(self, config):
             super().__init__(config)
@@ -950,7 +950,7 @@ def test_weights_that_no_longer_fit_get_one_line(parts, tmp_path, monkeypatch, s
     assert "\n" not in str(refused.value)
 
 
-def test_a_stopped_trainer_can_be_asked_to_train_on(parts, tmp_path):
+def test_a_stopped_trainer_can_train_again(parts, tmp_path):
     whole = make(parts, tmp_path / "a", micro_batch_size=4)
     whole.train()
     make(parts, tmp_path / "b").train()  # to be set aside
