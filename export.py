@@ -43,7 +43,7 @@ class ExportConfig:
     out: str | None = None  # the directory to write; FILE.pt: a single snapshot file
     page: str | None = None  # or the web page to write; one that exists is replaced
     run_dir: str | None = None  # the run; without: the newest under runs/
-    snapshot: str | None = None  # a file or URL; without: the best of run_dir, or else its latest
+    snapshot: str | None = None  # a file, URL or run; without: the best of run_dir, or its latest
     snapshots: list[str] | None = None  # of a page: several, [a.pt,b.pt]
 
     def __post_init__(self):
@@ -124,8 +124,9 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     parts = {"token shift": config.token_shift, "n-gram embeddings": config.ngram_rows}
     kind = ", ".join((config.arch, *(part for part, has in parts.items() if has)))
     text = source_name(snapshot.config.get("data", {}))
+    unit = f" (nats per {snapshot.unit})" if snapshot.loss is not None else ""
     return [
-        ("snapshot", f"{snapshot} (nats per {snapshot.unit})"),
+        ("snapshot", f"{snapshot}{unit}"),
         (f"{snapshot.unit}s trained on", f"{snapshot.windows_seen * config.block_size:,}"),
         ("started from", str(snapshot.config.get("init_from") or "fresh weights")),
         ("text", f"{text}SHA-256 {snapshot.text_digest}"),
@@ -194,6 +195,7 @@ def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
     needs_code = is_shifted(dataclasses.asdict(config))
+    unknown = ord(unknown_token(snapshot.vocabulary, snapshot.encoding))
     trust = ", trust_remote_code=True" if needs_code else ""
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(default_prompt(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
@@ -220,8 +222,8 @@ print(pipeline("text-generation", {json.dumps(folder)}{trust})({prompt})[0]["gen
 {rows}
 
 One token is one {snapshot.unit}. Those that are not in the training text become the token
-U+{ord(unknown_token(snapshot.vocabulary)):04X} (id {config.vocab_size}), which was not trained and is never generated.
-To measure the loss above, drop its logit, the last one; the others are the trained model's.
+U+{unknown:04X} (id {config.vocab_size}), which was not trained and is never generated.
+To measure a loss, drop its logit, the last one; the others are the trained model's.
 The model was trained on {config.block_size} {snapshot.unit}s of context, the default `max_length` of a generated text.
 """
 

@@ -7,7 +7,7 @@
     python report.py check run_dir=runs/NAME           is it on track? exit status 1 if not
 
 The page is one HTML file that needs no network. `out=FILE` names it (default: report.html in the
-run's directory).
+run's directory, or in that which several share).
 """
 
 import contextlib
@@ -71,11 +71,10 @@ def find_runs(names: list[str]) -> list[str]:
     """
     found = []
     for name in names or [newest_run()]:
-        matches = [name] if os.path.isdir(name) else sorted(glob.glob(name))
-        inside = [
-            path for match in matches for path in sorted(glob.glob(f"{glob.escape(match)}/*"))
-        ]
-        runs = list(filter(is_run, matches)) or list(filter(is_run, inside))
+        runs: list[str] = []
+        for match in [name] if os.path.isdir(name) else sorted(glob.glob(name)):
+            inside = sorted(glob.glob(f"{glob.escape(match)}/*"))
+            runs += [match] if is_run(match) else filter(is_run, inside)
         if not runs:
             raise UserError(f"{name}: no run has logged anything there{newest_run_hint(name)}")
         found += runs

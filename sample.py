@@ -62,11 +62,10 @@ class SampleConfig:
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
-    slide: bool = False  # a sliding window beyond the context: ten times slower
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
     seed: int | None = 1337  # null: different samples every time
     run_dir: str | None = None  # the run; null: the newest under runs/
-    snapshot: str | None = None  # a file or URL; null: the best of run_dir, or else its latest
+    snapshot: str | None = None  # a file, URL or run; null: the best of run_dir, or its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
     stride: int | None = None  # of score: characters between windows; null: the context
@@ -74,7 +73,7 @@ class SampleConfig:
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
-        drawing = "num_samples max_new_tokens stop copied temperature top_k slide top_p seed"
+        drawing = "num_samples max_new_tokens stop copied temperature top_k top_p seed"
         for name in drawing.split() if self.score is not None else ():
             if (value := getattr(self, name)) != getattr(SampleConfig, name):
                 raise UserError(f"{name}={value}: of no effect on score=; leave it out")
@@ -92,7 +91,7 @@ class SampleConfig:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `GPT.stream`."""
-        same = {name: getattr(self, name) for name in ("top_k", "top_p", "seed", "slide")}
+        same = {name: getattr(self, name) for name in ("top_k", "top_p", "seed")}
         return {"temperature": self.temperature or 1.0, "do_sample": self.temperature > 0, **same}
 
 
@@ -338,7 +337,6 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
 
 
 def main(arguments: list[str]) -> None:
-    portable.restore_sigpipe()
     portable.escape_unencodable()
     config = parse(SampleConfig, arguments)
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)

@@ -59,11 +59,11 @@ def stream(
     seed: int | None = None,
     first_row: int = 0,
     use_cache: bool = True,
-    slide: bool = False,
 ) -> Iterator[Tensor]:
     """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
     row, int64 (B,), `max_new_tokens` times. The model is in evaluation mode, and sees the last
-    `block_size` characters at most.
+    `block_size` characters at most: a full context is replaced by its last half, encoded again, and the cache
+    grows from there.
 
     Args:
         do_sample: draw from the softmax of logits / `temperature`; otherwise take the likeliest.
@@ -73,9 +73,6 @@ def stream(
             on the device nor on the batch, except for rounding. None: taken from torch's global
             generator, which is otherwise left alone.
         use_cache: False recomputes the whole context for each character: the same result, slower.
-        slide: what the model sees once there are more than `block_size` characters. False: a full context is
-            replaced by its last half, encoded again, and the cache grows from there. True: always the last
-            `block_size`; every position changes, and all of them are computed again.
 
     Raises `UserError`, a ValueError, at the first character, for an empty `idx` or an impossible value.
     """
@@ -97,11 +94,11 @@ def stream(
     was_training = model.training
     model.eval()
     try:
-        context = deque(idx.split(1, dim=1), maxlen=config.block_size)
+        context = deque(idx[:, -config.block_size :].split(1, dim=1), maxlen=config.block_size)
         seen, cache = len(context), None  # characters that the model sees
         for _ in range(max_new_tokens):
             if seen > config.block_size:
-                seen, cache = config.block_size if slide else max(1, config.block_size // 2), None
+                seen, cache = max(1, config.block_size // 2), None
             if cache is None:
                 new = torch.cat([*context][-seen:], dim=1)
                 layers = range(config.n_layer if use_cache else 0)

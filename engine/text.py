@@ -117,6 +117,8 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     name = name_of(file)
     if file.compression == "zip":  # fsspec would read the first file in it
         raise UserError(f"{name}: use zip://NAME::{name}, or zip://*::{name} for all in it")
+    if re.search(r"\.(tar|tgz|tar\.\w+)$", file.path):  # its headers would be text
+        raise UserError(f"{name}: an archive: unpack it, or use tar://NAME::{name}")
     if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
         raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
     count, logged = 0, time.monotonic()
@@ -398,7 +400,8 @@ def shuffle_items(data: np.ndarray, ends: np.ndarray, shuffle: str) -> np.ndarra
     """
     ends = ends[ends <= len(data)]
     if len(ends) < 2:
-        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}")
+        hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs")
+        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{hint}")
     starts = np.insert(ends[:-1], 0, 0)
     order = np.random.default_rng(0).permutation(len(ends))
     items = [data[starts[i] : ends[i]] for i in order]

@@ -190,7 +190,6 @@ def test_n_gram_embeddings_are_of_the_last_three_and_four_characters():
     "options",
     [
         {},
-        {"slide": True},
         {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7},
     ],
 )
@@ -205,14 +204,13 @@ def test_cached_generation_is_uncached_generation_also_past_the_block(
 
 
 @pytest.mark.parametrize("length", [1, 12, 20])
-@pytest.mark.parametrize("slide", [True, False])
-def test_a_full_context_slides_or_is_encoded_again_from_its_last_half(slide, length):
+def test_a_full_context_is_encoded_again_from_its_last_half(length):
     model = tiny("modern")
-    out = model.generate(torch.randint(11, (1, length)), 24, slide=slide)
+    out = model.generate(torch.randint(11, (1, length)), 24)
     seen = min(length, 12)
     for end in range(length, out.size(1)):
         if seen > 12:
-            seen = 12 if slide else 6
+            seen = 6
         logits, _ = model(out[:, end - seen : end])
         assert out[0, end] == logits[0, -1].argmax()
         seen += 1

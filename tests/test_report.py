@@ -279,6 +279,24 @@ def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/report.html", "two.html"]
 
 
+def test_a_pattern_finds_runs_and_the_runs_of_sweeps(tmp_path):
+    for name in ("a", "b.sweep/1", "b.sweep/2"):
+        some_run(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    found = report.find_runs([f"{tmp_path}/[abn]*"])
+    assert found == [f"{tmp_path}/{name}" for name in ("a", "b.sweep/1", "b.sweep/2")]
+
+
+def test_runs_that_are_scored_on_different_parts_are_not_comparable(tmp_path):
+    runs = [some_run(tmp_path / str(share), data__train_split=share) for share in (0.5, 0.9)]
+    final = {"step": 1500, "split": "final", "loss": 1.2345, "seconds": 1.0}
+    runs[1].final = final  # of one run alone, and not of the first on the page
+    runs[0].val[-1]["loss"] = 1.0
+    html = render(runs, {})
+    assert "different texts, encodings or splits" in html and "<th>final loss</th>" in html
+    assert "different texts" not in render(runs[:1] * 2, {})
+
+
 def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
     for seed, loss in enumerate((2.5, 1.5, 2.3)):
         changed = {"trainer__seed": seed, "trainer__threads": seed}  # which changes no more

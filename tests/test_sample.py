@@ -301,7 +301,8 @@ def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path
     (tmp_path / "in").mkdir()
     for name in ("other.pt", "other.best.pt"):
         (tmp_path / "in" / name).write_bytes((run_dir / "gpt_snapshot.pt").read_bytes())
-        assert choose_snapshot(None, str(tmp_path)) == str(tmp_path / "in" / name)
+        for given in ((None, str(tmp_path)), (str(tmp_path), None)):
+            assert choose_snapshot(*given) == str(tmp_path / "in" / name)
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
         choose_snapshot(None, str(tmp_path))

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import tarfile
 import threading
 import time
 import zipfile
@@ -197,6 +198,11 @@ def test_an_unsupported_compression_is_named(tmp_path):
     with pytest.raises(UserError, match=r"use zip://NAME::"):
         read(str(tmp_path / "two.zip"))
     assert read(f"zip://*::{tmp_path / 'two.zip'}") == "ab"
+    with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "text.zst", "text")
+    with pytest.raises(UserError, match=r"an archive: unpack it, or use tar://NAME::"):
+        read(str(tmp_path / "two.tar.gz"))
+    assert read(f"tar://text::{tmp_path / 'two.tar.gz'}") == "whatever"
 
 
 def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_path):

@@ -90,9 +90,9 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     status 1, and Ctrl-C ends it without a traceback. `--help` prints the docstring of the program's file and the
     fields of its `configs`.
     """
+    portable.restore_sigpipe()
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        portable.restore_sigpipe()
         print((sys.modules[program.__module__].__doc__ or "").strip())
         for config in configs:
             print(f"\n{config.__doc__}\n\n{field_table(config)}")

@@ -113,9 +113,12 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unknown_token(vocabulary: str) -> str:
-    """The token for unknown characters: U+FFFD, or the next character that `vocabulary` lacks."""
-    return next(c for c in map(chr, range(0xFFFD, 0x110000)) if c not in vocabulary)
+def unknown_token(vocabulary: str, encoding: str) -> str:
+    """The token for unknown characters: U+FFFD, or the next character that `vocabulary` lacks; for unknown bytes
+    U+10FFFF, which is in no text.
+    """
+    first = 0x10FFFF if encoding == "bytes" else 0xFFFD
+    return next(c for c in map(chr, range(first, 0x110000)) if c not in vocabulary)
 
 
 def byte_tokens() -> list[str]:
@@ -175,7 +178,8 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
 
 def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[str, Any]:
     """The JSON files by name: model, generation and tokenizer."""
-    gpt2, unknown, unknown_id = config["arch"] == "gpt2", unknown_token(vocabulary), len(vocabulary)
+    gpt2, unknown_id = config["arch"] == "gpt2", len(vocabulary)
+    unknown = unknown_token(vocabulary, encoding)
     kind = [config["arch"], is_shifted(config)]
     model_type, name = next((key, name) for key, (*k, name) in KINDS.items() if k == kind)
     shifted = {

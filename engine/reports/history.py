@@ -1,6 +1,7 @@
 """Run history: metrics, configuration and provenance of a run, read from its directory."""
 
 import functools
+import math
 import os
 import statistics
 from typing import Any
@@ -90,6 +91,11 @@ class Run:
         """The overrides that affect the loss by more than another seed does; of each setting, the last."""
         typed = {override_key(o): o for start in self.starts for o in start["overrides"] or ()}
         return without((o for key, o in typed.items() if key not in IRRELEVANT), "experiment=")
+
+
+def best_first(runs: list[Run]) -> list[Run]:
+    """`runs`, lowest held-out loss first, those without one last."""
+    return sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
 
 
 def name_runs(runs: list[Run]) -> list[str]:

@@ -1,6 +1,5 @@
 """Report page: one run, or several over each other, as one HTML file that needs no network."""
 
-import math
 import os
 import shlex
 from typing import Any
@@ -9,21 +8,27 @@ import yaml
 
 from engine.config.settings import IRRELEVANT, flatten
 from engine.reports.charts import draw_charts, hue, ticks
-from engine.reports.history import Run, name_runs, seed_means
+from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.reports.reference import References, check, find_reference
 from engine.run.metrics import duration, format_loss
 
 
 def render(runs: list[Run], references: References) -> str:
     """The page of `runs`, the one with the lowest held-out loss first."""
-    runs = sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
+    runs = best_first(runs)
     labels = name_runs(runs) if len(runs) > 1 else [runs[0].config["run_name"]]
     charts = draw_charts(runs, labels, references)
     is_compared = any(chart.band for chart in charts)
     varied = varied_settings(runs)
     minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
     names = {"run_name", "run_dir"}
-    texts = {(run.starts[-1]["text_sha256"], run.config["data"].get("encoding")) for run in runs}
+    parts = ("encoding", "train_split", "final_split")  # decide what is scored
+    scored = {
+        # An older run has no final_split.
+        (run.starts[-1]["text_sha256"], *(run.config["data"].get(part) or 0 for part in parts))
+        for run in runs
+    }
+    described = [describe(run, references) for run in runs]
     import jinja2  # which only this needs
 
     environment = jinja2.Environment(
@@ -39,11 +44,12 @@ def render(runs: list[Run], references: References) -> str:
         ticks=ticks,
         varied={key: values for key, values in varied.items() if key not in minor},
         folded={key: values for key, values in varied.items() if key in minor - names},
-        have_other_texts=len(texts) > 1,
+        are_comparable=len(scored) == 1,
         means=seed_means(runs, labels),
+        facts=dict.fromkeys(fact for run in described for fact in run["facts"]),
         runs=[
-            describe(run, references) | {"label": label, "hue": hue(i)}
-            for i, (run, label) in enumerate(zip(runs, labels, strict=True))
+            run | {"label": label, "hue": hue(i)}
+            for i, (run, label) in enumerate(zip(described, labels, strict=True))
         ],
         reference=find_reference(runs[0], references)[0] if is_compared else None,
     )

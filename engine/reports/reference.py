@@ -53,6 +53,8 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
 
 
 def recipe_name(run: Run) -> str:
+    if run.starts[-1]["overrides"] is None:
+        return "a run that another program started"
     return f"the recipe {run.recipe}" if run.recipe else "the defaults"
 
 

@@ -8,7 +8,6 @@ Everything is read from the directories of the jobs, whichever of Hydra's launch
 import atexit
 import glob
 import logging
-import math
 import os
 
 import yaml
@@ -22,7 +21,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.parallel.distributed import launched_size
-from engine.reports.history import Run, name_runs, seed_means
+from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.run.directory import JOB, relative_path
 from engine.run.metrics import format_loss
 
@@ -86,8 +85,7 @@ def write_status(config: DictConfig, status: str) -> None:
 def read_jobs(sweep_dir: str) -> list[Run]:
     """The runs of the jobs started so far, lowest held-out loss first, those without one last."""
     found = sorted(glob.glob(os.path.join(glob.escape(sweep_dir), "*", JOB)))
-    runs = [Run(os.path.dirname(path)) for path in found]
-    return sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
+    return best_first([Run(os.path.dirname(path)) for path in found])
 
 
 def table(runs: list[Run]) -> list[str]:
@@ -112,13 +110,14 @@ def log_results(sweep_dir: str) -> None:
     """Logs the table of the jobs in `sweep_dir`."""
     try:
         jobs = read_jobs(sweep_dir)
+        lines = table(jobs) if jobs else []
     except UserError as error:  # a damaged file of one of them
         log.error("%s", error)
         return
     if not jobs:
         return
     log.info("sweep       %d jobs in %s; losses are held-out ones", len(jobs), sweep_dir)
-    for line in table(jobs):
+    for line in lines:
         log.info("%s", line)
     if jobs[0].best:
         log.info("sample      python sample.py run_dir=%s", relative_path(jobs[0].path))

@@ -163,15 +163,15 @@ def read_config(run_dir: str) -> dict[str, Any]:
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
-    """The path of the snapshot to read a model from: `snapshot`, or that of the run in `run_dir`,
-    or of the newest run. Of a run it is the best snapshot (lowest held-out loss), or the latest if
-    nothing was evaluated.
+    """The path of the snapshot to read a model from: `snapshot`, a file, a URL or the directory of a run, or that of
+    the run in `run_dir`, or of the newest run. Of a run it is the best snapshot (lowest held-out loss), or the latest
+    if nothing was evaluated.
 
     Raises `UserError` if there is none.
     """
-    if snapshot is not None:
+    if snapshot is not None and not os.path.isdir(snapshot):
         return snapshot
-    run_dir, name = run_dir or newest_run(), SNAPSHOT
+    run_dir, name = snapshot or run_dir or newest_run(), SNAPSHOT
     if os.path.exists(os.path.join(run_dir, CONFIG)):  # a Trainer without main.py writes none
         name = read_config(run_dir)["trainer"].get("snapshot_path", SNAPSHOT)
     latest = storage.snapshot_path(name, run_dir)
@@ -185,12 +185,12 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 def choose_snapshots(
     snapshots: list[str] | None, snapshot: str | None, run_dir: str | None
 ) -> list[str]:
-    """The paths in `snapshots`, a run directory replaced by its best snapshot; if None, that of
-    `choose_snapshot`. Raises `UserError` if there is none, or both are given.
+    """What `choose_snapshot` gives for each of `snapshots`, or for the others. Raises `UserError` if there is none, or
+    both are given.
     """
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots is None:
         return [choose_snapshot(snapshot, run_dir)]
     if not snapshots:
         raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
-    return [choose_snapshot(None, p) if os.path.isdir(p) else p for p in snapshots]
+    return [choose_snapshot(path, None) for path in snapshots]

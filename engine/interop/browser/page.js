@@ -60,7 +60,7 @@ class Model {
     this.worker.postMessage({...message, call: ++this.call});
   }
 
-  /** The ids of a text; null, with a message, if it is empty or has a character that the model does not know. */
+  /** The ids of a text; null, with a message, if it has a character that the model does not know. */
   encode(text, what) {
     const bytes = character => Array.from(new TextEncoder().encode(character), byte => String.fromCharCode(byte));
     const characters = Array.from(text);
