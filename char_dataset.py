@@ -151,8 +151,10 @@ class CharDataset(Dataset):
 
     def _check_length(self, name: str) -> None:
         if self.config.block_size is not None and len(self.data) <= self.block_size:
+            used = self.config.truncate
+            share = f" (data.truncate={used:g} leaves out the rest)" if used < 1 else ""
             raise UserError(
-                f"data.block_size={self.block_size}: the {name} has {len(self.data):,} characters, "
+                f"data.block_size={self.block_size}: the {name} has {len(self.data):,} characters{share}, "
                 f"but a window needs {self.block_size + 1:,}; use a longer text, a smaller "
                 "data.block_size or another data.train_split"
             )

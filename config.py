@@ -52,7 +52,7 @@ class Config:
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies the architecture and sizes of a pretrained model; the context is the smaller of the two."""
         source = GPTConfig.recorded(architecture).complete()
-        asked = as_typed(self.data.block_size)
+        asked = self.data.block_size
         block_size = min(self.data.block_size or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)

@@ -84,7 +84,7 @@ def find_runs(names: list[str]) -> list[str]:
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
     try:
-        if final is not None:
+        if final is not None and trainer.step <= trainer.plan.total_steps:
             score_final(trainer, final)
     finally:  # the report and the best snapshot do not depend on the score
         if config.report:

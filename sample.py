@@ -180,9 +180,10 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     points = np.array([ord(character) for character in data.vocabulary], np.uint32)
     source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
     copied = total = 0
-    lines = f"\n{source}\n"
+    lines = f"\n{source}\n".replace("\r\n", "\n")
     for text in texts:
-        is_copied = np.full(len(text), len(text) < COPIED and f"\n{text}\n" in lines)
+        line = text.removesuffix("\r")
+        is_copied = np.full(len(text), len(text) < COPIED and f"\n{line}\n" in lines)
         for start in range(len(text) - COPIED + 1):
             if text[start : start + COPIED] in source:
                 is_copied[start : start + COPIED] = True
@@ -322,6 +323,10 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
         if traits != same[0]:
             what = "context" if traits[:2] == same[0][:2] else "vocabulary"
             raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
+    trained_on = {snapshot.config.get("data", {}).get("path") for snapshot in snapshots}
+    if config.score in trained_on:
+        note = "trained on most of this text: the held-out loss of the run is of the rest"
+        print(f"[{note}]", file=sys.stderr)
     losses, count = score(config, *snapshots)
     unit = snapshots[0].unit
     print(f"{unit}s scored".ljust(19), count)

@@ -116,8 +116,9 @@ def choose_sizes(
         chosen = choose(config, len(text.data), world, seconds_left, seconds_per_step)
         if HydraConfig.initialized():
             own = (f"{override_key(override)}=" for override in chosen)
-            typed = without(HydraConfig.get().overrides.task, *own, "run_name=", "run_dir=")
-            chosen = ["python", "main.py", *typed, *chosen, "run_name=again"]
+            others = ("run_name=", "run_dir=", "trainer.resume=")
+            typed = without(HydraConfig.get().overrides.task, *own, *others)
+            chosen = ["python", "main.py", *typed, *chosen, f"run_name={config.run_name}_again"]
         log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
     warn_if_too_little(config)
@@ -134,8 +135,9 @@ def time_steps(trainer: Any) -> float:
             loss.item()  # waits for the device
             times.append(time.perf_counter() - started)
             times[-1] = max(distributed.all_gather(times[-1], trainer.world))
-            # The first steps with a CUDA graph are its capture and checks.
-            fewest = 18 if trainer.world.device.type == "cuda" else 4
+            # The first steps with a CUDA graph are its capture and checks. On a CPU a step may take half a minute.
+            on_gpu = trainer.world.device.type == "cuda"
+            fewest = 18 if on_gpu else 4 if times[-1] < 4 * TRIAL_S else 1
             if len(times) > fewest and times[-1] > TRIAL_S:
                 break
     trainer.requests.finish()  # of `steps`, which was left before its end
@@ -180,13 +182,16 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
         trainer.max_steps = int(min(fitting, useful, planned_steps(config, characters)))
         minutes, steps = trainer.max_minutes, fitting
         if trainer.max_steps == useful < fitting:
-            limit = rule.USEFUL_PASSES
-            log.info("sizing      %d steps: limited to %d passes over the text", useful, limit)
+            log.info(
+                "sizing      %d steps: limited to %d passes over the text; for more, set trainer.max_steps and "
+                "trainer.max_minutes=null",
+                useful, rule.USEFUL_PASSES,
+            )  # fmt: skip
     if trainer.max_steps is None and trainer.max_epochs is None:
         trainer.max_steps = steps
     trainer.max_minutes = None
     if minutes is not None and trainer.max_steps is not None:
-        trainer.max_minutes = minutes * (trainer.max_steps / steps)
+        trainer.max_minutes = rounded_minutes(minutes * trainer.max_steps / steps)
 
 
 def choose(
@@ -311,7 +316,8 @@ def choose_rates(config: Any, characters: int) -> None:
     model, optimizer, step = config.model, config.optimizer, step_characters(config)
     training = training_characters(config, characters)
     steps = planned_steps(config, characters)
-    passes = min(steps * step / training, rule.USEFUL_PASSES)
+    planned = steps * step / training
+    passes = min(planned, rule.USEFUL_PASSES)
     if config.init_from is None:
         usable = round(characters * (1 - config.data.final_split))
         fill(config, {"optimizer.learning_rate": rule.learning_rate(usable, model.n_embd, steps)})
@@ -323,9 +329,10 @@ def choose_rates(config: Any, characters: int) -> None:
         decay = rule.fine_tuning_decay(optimizer.learning_rate * steps)
         ngrams = 2.0  # more would forget the pretrained tables
     fill(config, {"optimizer.weight_decay": decay, "optimizer.ngram_decay": ngrams})
+    shown = f", n-gram decay {optimizer.ngram_decay:g}" if model.ngram_rows else ""
     log.info(
-        "sizing      learning rate %g, weight decay %g, n-gram decay %g: for %.2g passes over the text",
-        optimizer.learning_rate, optimizer.weight_decay, optimizer.ngram_decay, passes,
+        "sizing      learning rate %g, weight decay %g%s: for %.3g passes over the text",
+        optimizer.learning_rate, optimizer.weight_decay, shown, planned,
     )  # fmt: skip
 
 
@@ -334,10 +341,14 @@ def evaluations(cost: float) -> int:
     return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
 
 
+def rounded_minutes(minutes: float) -> float:
+    return float(f"{minutes:.5g}")
+
+
 def useful_steps(config: Any, characters: int) -> int:
-    """Steps for `USEFUL_PASSES` over a text of `characters` characters."""
+    """Steps for at most `USEFUL_PASSES` over a text of `characters` characters."""
     useful = rule.USEFUL_PASSES * training_characters(config, characters)
-    return math.ceil(useful / step_characters(config))
+    return max(1, useful // step_characters(config))
 
 
 def training_characters(config: Any, characters: int) -> int:
@@ -393,7 +404,8 @@ def choose_steps(
     typed = planned_steps(config, characters)
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps < fitting:
-        trainer.max_minutes *= trainer.max_steps / fitting  # as `recall` expects
+        # As `recall` expects.
+        trainer.max_minutes = rounded_minutes(trainer.max_minutes * trainer.max_steps / fitting)
     number_of = "as many as" if trainer.max_steps == fitting else f"of the {fitting:,} that"
     why = f"{number_of} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
@@ -401,7 +413,7 @@ def choose_steps(
     if trainer.max_steps == typed:
         why += "; set by the user"
     elif typed < math.inf:
-        why += f"; fewer than the {typed:,.0f} that were set"
+        why += f"; fewer than the {typed:,.0f} of trainer.max_steps or max_epochs"
     log.info("sizing      %s steps: %s", f"{trainer.max_steps:,}", why)
     if trainer.eval_every_steps is None:
         trainer.eval_every_steps = math.ceil(trainer.max_steps / number)

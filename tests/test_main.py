@@ -286,6 +286,7 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
         ("model.vocab_size=10", "follows from"),
         ("model.block_size=7", "follows from"),
+        ("max_minutes=1", "max_minutes: unknown key; did you mean trainer.max_minutes?"),
     ],
 )
 def test_a_bad_setting_is_explained_with_the_right_one(override, says):

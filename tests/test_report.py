@@ -24,7 +24,7 @@ from engine.errors import UserError
 from engine.reports.charts import draw_charts, ticks
 from engine.reports.history import Run
 from engine.reports.page import render
-from engine.reports.reference import OFF_TRACK, check, load_references
+from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
 from engine.run.directory import choose_snapshot
 from model import GPT, GPTConfig
 from sample import sample_during_training
@@ -464,6 +464,10 @@ def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_pat
     _, words = check(run, {})
     assert any("worse than guessing" in sentence for sentence in words)
     assert not any("overfits" in sentence for sentence in words)
+    run.step = run.val[-1]["step"] = 20
+    assert not loss_warning(run)  # too early
+    run.starts[-1]["total_steps"] = 20
+    assert "worse than guessing" in loss_warning(run)
 
 
 def test_the_overfit_recipe_is_on_track(tmp_path, card):

@@ -347,6 +347,19 @@ def test_the_copied_share_is_printed(run_dir):
     assert sampling.copied_share([held_out.decode(held_out.data[:100])], snapshot) == 0
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_short_sample_is_copied_if_it_is_a_line(tmp_path, end):
+    path = tmp_path / "names.txt"
+    path.write_bytes(end.join(["Ada", "Grace", "Edith"] * 40).encode())
+    data = CharDataset(DataConfig(path=str(path), block_size=8))
+    snapshot = model_snapshot(data.vocabulary)
+    snapshot.text_digest = data.digest
+    snapshot.config["data"] = {"path": str(path), "block_size": 8}
+    for ending in ("", "\r"):  # where the sample stops
+        assert sampling.copied_share([f"Ada{ending}", f"Dith{ending}"], snapshot) < 0.6
+        assert sampling.copied_share([f"Ada{ending}"], snapshot) == 1
+
+
 def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
     book = tmp_path / "book.bin"
     book.write_bytes("größer ".encode() * 400 + b"\xff")

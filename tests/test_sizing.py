@@ -1,12 +1,14 @@
 """Sizing: what is null is chosen for a text and a time; given values are kept; the choice is kept."""
 
 import dataclasses
+import itertools
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from conftest import metrics, read_until, start
+from conftest import ALONE, metrics, read_until, start
 
 from config import validate
 from engine import sizing, sizing_rule
@@ -319,6 +321,15 @@ def test_a_gpu_has_time_for_the_texts_that_it_draws():
     assert 0.8 * silent < drawn < 0.95 * silent
 
 
+def test_a_step_that_takes_half_a_minute_is_timed_once(monkeypatch):
+    clock = itertools.count(0, 30)
+    monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
+    steps = ((torch.zeros(()), torch.zeros(())) for _ in range(4))
+    requests = SimpleNamespace(finish=lambda: None)
+    trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
+    assert sizing.time_steps(trainer) == 30 and next(clock) == 60
+
+
 @pytest.mark.parametrize(
     "characters, minutes, says",
     [
@@ -359,6 +370,7 @@ def test_a_run_without_a_time_refuses_one_later(tmp_path):
     [
         ("book.txt", "book"),
         ("/a/My Book.txt.gz", "My_Book"),
+        ("notes.2024.txt", "notes_2024"),
         ("books/*.txt", "books"),
         ("s3://bucket/texts/*", "texts"),
         (["b/one.txt", "two.txt"], "one"),

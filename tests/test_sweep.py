@@ -8,8 +8,9 @@ import pytest
 from conftest import LONG, TINY, lines, metrics, start, wait_until
 
 from engine.config.overrides import job_name
+from engine.errors import UserError
 from engine.reports.history import Run
-from engine.reports.sweep import read_jobs, table
+from engine.reports.sweep import check_sweep, read_jobs, table
 
 
 def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "finished") -> Run:
@@ -137,3 +138,10 @@ def test_the_best_job_is_first_and_a_partial_last_line_is_ignored(tmp_path):
     jobs = read_jobs(str(tmp_path / "[1]"))
     assert [job.job["overrides"] for job in jobs] == [["name=c"], ["name=b"], ["name=a"]]
     assert [job.step for job in jobs] == [3, 3, 0]
+
+
+def test_a_sweep_over_texts_needs_a_name():
+    texts = ["-m", "data=text", "data.path=a.txt,b.txt"]
+    with pytest.raises(UserError, match="needs a name: run_name=NAME"):
+        check_sweep(texts)
+    check_sweep([*texts, "run_name=both"])

@@ -556,6 +556,8 @@ def test_a_finished_run_says_so_and_changes_nothing(parts, tmp_path, caplog):
     caplog.set_level("INFO", logger="gpt")
     assert make(parts, tmp_path).train() == loss
     assert "this run is finished: it has 6 steps of 6" in caplog.text
+    make(parts, tmp_path, max_steps=5).train()
+    assert "this run has 6 steps, more than the 5 asked for" in caplog.text
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
 
 

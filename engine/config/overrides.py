@@ -105,11 +105,13 @@ def job_name(overrides: list[str], swept: str = "") -> str:
 
 
 def text_name(path: Any) -> str:
-    """Run name for the text at `path`: the name of its first file without extensions or, for a pattern, of its
+    """Run name for the text at `path`: the name of its first file without extension or, for a pattern, of its
     directory.
     """
     first = str(path[0] if isinstance(path, list | ListConfig) else path)
-    parts = [part.split(".")[0] for part in re.split("[/:]", first) if part]
+    parts = [
+        re.sub(r"(\.\w{1,5}){0,1}(\.(gz|bz2|xz))?$", "", part) for part in re.split("[/:]", first)
+    ]
     names = [re.sub(r"[^\w-]+", "_", part) for part in parts if "*" not in part]
     return next((name for name in reversed(names) if name.strip("_")), "text")
 
@@ -144,7 +146,8 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         elif equals and not key.startswith("hydra"):
             if any(f"{name}.".startswith(f"{key}.") for name in known):
                 continue
-            near = [USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)]
+            near = [by_last_name[last]] if last in by_last_name else []
+            near += [USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)]
             near += [name for name in keys if name.startswith(key)]
             near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
             hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"

@@ -78,6 +78,19 @@ def read_pretrained(source: str) -> Snapshot:
         raise UserError(f"init_from={source}: {what}") from error
 
 
+def warn_if_split_differs(pretrained: Snapshot, data: Any) -> None:
+    """Warns if the weights were trained on the file of `data` (`DataConfig`), split or shuffled otherwise."""
+    theirs, ours = pretrained.config.get("data", {}), vars(data)
+    split = ("truncate", "shuffle", "train_split", "final_split")
+    if theirs.get("path") == data.path and any(
+        (theirs.get(n) or 0) != (ours[n] or 0) for n in split
+    ):
+        log.warning(
+            "init_from: the model was trained on another part of this text, which may have what is held out here; "
+            "set the same data.train_split, final_split and shuffle"
+        )
+
+
 @torch.no_grad()
 def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> None:
     """Loads the pretrained weights into a fresh `model` for `vocabulary`, bare, wrapped or sharded; all ranks

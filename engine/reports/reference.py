@@ -16,7 +16,7 @@ from engine.config.settings import INCOMPARABLE
 from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
-FIRST_JUDGED = 50  # steps; losses before say little
+FIRST_JUDGED = 50  # steps; losses before say little, unless the run has ended
 References = dict[str, dict[str, Any]]
 
 
@@ -48,8 +48,12 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
     changed = (
         f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
     )
-    verdict = OFF_TRACK if any(problems) else ON_TRACK if run.step >= FIRST_JUDGED else TOO_FEW
+    verdict = OFF_TRACK if any(problems) else TOO_FEW if is_early(run) else ON_TRACK
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
+
+
+def is_early(run: Run) -> bool:
+    return run.step < min(FIRST_JUDGED, run.total_steps)
 
 
 def recipe_name(run: Run) -> str:
@@ -100,7 +104,7 @@ def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out or the training loss has risen, else "". The run overfits if its training loss fell,
     diverges if that rose by 0.25 nats or more, and else gets worse. At step 0 the weights are pretrained ones.
     """
-    if run.best is None or (run.step < FIRST_JUDGED and run.best["step"] > 0):
+    if run.best is None or (is_early(run) and run.best["step"] > 0):
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
@@ -132,7 +136,7 @@ def unigram_warning(run: Run) -> str:
     """
     frequencies = run.starts[-1].get("frequency_loss")
     lines = run.val[-1:] or run.train[-5:]
-    if run.step < FIRST_JUDGED or not frequencies or not lines:
+    if is_early(run) or not frequencies or not lines:
         return ""
     lowest = min(reversed(lines), key=operator.itemgetter("loss"))
     step, loss = lowest["step"], lowest["loss"]
@@ -140,5 +144,5 @@ def unigram_warning(run: Run) -> str:
         return ""
     return (
         f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than "
-        f"guessing by frequency, {frequencies:.4f}: train for more steps, or lower optimizer.learning_rate."
+        f"guessing by frequency, {frequencies:.4f}: train for more steps, or change optimizer.learning_rate."
     )

@@ -35,7 +35,10 @@ def check_sweep(arguments: list[str]) -> None:
             "-m: the jobs of a sweep run one after another, in one process: start it with python main.py -m, "
             "without a launcher"
         )
-    if any(argument.split("=")[0] in ("--cfg", "-c") for argument in arguments):
+    typed = {argument.partition("=")[0]: argument.partition("=")[2] for argument in arguments}
+    if "," in typed.get("data.path", "") and "run_name" not in typed:  # the texts would name it
+        raise UserError("-m: a sweep over texts needs a name: run_name=NAME")
+    if typed.keys() & {"--cfg", "-c"}:
         raise UserError("--cfg: prints one configuration; leave out -m")
 
 

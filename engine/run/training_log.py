@@ -85,7 +85,7 @@ class TrainingLog:
         if number > MANY_PASSES:
             log.warning(
                 f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept, "
-                "trainer.patience=3 ends the run sooner, and experiment=auto chooses for the text"
+                "trainer.patience=3 ends the run sooner, and experiment=auto without trainer.max_steps plans fewer"
             )
         self.started_at = self.lap_step = step
         self.lap_started = time.perf_counter()
@@ -104,15 +104,16 @@ class TrainingLog:
         if evaluated:
             log.info("held-out loss %.4f at step %d", *evaluated)
         total = self.plan.total_steps
+        if step > total:
+            log.warning("this run has %d steps, more than the %d asked for", step, total)
+            return
         key = (
-            "trainer.max_steps, max_epochs or max_minutes" if step >= total else "trainer.patience"
+            "trainer.max_steps, max_epochs or max_minutes" if step == total else "trainer.patience"
         )
         log.info(
             "this run is finished: it has %d steps of %d; to train longer, raise %s",
-            step,
-            total,
-            key,
-        )
+            step, total, key,
+        )  # fmt: skip
 
     def log_stopped(self, step: int, signal: str, path: str, resume: str) -> None:
         """Logs that `signal` ended the run after `step`, and how to resume from the snapshot at `path`."""

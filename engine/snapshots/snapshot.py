@@ -199,7 +199,10 @@ def check_can_resume(
     ]
     was, now = snapshot.text_digest, dataset.digest
     if was != now:
-        refused.append(f"the text has SHA-256 {now[:12]}..., was {was[:12]}...")
+        paths = " and ".join(map(str, changes.pop("data.path", ())))
+        refused.append(
+            f"the text has SHA-256 {now[:12]}..., was {was[:12]}..." + f" ({paths})" * bool(paths)
+        )
     if refused:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
@@ -208,7 +211,8 @@ def check_can_resume(
     changes["processes"] = (snapshot.processes, world.size)
     changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
     for key, (was, now) in changes.items():
-        if was != now and key != "trainer.resume":
+        # The minutes follow from the steps: see `sizing.recall`.
+        if was != now and key not in ("trainer.resume", "trainer.max_minutes"):
             was, now = as_typed(was), as_typed(now)
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
