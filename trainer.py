@@ -8,6 +8,7 @@ a data set is a `CharDataset` or has the same `len`, `batch`, `eval_windows`, `n
 """
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -24,7 +25,7 @@ from char_dataset import MicroBatches, move_if_small, prefetch
 from engine.config import auto
 from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
-from engine.kernels import execution, ops
+from engine.kernels import execution
 from engine.kernels.graph import CapturedStep, MicroBatch, can_capture
 from engine.machine.hardware import flops_per_token, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads
@@ -255,9 +256,7 @@ class Trainer:
         self.model.train()
         on_cpu = self.world.device.type == "cpu"
         may_adapt = on_cpu and self.world.size == 1 and self.config.threads is None
-        if self.choices["deterministic"]:
-            may_adapt &= ops.sums_ignore_threads(self.bare, self.choices["amp_dtype"])
-        threads = AdaptiveThreads(enabled=may_adapt)
+        threads = AdaptiveThreads(may_adapt, self._may_change_threads)
         try:
             while self.step < self.plan.total_steps:
                 distributed.seed_step(self.config.seed, self.step, self.world)
@@ -273,6 +272,7 @@ class Trainer:
                     batches = self._batches()
                     continue
                 self.step += 1
+                threads.adapt()
                 yield loss, norm
         finally:
             threads.close()
@@ -300,6 +300,38 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
+
+    def _may_change_threads(self) -> bool:
+        """Whether a step gives the same weights, bit for bit, with any number of threads up to today's; each is tried.
+        A matrix product may add in another order.
+        """
+        if not self.choices["deterministic"]:
+            return True
+        plan, world, most = self.plan, self.world, torch.get_num_threads()
+        parts: tuple[Any, ...] = (self.bare, self.optimizer, self.scaler)
+        before = copy.deepcopy([part.state_dict() for part in parts])
+
+        def restore() -> None:
+            for part, state in zip(parts, before, strict=True):
+                part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
+
+        batches = MicroBatches(self.train_dataset, self.config.seed, plan, world.rank)
+        inputs = [batches[self.step * plan.accumulation + i] for i in range(plan.accumulation)]
+        expected: list[torch.Tensor] = []
+        try:
+            for threads in range(most, 0, -1):
+                torch.set_num_threads(threads)
+                distributed.seed_step(self.config.seed, self.step, world)
+                self.train_step(inputs)
+                weights = [parameter.detach().clone() for parameter in self.parameters]
+                expected = expected or weights
+                if not all(map(torch.equal, weights, expected)):
+                    return False
+                restore()
+            return True
+        finally:
+            torch.set_num_threads(most)
+            restore()
 
     def _halve_micro_batch(self, error: Exception) -> None:
         """Halves the micro-batch so that a step that ran out of memory can be repeated; see `memory.halved`."""

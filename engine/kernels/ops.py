@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.kernels import native
 from engine.kernels.build import instructions
@@ -27,7 +27,7 @@ MIN_KERNEL_ROWS = 256  # of a linear layer in bfloat16, whose weight has to be r
 MIN_KERNEL_ELEMENTS = 8192  # of a squared ReLU, below which torch's two operations are faster
 # `code_digest` of the attention that the fused kernels compute; see `fused`.
 STANDARD_ATTENTION = "89a360c7ed3a15d9c2427d5621895639f62097e281fdf89ffe461718d0cbd871"
-MKL_SPLITS_FROM = 4  # threads, among which MKL splits the sums of a product in float32
+MAX_PADDED = 256  # columns of a product that is padded; see `linear`
 MAX_PLAIN_ATTENTION = 256  # characters; on a CPU matrix products are faster up to here
 
 
@@ -111,17 +111,6 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def sums_ignore_threads(model: nn.Module, dtype: str) -> bool:
-    """Whether a training step of `model` in `dtype` ("bfloat16", ...) is bitwise the same with fewer CPU threads than
-    now, if it uses the operations of this module. C kernels and torch's bfloat16 products are; plain PyTorch's norms
-    are not, nor are MKL's float32 products, which split a narrow matrix's sums among four or more threads.
-    """
-    parameters = list(model.parameters())
-    fit = all(p.is_cpu and (p.dim() > 1 or p.numel() % native.WIDTH == 0) for p in parameters)
-    fit = fit and (dtype == "bfloat16" or torch.get_num_threads() < MKL_SPLITS_FROM)
-    return fit and native.library(getattr(torch, dtype)) is not None
-
-
 # --------------------------------------------------------------------------------------------------
 # Linear layers
 
@@ -130,6 +119,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Linear layer: x (..., C) times `weight` (columns, C) transposed, plus `bias` (columns)."""
     if _linear_is_faster(x, weight, bias):
         return native.linear(x, weight, bias)
+    columns = weight.size(0)
+    extra = -columns % native.WIDTH
+    if extra and bias is None and columns < MAX_PADDED and x.dtype is torch.float32 and x.is_cpu:
+        # MKL adds in another order with other threads where columns are few and odd, as those of a head.
+        return F.linear(x, F.pad(weight, (0, 0, 0, extra)))[..., :columns]
     return F.linear(x, weight, bias)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,14 +20,15 @@ PROBE_S = 10.0  # seconds within which a thread that was tried is taken away aga
 
 class AdaptiveThreads:
     """Takes away one of torch's threads while other processes are busy, and tries one more from time to time, with
-    exponential backoff. An operation ends when its slowest thread does,
-    so a thread that waits for a core holds up all others.
+    exponential backoff. An operation ends when its slowest thread does, so a thread that waits for a core holds up all
+    others. `may_change()` is asked once, before the first change.
     """
 
     was_logged = False  # once in a process is enough
 
-    def __init__(self, enabled: bool):
-        self.enabled, self.most = enabled, torch.get_num_threads()
+    def __init__(self, enabled: bool, may_change: Callable[[], bool] = lambda: True):
+        self.enabled, self.may_change, self.most = enabled, may_change, torch.get_num_threads()
+        self.was_asked = False
         self.retry = RETRY[0]
         self.tried, self.next_try = -PROBE_S, 0.0  # when one more thread was, and will be, tried
         # Of the steps since the last decision.
@@ -35,8 +36,8 @@ class AdaptiveThreads:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context of a step, after which the number of threads is changed if it is time to. What happens between
-        steps (evaluation, sampling with one thread) says nothing of other processes.
+        """Context of a step. What happens between steps (evaluation, sampling with one thread) says nothing of other
+        processes.
         """
         start, cpu, preemptions = time.perf_counter(), time.process_time(), portable.preemptions()
         yield
@@ -44,8 +45,11 @@ class AdaptiveThreads:
         self.seconds += now - start
         self.cpu_seconds += time.process_time() - cpu
         self.preemptions += portable.preemptions() - preemptions
+
+    def adapt(self) -> None:
+        """Changes the number of threads if it is time to; called after each step."""
         if self.enabled and self.seconds >= PERIOD:
-            self._adapt(now)
+            self._adapt(time.perf_counter())
             self.seconds = self.cpu_seconds = self.preemptions = 0.0
 
     def _adapt(self, now: float) -> None:
@@ -54,6 +58,10 @@ class AdaptiveThreads:
         lost = threads - self.cpu_seconds / self.seconds
         preemptions = self.preemptions / self.seconds
         if threads > 1 and lost > MIN_LOST and preemptions > MIN_PREEMPTIONS:
+            if not self.was_asked:
+                self.was_asked, self.enabled = True, self.may_change()
+            if not self.enabled:
+                return
             torch.set_num_threads(threads - 1)
             was_tried = now - self.tried < PROBE_S
             self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
