@@ -137,11 +137,12 @@ def time_steps(trainer: Any) -> float:
             times[-1] = max(distributed.all_gather(times[-1], trainer.world))
             # The first steps with a CUDA graph are its capture and checks. On a CPU a step may take half a minute.
             on_gpu = trainer.world.device.type == "cuda"
-            fewest = 18 if on_gpu else 4 if times[-1] < 4 * TRIAL_S else 1
+            fewest = 18 if on_gpu else 4 if times[-1] < 4 * TRIAL_S else 2
             if len(times) > fewest and times[-1] > TRIAL_S:
                 break
     trainer.requests.finish()  # of `steps`, which was left before its end
-    return statistics.median(b - a for a, b in itertools.pairwise(times))
+    steady = times[1:] if len(times) > 2 else times  # the first step has to allocate and load
+    return statistics.median(b - a for a, b in itertools.pairwise(steady))
 
 
 def sized_model(config: Any) -> Any:
