@@ -38,7 +38,7 @@ from engine import portable
 from engine.config import auto
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
-from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_split_differs
+from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.parallel import distributed
 from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.sweep import check_sweep
@@ -95,7 +95,7 @@ def run_training(config: Config, started: float) -> float | None:
         choose_sizes(config, text, recorded, world, started, make_trainer)
 
         if pretrained is not None:
-            warn_if_split_differs(pretrained, config.data)
+            warn_if_seen(pretrained, config.data)
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         unseen, frequency_loss = compare_characters(*split)

@@ -323,8 +323,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
         if traits != same[0]:
             what = "context" if traits[:2] == same[0][:2] else "vocabulary"
             raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
-    trained_on = {snapshot.config.get("data", {}).get("path") for snapshot in snapshots}
-    if config.score in trained_on:
+    if any(snapshot.config.get("data", {}).get("path") == config.score for snapshot in snapshots):
         note = "trained on most of this text: the held-out loss of the run is of the rest"
         print(f"[{note}]", file=sys.stderr)
     losses, count = score(config, *snapshots)

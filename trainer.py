@@ -256,9 +256,11 @@ class Trainer:
         self.model.train()
         on_cpu = self.world.device.type == "cpu"
         may_adapt = on_cpu and self.world.size == 1 and self.config.threads is None
-        threads = AdaptiveThreads(may_adapt, self._may_change_threads)
+        may_adapt = may_adapt and not self.choices["compile"]  # which is for a number of threads
+        threads = AdaptiveThreads(may_adapt, self._may_have_threads)
         try:
             while self.step < self.plan.total_steps:
+                threads.adapt()
                 distributed.seed_step(self.config.seed, self.step, self.world)
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
                 try:
@@ -272,7 +274,6 @@ class Trainer:
                     batches = self._batches()
                     continue
                 self.step += 1
-                threads.adapt()
                 yield loss, norm
         finally:
             threads.close()
@@ -301,37 +302,34 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _may_change_threads(self) -> bool:
-        """Whether a step gives the same weights, bit for bit, with any number of threads up to today's; each is tried.
-        A matrix product may add in another order.
+    def _may_have_threads(self, number: int) -> bool:
+        """Whether a step with this number of threads gives the same result, bit for bit, as with today's: tries both.
+        A matrix product may add in another order. Restores what is in a `state_dict`.
         """
         if not self.choices["deterministic"]:
             return True
-        plan, world, most = self.plan, self.world, torch.get_num_threads()
+        plan, world, today = self.plan, self.world, torch.get_num_threads()
         parts: tuple[Any, ...] = (self.bare, self.optimizer, self.scaler)
         before = copy.deepcopy([part.state_dict() for part in parts])
-
-        def restore() -> None:
-            for part, state in zip(parts, before, strict=True):
-                part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
-
         batches = MicroBatches(self.train_dataset, self.config.seed, plan, world.rank)
         inputs = [batches[self.step * plan.accumulation + i] for i in range(plan.accumulation)]
-        expected: list[torch.Tensor] = []
-        try:
-            for threads in range(most, 0, -1):
-                torch.set_num_threads(threads)
-                distributed.seed_step(self.config.seed, self.step, world)
-                self.train_step(inputs)
-                weights = [parameter.detach().clone() for parameter in self.parameters]
-                expected = expected or weights
-                if not all(map(torch.equal, weights, expected)):
-                    return False
-                restore()
-            return True
-        finally:
-            torch.set_num_threads(most)
-            restore()
+        results = []
+        for threads in (today, number):
+            torch.set_num_threads(threads)
+            distributed.seed_step(self.config.seed, self.step, world)
+            results.append(
+                [*self.train_step(inputs), *(p.detach().clone() for p in self.parameters)]
+            )
+            for part, state in zip(parts, before, strict=True):
+                part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
+        torch.set_num_threads(today)
+        is_same = all(map(torch.equal, *results))
+        if not is_same:
+            log.info(
+                "threads     other processes are busy, but with fewer the result would change; "
+                "trainer.deterministic=false takes fewer"
+            )
+        return is_same
 
     def _halve_micro_batch(self, error: Exception) -> None:
         """Halves the micro-batch so that a step that ran out of memory can be repeated; see `memory.halved`."""

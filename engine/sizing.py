@@ -10,12 +10,14 @@ import dataclasses
 import itertools
 import logging
 import math
+import re
 import shlex
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 
 from engine import sizing_rule as rule
@@ -99,6 +101,7 @@ def choose_sizes(
         trial.model = sized_model(trial)
         warn_if_too_little(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
+        trial.trainer.threads = torch.get_num_threads()
         step_s = time_steps(make_trainer(trial, text.with_config(trial.data).split()))
         hardware.free_unused(world.device)  # a Trainer is part of a reference cycle
         return step_s
@@ -118,7 +121,8 @@ def choose_sizes(
             own = (f"{override_key(override)}=" for override in chosen)
             others = ("run_name=", "run_dir=", "trainer.resume=")
             typed = without(HydraConfig.get().overrides.task, *own, *others)
-            chosen = ["python", "main.py", *typed, *chosen, f"run_name={config.run_name}_again"]
+            name = re.sub(r"[^\w-]", "_", config.run_name)
+            chosen = ["python", "main.py", *typed, *chosen, f"run_name={name}_again"]
         log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
     warn_if_too_little(config)
@@ -192,7 +196,7 @@ def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
         trainer.max_steps = steps
     trainer.max_minutes = None
     if minutes is not None and trainer.max_steps is not None:
-        trainer.max_minutes = rounded_minutes(minutes * trainer.max_steps / steps)
+        trainer.max_minutes = minutes_for(trainer.max_steps, minutes, steps)
 
 
 def choose(
@@ -342,8 +346,9 @@ def evaluations(cost: float) -> int:
     return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
 
 
-def rounded_minutes(minutes: float) -> float:
-    return float(f"{minutes:.5g}")
+def minutes_for(steps: int, minutes: float, fitting: int) -> float:
+    """The minutes that `steps` take if `fitting` steps take `minutes`, as `recall` expects them."""
+    return minutes if steps == fitting else float(f"{minutes * steps / fitting:.10g}")
 
 
 def useful_steps(config: Any, characters: int) -> int:
@@ -405,8 +410,7 @@ def choose_steps(
     typed = planned_steps(config, characters)
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps < fitting:
-        # As `recall` expects.
-        trainer.max_minutes = rounded_minutes(trainer.max_minutes * trainer.max_steps / fitting)
+        trainer.max_minutes = minutes_for(trainer.max_steps, trainer.max_minutes, fitting)
     number_of = "as many as" if trainer.max_steps == fitting else f"of the {fitting:,} that"
     why = f"{number_of} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:

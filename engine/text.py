@@ -117,7 +117,7 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     name = name_of(file)
     if file.compression == "zip":  # fsspec would read the first file in it
         raise UserError(f"{name}: use zip://NAME::{name}, or zip://*::{name} for all in it")
-    if re.search(r"\.(tar|tgz|tar\.\w+)$", file.path):  # its headers would be text
+    if re.search(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", file.path):  # its headers would be text
         raise UserError(f"{name}: an archive: unpack it, or use tar://NAME::{name}")
     if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
         raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")

@@ -342,7 +342,7 @@ def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported)
     assert f"| parameters | {count:,} |" in Path(out, "README.md").read_text()
 
 
-def test_the_export_contains_no_local_path():
+def test_source_names_contain_no_local_path():
     assert (
         export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
     )

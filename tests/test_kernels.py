@@ -389,7 +389,7 @@ def test_a_model_uses_the_kernels(dtype, monkeypatch):
 
 
 @both
-def test_unsupported_sizes_fall_back_to_torch(dtype, monkeypatch):
+def test_unsupported_tensors_fall_back_to_torch(dtype, monkeypatch):
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     torch.manual_seed(0)
     found = []  # pairs of what is computed and what is right
@@ -512,7 +512,7 @@ def logits_and_text(module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @both
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_attention_runs_as_written(dtype, edit, tmp_path, monkeypatch, caplog):
+def test_an_edited_model_runs_as_written(dtype, edit, tmp_path, monkeypatch, caplog):
     ops._log_edit.cache_clear()
     module = edited(*EDITS[edit], tmp_path, monkeypatch)
     runs = {"kernels": logits_and_text(module, dtype)}

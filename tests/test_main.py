@@ -174,7 +174,7 @@ def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monk
         ("data.path=x trainer.max_steps=5 trainer.max_minutes=1", ""),
     ],
 )
-def test_typed_steps_or_epochs_replace_the_limit_of_the_default_recipe(typed, added):
+def test_a_typed_limit_replaces_that_of_the_default_recipe(typed, added):
     chosen = add_default_recipe(["trainer.device=cpu", *typed.split()])
     assert chosen[1:] == [*added.split(), "trainer.device=cpu", *typed.split()]
 

@@ -229,7 +229,7 @@ def test_greedy_text_and_scores_equal_those_of_sample_py(browser, served, tmp_pa
         assert f"of {count} " in status
 
 
-def test_the_controls_of_the_page(browser, tmp_path):
+def test_generating_stopping_and_inspecting_on_the_page(browser, tmp_path):
     snapshot = model_snapshot(LETTERS, "modern", n_layer=4, n_embd=192)  # slow enough to be stopped
     snapshot.config |= {"run_name": HOSTILE}
     write(tmp_path, snapshot)

@@ -159,7 +159,7 @@ def test_a_run_whose_records_are_damaged_or_missing_is_refused_by_their_name(tmp
         check(Run(str(tmp_path)), {})
 
 
-def test_a_short_run_has_a_page_and_no_verdict(tmp_path, card):
+def test_an_unfinished_run_of_few_steps_has_a_page_and_no_verdict(tmp_path, card):
     run = some_run(tmp_path / "a", steps=100)
     run.step = 1
     run.train[0] |= {"step": 1, "lr": 0.0}
@@ -470,7 +470,7 @@ def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_pat
     assert "worse than guessing" in loss_warning(run)
 
 
-def test_the_overfit_recipe_is_on_track(tmp_path, card):
+def test_a_rising_loss_within_the_band_is_on_track(tmp_path, card):
     wide = [[step, 5.0, 3.0] for step, *_ in card["shakespeare_cpu"]["val"]]
     card = {"shakespeare_cpu": card["shakespeare_cpu"] | {"val": wide}}
     verdict, words = check(some_run(tmp_path / "run", held_out=lambda s: 3 + s / 900), card)

@@ -202,6 +202,16 @@ def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
         assert same == again
 
 
+@pytest.mark.parametrize("minutes, steps", [(370 / 3, 200_000), (123.456, 20_000)])
+def test_the_same_time_gives_the_same_steps_at_every_start(minutes, steps):
+    recorded = {"trainer": {"max_steps": steps, "max_minutes": minutes}}
+    for _ in range(4):
+        config = validate(configure("experiment=overfit", f"trainer.max_minutes={minutes}"))
+        sizing.recall(config, recorded, 10**9)
+        assert config.trainer.max_steps == steps
+        recorded = {"trainer": dataclasses.asdict(config.trainer)}
+
+
 def test_a_longer_time_adds_no_passes_that_overfit():
     chosen, _ = choose(characters=200_000)
     again = resumed(chosen, "trainer.max_minutes=60", characters=200_000)
@@ -322,12 +332,12 @@ def test_a_gpu_has_time_for_the_texts_that_it_draws():
 
 
 def test_of_steps_that_take_half_a_minute_two_are_timed(monkeypatch):
-    clock = itertools.count(0, 30)
+    clock = itertools.chain([0], itertools.count(90, 30))  # the first step takes longer
     monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(4))
     requests = SimpleNamespace(finish=lambda: None)
     trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
-    assert sizing.time_steps(trainer) == 30 and next(clock) == 90
+    assert sizing.time_steps(trainer) == 30 and next(clock) == 150
 
 
 @pytest.mark.parametrize(
@@ -371,6 +381,7 @@ def test_a_run_without_a_time_refuses_one_later(tmp_path):
         ("book.txt", "book"),
         ("/a/My Book.txt.gz", "My_Book"),
         ("notes.2024.txt", "notes_2024"),
+        ("https://host.org/book.markdown?token=secret", "book"),
         ("books/*.txt", "books"),
         ("s3://bucket/texts/*", "texts"),
         (["b/one.txt", "two.txt"], "one"),

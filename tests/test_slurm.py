@@ -66,7 +66,7 @@ def test_srun_variables_become_torchruns():
         pytest.param({**JOB, **ONE_TASK}, id="salloc with an interactive step, srun --pty"),
     ],
 )
-def test_a_single_srun_task_stays_one_process(environment):
+def test_without_several_srun_tasks_there_is_one_process(environment):
     assert adopted(environment) == (None,) * 6
 
 

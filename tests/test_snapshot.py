@@ -201,7 +201,7 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
         resume(saved.config, "cd")
 
 
-def test_the_loss_is_stored_with_its_step():
+def test_the_loss_is_shown_with_its_step():
     assert str(Snapshot({}, {}, step=7)) == "step 7"
     assert str(Snapshot({}, {}, step=7, loss=1.5, loss_step=7)) == "step 7, held-out loss 1.5000"
     stopped = Snapshot({}, {}, step=7, loss=1.5, loss_step=5)

@@ -95,7 +95,7 @@ def test_run_config_of_another_program_is_stored_in_the_snapshot(parts, tmp_path
 
 
 @pytest.mark.parametrize("change", [{"train_split": 0.5}, {"truncate": 0.5}])
-def test_a_trainer_without_main_refuses_to_resume_on_another_text(tmp_path, change):
+def test_a_trainer_without_main_refuses_to_resume_on_another_part_of_the_text(tmp_path, change):
     path = tmp_path / "a.txt"
     path.write_text("".join(chr(97 + i * i % 7) for i in range(400)))
 
@@ -330,7 +330,7 @@ def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts,
 # --- the step ---
 
 
-def test_a_cuda_graph_is_compared_with_the_eager_loss(parts, tmp_path):
+def test_the_loss_that_checks_a_cuda_graph_is_that_of_the_step(parts, tmp_path):
     trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
     micro_batches = [*trainer._micro_batches(trainer._batches())]
     assert [len(x) for x, _, _ in micro_batches] == [3, 4]
@@ -785,7 +785,7 @@ def test_determinism_is_switched_on_and_off_again():
         torch.set_deterministic_debug_mode(before)
 
 
-def test_compile_auto_does_not_compile_where_it_cannot(monkeypatch):
+def test_a_model_that_cannot_be_compiled_is_not(monkeypatch):
     monkeypatch.setattr(auto, "missing_to_compile", lambda _: "a compiler")
     chosen = auto.resolve(TrainerConfig(compile="true"), CPU, 0, {})
     assert chosen["compile"] is False

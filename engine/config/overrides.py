@@ -109,9 +109,8 @@ def text_name(path: Any) -> str:
     directory.
     """
     first = str(path[0] if isinstance(path, list | ListConfig) else path)
-    parts = [
-        re.sub(r"(\.\w{1,5}){0,1}(\.(gz|bz2|xz))?$", "", part) for part in re.split("[/:]", first)
-    ]
+    parts = re.split("[/:]", re.split("[?#]", first)[0])
+    parts = [re.sub(r"(\.\w{1,10})?(\.(gz|bz2|xz|zst))?$", "", part) for part in parts]
     names = [re.sub(r"[^\w-]+", "_", part) for part in parts if "*" not in part]
     return next((name for name in reversed(names) if name.strip("_")), "text")
 

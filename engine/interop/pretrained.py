@@ -78,16 +78,17 @@ def read_pretrained(source: str) -> Snapshot:
         raise UserError(f"init_from={source}: {what}") from error
 
 
-def warn_if_split_differs(pretrained: Snapshot, data: Any) -> None:
-    """Warns if the weights were trained on the file of `data` (`DataConfig`), split or shuffled otherwise."""
-    theirs, ours = pretrained.config.get("data", {}), vars(data)
-    split = ("truncate", "shuffle", "train_split", "final_split")
-    if theirs.get("path") == data.path and any(
-        (theirs.get(n) or 0) != (ours[n] or 0) for n in split
-    ):
+def warn_if_seen(pretrained: Snapshot, data: Any) -> None:
+    """Warns if the weights were trained on characters of the same file that `data` (`DataConfig`) holds out."""
+    theirs = pretrained.config.get("data", {})
+    if theirs.get("path") != data.path:
+        return
+    is_other = any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
+    if is_other or data.train_split < (theirs.get("train_split") or 0):
         log.warning(
-            "init_from: the model was trained on another part of this text, which may have what is held out here; "
-            "set the same data.train_split, final_split and shuffle"
+            "init_from: the model was trained on a part of what is held out here: the held-out loss is too low; set "
+            "data.train_split=%s or more, and the same truncate and shuffle",
+            theirs.get("train_split"),
         )
 
 

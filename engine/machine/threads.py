@@ -21,14 +21,17 @@ PROBE_S = 10.0  # seconds within which a thread that was tried is taken away aga
 class AdaptiveThreads:
     """Takes away one of torch's threads while other processes are busy, and tries one more from time to time, with
     exponential backoff. An operation ends when its slowest thread does, so a thread that waits for a core holds up all
-    others. `may_change()` is asked once, before the first change.
+    others. `may_have(threads)` is asked once, before the first step with that number.
     """
 
     was_logged = False  # once in a process is enough
 
-    def __init__(self, enabled: bool, may_change: Callable[[], bool] = lambda: True):
-        self.enabled, self.may_change, self.most = enabled, may_change, torch.get_num_threads()
-        self.was_asked = False
+    def __init__(self, enabled: bool, may_have: Callable[[int], bool] = lambda threads: True):
+        self.enabled, self.may_have, self.most = enabled, may_have, torch.get_num_threads()
+        self.least, self.is_refused = (
+            self.most,
+            False,
+        )  # the lowest number so far; whether one less is refused
         self.retry = RETRY[0]
         self.tried, self.next_try = -PROBE_S, 0.0  # when one more thread was, and will be, tried
         # Of the steps since the last decision.
@@ -47,7 +50,7 @@ class AdaptiveThreads:
         self.preemptions += portable.preemptions() - preemptions
 
     def adapt(self) -> None:
-        """Changes the number of threads if it is time to; called after each step."""
+        """Changes the number of threads if it is time to; called before each step."""
         if self.enabled and self.seconds >= PERIOD:
             self._adapt(time.perf_counter())
             self.seconds = self.cpu_seconds = self.preemptions = 0.0
@@ -58,9 +61,10 @@ class AdaptiveThreads:
         lost = threads - self.cpu_seconds / self.seconds
         preemptions = self.preemptions / self.seconds
         if threads > 1 and lost > MIN_LOST and preemptions > MIN_PREEMPTIONS:
-            if not self.was_asked:
-                self.was_asked, self.enabled = True, self.may_change()
-            if not self.enabled:
+            if threads == self.least and not self.is_refused:
+                self.is_refused = not self.may_have(threads - 1)
+                self.least -= not self.is_refused
+            if threads == self.least:
                 return
             torch.set_num_threads(threads - 1)
             was_tried = now - self.tried < PROBE_S

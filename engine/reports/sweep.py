@@ -9,6 +9,7 @@ import atexit
 import glob
 import logging
 import os
+import re
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -36,7 +37,8 @@ def check_sweep(arguments: list[str]) -> None:
             "without a launcher"
         )
     typed = {argument.partition("=")[0]: argument.partition("=")[2] for argument in arguments}
-    if "," in typed.get("data.path", "") and "run_name" not in typed:  # the texts would name it
+    is_named = typed.keys() & {"run_name", "run_dir", "experiment"}
+    if re.match(r"[^\[\"'].*,", typed.get("data.path", "")) and not is_named:  # not by one text
         raise UserError("-m: a sweep over texts needs a name: run_name=NAME")
     if typed.keys() & {"--cfg", "-c"}:
         raise UserError("--cfg: prints one configuration; leave out -m")
