@@ -19,7 +19,8 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     has_time = affordable >= 0.9 * enough
     if characters >= 200_000:  # n-gram embeddings take the place of a layer or two
-        layers = 3 if affordable < 8e6 else 4 if affordable < most or characters < 500_000 else 6
+        few = affordable < min(8e6, 14 * characters)
+        layers = 3 if few else 4 if affordable < most or characters < 500_000 else 6
     elif characters >= 20_000 and affordable >= 1.35 * enough:
         # A short text is better served by depth and context than by width ("Depth for short texts").
         layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
@@ -42,7 +43,7 @@ def step_size(characters: int, width: int, affordable: float, on_gpu: bool) -> i
 def dropout(characters: int, passes: float) -> float:
     """Dropout probability for `passes` over a training text of `characters`."""
     # Dropout costs a third of the steps on a CPU; it pays only in many passes over a short text.
-    return round(0.1 + (passes - 10) / 160, 2) if passes >= 10 and characters < 200_000 else 0.0
+    return round(0.1 + (passes - 10) / 160, 2) if passes >= 10 and characters < 160_000 else 0.0
 
 
 def ngram_rows(characters: int) -> int:
