@@ -468,6 +468,7 @@ def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_pat
     assert not loss_warning(run)  # too early
     run.starts[-1]["total_steps"] = 20
     assert "worse than guessing" in loss_warning(run)
+    assert check(run, {})[0] == "too few steps to tell"
 
 
 def test_a_rising_loss_within_the_band_is_on_track(tmp_path, card):

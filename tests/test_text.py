@@ -467,7 +467,11 @@ def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
         (b"x" * 775 + "漢".encode()[:2] + b"x" * 900, {}, "not UTF-8: byte 0xe6 at offset 775"),
         (b"x" * 2000, {"sha256": "0" * 64}, "SHA-256 is"),
         (b"x" * 2000, {"truncate": 1e-5}, ": the text is empty, with data.truncate=1e-05"),
-        (b"x" * 2000, {"truncate": 0.004}, "has 8 characters (data.truncate=0.004 leaves out the rest), but a window needs 9"),
+        (
+            b"x" * 2000,
+            {"truncate": 0.004},
+            "has 8 characters (data.truncate=0.004 leaves out the rest), but a window needs 9",
+        ),
     ],
 )
 def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, make, monkeypatch):

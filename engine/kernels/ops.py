@@ -120,11 +120,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _linear_is_faster(x, weight, bias):
         return native.linear(x, weight, bias)
     columns = weight.size(0)
-    extra = (
-        -columns % native.WIDTH if bias is None and x.numel() * columns >= MIN_KERNEL_FLOPS else 0
-    )
-    if extra and columns < MAX_PADDED and x.dtype is torch.float32 and x.is_cpu:
-        # MKL adds in another order with other threads where columns are few and no multiple of 16, as those of a head.
+    extra = -columns % native.WIDTH
+    is_large = x.numel() * columns >= MIN_KERNEL_FLOPS
+    is_head = extra and columns < MAX_PADDED and bias is None  # of a small vocabulary
+    if is_head and is_large and x.dtype is torch.float32 and x.is_cpu:
+        # With other threads MKL adds in another order where columns are few and no multiple of 16.
         return F.linear(x, F.pad(weight, (0, 0, 0, extra)))[..., :columns]
     return F.linear(x, weight, bias)
 

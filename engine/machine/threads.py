@@ -28,10 +28,8 @@ class AdaptiveThreads:
 
     def __init__(self, enabled: bool, may_have: Callable[[int], bool] = lambda threads: True):
         self.enabled, self.may_have, self.most = enabled, may_have, torch.get_num_threads()
-        self.least, self.is_refused = (
-            self.most,
-            False,
-        )  # the lowest number so far; whether one less is refused
+        self.least = self.most  # the lowest number so far
+        self.is_refused = False  # one less than that
         self.retry = RETRY[0]
         self.tried, self.next_try = -PROBE_S, 0.0  # when one more thread was, and will be, tried
         # Of the steps since the last decision.

@@ -16,7 +16,7 @@ from engine.config.settings import INCOMPARABLE
 from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
-FIRST_JUDGED = 50  # steps; losses before say little, unless the run has ended
+FIRST_JUDGED = 50  # steps; losses before say little
 References = dict[str, dict[str, Any]]
 
 
@@ -43,16 +43,18 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
         for split in ("val", "train"):
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
+    is_early = run.step < FIRST_JUDGED
     if reference is None or any(problems):
-        problems.append(loss_warning(run))
+        (remarks if is_early else problems).append(loss_warning(run))
     changed = (
         f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
     )
-    verdict = OFF_TRACK if any(problems) else TOO_FEW if is_early(run) else ON_TRACK
+    verdict = OFF_TRACK if any(problems) else TOO_FEW if is_early else ON_TRACK
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
 
 
-def is_early(run: Run) -> bool:
+def is_training(run: Run) -> bool:
+    """Whether the run has taken too few steps to be warned of, and is to take more."""
     return run.step < min(FIRST_JUDGED, run.total_steps)
 
 
@@ -104,7 +106,7 @@ def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out or the training loss has risen, else "". The run overfits if its training loss fell,
     diverges if that rose by 0.25 nats or more, and else gets worse. At step 0 the weights are pretrained ones.
     """
-    if run.best is None or (is_early(run) and run.best["step"] > 0):
+    if run.best is None or (is_training(run) and run.best["step"] > 0):
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
@@ -136,7 +138,7 @@ def unigram_warning(run: Run) -> str:
     """
     frequencies = run.starts[-1].get("frequency_loss")
     lines = run.val[-1:] or run.train[-5:]
-    if is_early(run) or not frequencies or not lines:
+    if is_training(run) or not frequencies or not lines:
         return ""
     lowest = min(reversed(lines), key=operator.itemgetter("loss"))
     step, loss = lowest["step"], lowest["loss"]
