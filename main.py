@@ -94,8 +94,6 @@ def run_training(config: Config, started: float) -> float | None:
         text = load_text(config, recorded, world)
         choose_sizes(config, text, recorded, world, started, make_trainer)
 
-        if pretrained is not None:
-            warn_if_seen(pretrained, config.data)
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         unseen, frequency_loss = compare_characters(*split)
@@ -121,6 +119,7 @@ def build_trainer(
     dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
     model = build_model(config.model, config.trainer, dtype, world)
     if pretrained is not None:
+        warn_if_seen(pretrained, config.data)
         load_pretrained(pretrained, model, train_text.vocabulary)
         pretrained.model_state.clear()  # frees its memory
     bare: Any = distributed.unwrap(model)

@@ -8,7 +8,6 @@ a data set is a `CharDataset` or has the same `len`, `batch`, `eval_windows`, `n
 """
 
 import contextlib
-import copy
 import functools
 import logging
 import math
@@ -28,7 +27,7 @@ from engine.errors import UserError, check_option, check_range
 from engine.kernels import execution
 from engine.kernels.graph import CapturedStep, MicroBatch, can_capture
 from engine.machine.hardware import flops_per_token, is_out_of_memory
-from engine.machine.threads import AdaptiveThreads
+from engine.machine.threads import AdaptiveThreads, ignores_threads
 from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, join_processes, report_unresponsive_ranks
@@ -303,27 +302,18 @@ class Trainer:
         return total, norm
 
     def _may_have_threads(self, number: int) -> bool:
-        """Whether a step with this number of threads gives the same result, bit for bit, as with today's: tries both.
-        A matrix product may add in another order. Restores what is in a `state_dict`.
-        """
+        """Whether the next step would have the same result, bit for bit, with this number of threads."""
         if not self.choices["deterministic"]:
             return True
-        plan, world, today = self.plan, self.world, torch.get_num_threads()
-        parts: tuple[Any, ...] = (self.bare, self.optimizer, self.scaler)
-        before = copy.deepcopy([part.state_dict() for part in parts])
-        batches = MicroBatches(self.train_dataset, self.config.seed, plan, world.rank)
-        inputs = [batches[self.step * plan.accumulation + i] for i in range(plan.accumulation)]
-        results = []
-        for threads in (today, number):
-            torch.set_num_threads(threads)
-            distributed.seed_step(self.config.seed, self.step, world)
-            results.append(
-                [*self.train_step(inputs), *(p.detach().clone() for p in self.parameters)]
-            )
-            for part, state in zip(parts, before, strict=True):
-                part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
-        torch.set_num_threads(today)
-        is_same = all(map(torch.equal, *results))
+        batches = self._batches()
+        inputs = [next(batches) for _ in range(self.plan.accumulation)]
+        batches.close()
+
+        def step() -> list[torch.Tensor]:
+            distributed.seed_step(self.config.seed, self.step, self.world)
+            return [*self.train_step(inputs), *(p.detach().clone() for p in self.parameters)]
+
+        is_same = ignores_threads(step, number, self.bare, self.optimizer, self.scaler)
         if not is_same:
             log.info(
                 "threads     other processes are busy, but with fewer the result would change; "

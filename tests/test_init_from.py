@@ -10,9 +10,10 @@ import pytest
 import torch
 from conftest import ALONE, TINY, metrics, model_snapshot, start
 
+from char_dataset import DataConfig
 from config import Config
 from engine.errors import UserError
-from engine.interop.pretrained import load_pretrained, read_init_weights
+from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.signals import Stopped
 from engine.snapshots.storage import load
 from main import configure, train
@@ -279,3 +280,23 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
     for name, weights in snapshot.model_state.items():
         kept = weights[rows] if name in ("tok_emb.weight", "head.weight") else weights
         assert torch.equal(kept, learned[name]), name
+
+
+@pytest.mark.parametrize(
+    "changed, is_seen",
+    [
+        ({}, False),
+        ({"train_split": 0.95}, False),
+        ({"train_split": 0.8}, True),
+        ({"shuffle": "lines"}, True),
+        ({"shuffle": "lines", "path": "another.txt"}, False),
+    ],
+)
+def test_a_held_out_part_that_the_pretrained_model_was_trained_on_is_warned_of(
+    changed, is_seen, caplog
+):
+    settings = {"path": "book.txt", "train_split": 0.9}
+    pretrained = model_snapshot("ab")
+    pretrained.config["data"] = dataclasses.asdict(DataConfig(**settings))
+    warn_if_seen(pretrained, DataConfig(**settings | changed))
+    assert ("was trained on a part of what is held out" in caplog.text) == is_seen

@@ -1,9 +1,11 @@
 """Adaptive thread count: fewer threads of a CPU while other processes need its cores."""
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -81,3 +83,18 @@ class AdaptiveThreads:
         """Gives back all threads."""
         if self.enabled:
             torch.set_num_threads(self.most)
+
+
+def ignores_threads(compute: Callable[[], list[torch.Tensor]], number: int, *parts: Any) -> bool:
+    """Whether `compute()` gives the same tensors, bit for bit, with `number` threads as with today's: a matrix product
+    may add in another order. Restores the `state_dict` of each of `parts`, which `compute` may change.
+    """
+    today, results = torch.get_num_threads(), []
+    before = copy.deepcopy([part.state_dict() for part in parts])
+    for threads in (today, number):
+        torch.set_num_threads(threads)
+        results.append(compute())
+        for part, state in zip(parts, before, strict=True):
+            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
+    torch.set_num_threads(today)
+    return all(map(torch.equal, *results))

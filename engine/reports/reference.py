@@ -53,8 +53,8 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
 
 
-def is_training(run: Run) -> bool:
-    """Whether the run has taken too few steps to be warned of, and is to take more."""
+def is_too_early(run: Run) -> bool:
+    """Whether a run in progress has taken too few steps to be warned of."""
     return run.step < min(FIRST_JUDGED, run.total_steps)
 
 
@@ -106,7 +106,7 @@ def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out or the training loss has risen, else "". The run overfits if its training loss fell,
     diverges if that rose by 0.25 nats or more, and else gets worse. At step 0 the weights are pretrained ones.
     """
-    if run.best is None or (is_training(run) and run.best["step"] > 0):
+    if run.best is None or (is_too_early(run) and run.best["step"] > 0):
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
@@ -138,7 +138,7 @@ def unigram_warning(run: Run) -> str:
     """
     frequencies = run.starts[-1].get("frequency_loss")
     lines = run.val[-1:] or run.train[-5:]
-    if is_training(run) or not frequencies or not lines:
+    if is_too_early(run) or not frequencies or not lines:
         return ""
     lowest = min(reversed(lines), key=operator.itemgetter("loss"))
     step, loss = lowest["step"], lowest["loss"]
