@@ -128,7 +128,7 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     return [
         ("snapshot", f"{snapshot}{unit}"),
         (f"{snapshot.unit}s trained on", f"{snapshot.windows_seen * config.block_size:,}"),
-        ("started from", str(snapshot.config.get("init_from") or "fresh weights")),
+        ("started from", public_name(snapshot.config.get("init_from") or "fresh weights")),
         ("text", f"{text}SHA-256 {snapshot.text_digest}"),
         (
             "architecture",
@@ -232,7 +232,12 @@ def source_name(data: dict[str, Any]) -> str:
     """The text's file names or URLs, each followed by a comma; "" if not recorded."""
     path = data.get("url") or data.get("path") or []
     paths = path if isinstance(path, list) else [path]
-    return "".join(f"{p if '://' in p else os.path.basename(p)}, " for p in paths)
+    return "".join(f"{public_name(p)}, " for p in paths)
+
+
+def public_name(path: str) -> str:
+    """A URL, or the last part of a local path, which is nobody else's business."""
+    return path if "://" in path else os.path.basename(path.rstrip("/"))
 
 
 if __name__ == "__main__":

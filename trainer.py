@@ -185,6 +185,8 @@ class Trainer:
         self.choices = choices = auto.resolve(config, device, flops, earlier)
         execution.apply(choices, bare)
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices["amp_dtype"] == "float16")
+        if device.type == "cuda" and config.data_loader_workers == 0:
+            move_if_small(filter(None, (train_dataset, test_dataset)), device)
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
             self.plan = memory.fit_micro_batch(plan, known, bare, train_dataset, choices, world)
@@ -204,8 +206,6 @@ class Trainer:
         self.train_step = self._make_step()  # `_train_step`, or its CUDA graph
         if found:  # after that: a capturable optimizer restores its state onto the GPU
             self._restore(found)
-        if device.type == "cuda" and config.data_loader_workers == 0:
-            move_if_small(filter(None, (train_dataset, test_dataset)), device)
 
     def train(self) -> float | None:
         """Trains to the end of the plan; returns the held-out loss of the last step, nats per character.
@@ -408,7 +408,7 @@ class Trainer:
         return limit if self.plan.accumulation > 1 else None
 
     def _save_if_due(self) -> None:
-        """Saves the latest snapshot if that is due, and the best one if this step has the lowest loss."""
+        """Saves a snapshot if one is due, or if this step has the lowest loss."""
         is_best = self.evaluations.is_best(self.step)
         is_due = self.step > 0 and (
             self.requests.save
@@ -421,7 +421,7 @@ class Trainer:
             self.requests.save = False
         if is_due or is_best:
             with self.training_log.paused():
-                self.snapshots.save(self._snapshot(), is_due, is_best)
+                self.snapshots.save(self._snapshot(), best=is_best, numbered=is_due)
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
@@ -465,7 +465,7 @@ class Trainer:
         self.requests.finish()
         self.snapshots.wait()
         if self.snapshots.saved_step != self.step:
-            self.snapshots.save(self._snapshot(), latest=True, best=False)
+            self.snapshots.save(self._snapshot(), best=False, numbered=True)
         self.snapshots.finish(self.step)
         where, resume = self.snapshots.path, self.config.resume
         self.training_log.log_stopped(self.step, stopped.name, where, resume)

@@ -1,9 +1,11 @@
-"""Local files: atomic writes; recognizing the pages that this project wrote."""
+"""Local files: atomic writes; locks; recognizing the pages that this project wrote."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+
+from engine import portable
 
 
 @contextlib.contextmanager
@@ -27,6 +29,18 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # renamed, or never created
             os.remove(temporary)
+
+
+@contextlib.contextmanager
+def file_lock(path: str) -> Iterator[None]:
+    """File lock: one process at a time runs the block, also of several hosts with a shared disk. Raises OSError."""
+    with open(path, "a") as file:
+        portable.lock(file, wait=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # Windows keeps a file that is open
+                os.remove(path)
 
 
 def is_page_of(path: str, program: str) -> bool:

@@ -46,8 +46,12 @@ EVALUATIONS = 20  # at most, of a run
 EVALUATION_SHARE = 0.04  # of the time, for all evaluations
 EVALUATION_COST = 0.4  # of a character, relative to training on it
 MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
-FINISH_S = 1.5  # seconds for the last snapshot, the report and the end of the process
-DRAW_S = 0.7  # seconds for a text drawn during training on a GPU, each character of which is some hundred launches
+FINISH_S = {
+    "cpu": 1.5,
+    "cuda": 2.5,
+}  # seconds to open the files of the run, for the report and to exit
+SAVED_PER_S = 2e8  # bytes of the last snapshot
+DRAW_S = 0.1  # seconds per layer for a text drawn on a GPU, which launches some 25 kernels per layer and character
 MIN_CHARACTERS = 1000  # of a text
 # Seconds of steps on a GPU: compiling takes some 20 in the trial, and takes a quarter off a step.
 COMPILE_PAYS_FROM_S = 100.0
@@ -367,11 +371,15 @@ def held_out_characters(config: Any, characters: int) -> float:
 
 
 def other_seconds(config: Any, steps: float, world: World) -> float:
-    """Seconds that a GPU needs besides `steps` and their evaluations: to compile again, and to sample texts."""
-    if world.device.type == "cpu":
-        return 0.0
+    """Seconds besides `steps` and their evaluations: to save and exit; on a GPU to compile again and to sample."""
+    saved = 12 * memory.weights(config.model)  # with two moment estimates, in float32
+    on_cpu = world.device.type == "cpu"
+    seconds = FINISH_S["cpu" if on_cpu else "cuda"] + saved / SAVED_PER_S
+    if on_cpu:
+        return seconds
     draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
-    return DRAW_S * draws * config.samples + COMPILE_AGAIN_S * (config.trainer.compile == "true")
+    draw_s = DRAW_S * (config.model.n_layer + 1) * config.samples
+    return seconds + draw_s * draws + COMPILE_AGAIN_S * (config.trainer.compile == "true")
 
 
 def choose_steps(
@@ -391,8 +399,8 @@ def choose_steps(
     # One process scores the final part.
     final = world.size * character_s * config.data.final_split * characters
     first = each if config.init_from is not None else 0.0  # of the pretrained weights
-    left, number = seconds - FINISH_S - first - final, 1
-    left -= other_seconds(config, seconds / step_s, world)
+    left = seconds - other_seconds(config, seconds / step_s, world) - first - final
+    number = 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
     else:
@@ -465,5 +473,5 @@ def step_characters(config: Any) -> int:
 def character_flops(config: Any) -> float:
     """Floating-point operations of training on a character, as `GPT.flops_per_token`."""
     layers, width = config.model.n_layer, config.model.n_embd
-    head = 6 * width * (config.model.vocab_size or 0)
+    head = 6 * width * config.model.vocab_size
     return 72 * layers * width**2 + 12 * layers * width * config.data.block_size + head

@@ -29,9 +29,8 @@ from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
-from engine import portable
 from engine.errors import UserError, one_line
-from engine.files import atomic_write
+from engine.files import atomic_write, file_lock
 
 log = logging.getLogger("gpt")
 
@@ -177,7 +176,8 @@ def pydoc_text() -> str:
 
 
 def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -> None:
-    """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed.
+    """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed; by one process at a
+    time, and no more if there is a file at `path`.
 
     Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
     that cannot be written.
@@ -190,12 +190,16 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
     files[0].compression = None
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with atomic_write(path, "wb") as target:
-            target.writelines(read_file(files[0]))
-            target.flush()
-            partial = OpenFile(LocalFileSystem(), target.name, compression=infer_compression(path))
-            for _ in read_text([partial], sha256, encoding) if sha256 is not None else ():
-                pass
+        with file_lock(f"{path}.lock"):
+            if os.path.exists(path):
+                return
+            with atomic_write(path, "wb") as target:
+                target.writelines(read_file(files[0]))
+                target.flush()
+                compression = infer_compression(path)
+                partial = OpenFile(LocalFileSystem(), target.name, compression=compression)
+                for _ in read_text([partial], sha256, encoding) if sha256 is not None else ():
+                    pass
     except OSError as error:
         raise UserError(f"data.path={path}: cannot be written: {error.strerror}") from error
 
@@ -238,9 +242,10 @@ def open_text(config: Any) -> EncodedText:
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
-    # The path, as the names of files in an archive do not have the archive.
+    paths = [path] if isinstance(path, str) else path
+    archives = find_files([name.partition("::")[2] for name in paths if "::" in name])
     settings = (path, config.truncate, sha256, encoding, config.shuffle)
-    identity = json.dumps([FORMAT, *settings, *map(version_of, files)])
+    identity = json.dumps([FORMAT, *settings, *map(version_of, files + archives)])
     stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
     try:
         if encoded := load_cached(stem):
@@ -248,8 +253,7 @@ def open_text(config: Any) -> EncodedText:
         os.makedirs(config.cache_dir, exist_ok=True)
         shown = ", ".join(map(name_of, files[:5])) + ", ..." * (len(files) > 5)
         log.info("encoding    %s into %s.ids", shown, stem)
-        with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
-            portable.lock(lock, wait=True)  # released on close; another process may encode
+        with file_lock(os.path.join(config.cache_dir, ".cache.lock")):
             if load_cached(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
                     pieces = read_text(files, sha256, encoding)

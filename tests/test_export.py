@@ -346,6 +346,7 @@ def test_source_names_contain_no_local_path():
     assert (
         export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
     )
+    assert export.public_name("/home/me/runs/mine/") == "mine"
 
 
 def test_the_exported_configuration_has_dropout_and_temperature():

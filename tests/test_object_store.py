@@ -140,8 +140,8 @@ def files(network):
     return SnapshotStorage("s3://bucket/lr=[1]*/s.pt", keep=2)  # a name, no pattern
 
 
-def write(files, step, **kinds):
-    files.write(some_snapshot(step).to_bytes(), step, **({"latest": True, "best": False} | kinds))
+def write(files, step, best=False):
+    files.write(some_snapshot(step).to_bytes(), step, best, numbered=True)
 
 
 def names() -> list[str]:
@@ -183,13 +183,13 @@ def test_a_network_failure_while_saving_is_a_warning(files, network, fault, capl
     config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
     snapshots = SnapshotManager(config, str(tmp_path), ALONE)
     network.fail(fault)
-    snapshots.save(some_snapshot(2), latest=True, best=False)
+    snapshots.save(some_snapshot(2), best=False, numbered=True)
     snapshots.wait()
     assert network.failed and snapshots.failures == 1
     assert f"step 2: the snapshot was not written to {files.path}" in caplog.text
     network.fail("", 0)
     assert load(files.path).step == 1
-    snapshots.save(some_snapshot(3), latest=True, best=False)
+    snapshots.save(some_snapshot(3), best=False, numbered=True)
     snapshots.finish(3)
     assert snapshots.failures == 0 and load(files.path).step == 3
     assert not [name for name in names() if "tmp" in name]

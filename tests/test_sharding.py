@@ -199,7 +199,7 @@ def test_shards_in_an_object_store_are_refused():
 
 def save(snapshots: SnapshotManager, step: int, best: bool = False) -> None:
     scored = dataclasses.replace(some_snapshot(step), loss=2.0, loss_step=step)
-    snapshots.save(scored, latest=True, best=best)
+    snapshots.save(scored, best=best, numbered=True)
     snapshots.wait()
 
 

@@ -47,6 +47,7 @@ def choose(
         *overrides,
     )
     config = validate(composed)
+    config.model.vocab_size = 65
 
     def seconds_per_step(config):
         compiled = config.trainer.compile
@@ -66,10 +67,8 @@ def test_everything_is_chosen_and_the_printed_overrides_repeat_it():
     composed = configure("experiment=auto", "data=text", "data.path=x.txt", *overrides)
     again = flatten(dataclasses.asdict(validate(composed)))
     differ = {key for key in chosen if chosen[key] != again[key]}
-    assert differ == {
-        "trainer.max_minutes",
-        "model.block_size",
-    }  # null; follows from data.block_size
+    # The time is null; the others follow from the text and data.block_size.
+    assert differ == {"trainer.max_minutes", "model.vocab_size", "model.block_size"}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +254,7 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
         configure("experiment=nanogpt_cpu", "trainer.max_minutes=1", "trainer.max_epochs=1")
     )
     config.trainer.max_steps = config.trainer.eval_every_steps = None
+    config.model.vocab_size = 65
     sizing.choose(config, 20_000, CPU, lambda: 60.0, lambda _: 0.001)
     windows = int(20_000 * config.data.train_split) - config.data.block_size
     assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
@@ -272,6 +272,7 @@ def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start()
 def test_a_time_with_a_named_recipe_sets_the_steps_alone(device):
     composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
     config = validate(composed)
+    config.model.vocab_size = 65
     before = flatten(dataclasses.asdict(config))
     sizing.choose(
         config, 1_000_000, World.alone(torch.device(device)), lambda: 60.0, lambda _: 0.01

@@ -26,8 +26,8 @@ from engine.snapshots.storage import (
 from trainer import TrainerConfig
 
 
-def write(files: SnapshotStorage, step: int, latest: bool = True, best: bool = False) -> None:
-    files.write(some_snapshot(step).to_bytes(), step, latest, best)
+def write(files: SnapshotStorage, step: int, best: bool = False, numbered: bool = True) -> None:
+    files.write(some_snapshot(step).to_bytes(), step, best, numbered)
 
 
 def names(folder) -> list[str]:
@@ -39,13 +39,12 @@ def path(tmp_path) -> str:
     return str(tmp_path / "s.pt")
 
 
-def test_latest_and_best_are_written_apart_and_together(tmp_path, path):
+def test_every_snapshot_becomes_the_latest_and_may_be_the_best(tmp_path, path):
     files = SnapshotStorage(path)
-    write(files, 1)
-    write(files, 2, latest=False, best=True)
-    assert (load(path).step, load(files.best).step) == (1, 2)
-    write(files, 3, best=True)
-    assert [load(p).step for p in (path, files.previous, files.best)] == [3, 1, 3]
+    for step in (1, 2, 3):
+        write(files, step, best=step == 2)
+        assert files.find()[1] == path and load(path).step == step
+    assert [load(p).step for p in (path, files.previous, files.best)] == [3, 2, 2]
     assert names(tmp_path) == ["s.best.pt", "s.prev.pt", "s.pt"]
 
 
@@ -106,7 +105,7 @@ for name in ("link", "replace", "remove", "unlink", "fsync"):
     setattr(os, name, counting(getattr(os, name)))
 snapshot_files.open = lambda path, mode: File(path, mode) if "x" in mode else open(path, mode)
 files = snapshot_files.SnapshotStorage(sys.argv[2], keep=2)
-files.write(some_snapshot(5).to_bytes(), 5, latest=True, best=True)
+files.write(some_snapshot(5).to_bytes(), 5, best=True, numbered=True)
 """
 
 
@@ -188,7 +187,7 @@ def damage(path: str) -> None:
 
 def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_path, path, caplog):
     files = SnapshotStorage(path, keep=9)
-    write(files, 1, latest=False, best=True)
+    write(files, 1, best=True, numbered=False)
     for step in (2, 3, 4):
         write(files, step)
     damage(path)  # has the numbered one of step 4 as another name
@@ -318,7 +317,7 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
         put(*args)
 
     snapshots.storage._put = late
-    snapshots.save(snapshot, latest=True, best=False)
+    snapshots.save(snapshot, best=False, numbered=True)
     snapshot.model_state["b"].zero_()
     assert not os.path.exists(path)  # the call does not wait
     may_write.set()
@@ -330,10 +329,10 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     snapshots = manager(path, max_save_failures=2)
     put = snapshots.storage._put
 
-    def save(step: int, fails: bool, best: bool = False, latest: bool = True) -> None:
+    def save(step: int, fails: bool, best: bool = False) -> None:
         monkeypatch.setattr(snapshots.storage, "_put", no_space if fails else put)
         scored = dataclasses.replace(some_snapshot(step), loss=9.0 - step, loss_step=step)
-        snapshots.save(scored, latest=latest, best=best)
+        snapshots.save(scored, best=best, numbered=True)
         snapshots.wait()
 
     save(1, fails=False)
@@ -345,7 +344,7 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     save(3, fails=False, best=True)
     assert (load(path).best_loss, load(path).best_step) == (6.0, 3)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (0, 3, (6.0, 3))
-    save(4, fails=True, best=True, latest=False)
+    save(4, fails=True, best=True)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))
     with pytest.raises(
         UserError, match=r"step 5: 2 saves failed in a row .*No space left on device"
@@ -377,7 +376,7 @@ def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, m
 def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), latest=True, best=False)
+    snapshots.save(some_snapshot(1), best=False, numbered=True)
     with pytest.raises(UserError, match="the snapshot of step 1 was not written"):
         snapshots.finish(1)
 
@@ -385,6 +384,6 @@ def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), latest=True, best=False)
+    snapshots.save(some_snapshot(1), best=False, numbered=True)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text

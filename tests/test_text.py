@@ -6,6 +6,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import io
 import json
 import logging
 import lzma
@@ -211,6 +212,16 @@ def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_pa
             archive.writestr("text", letters)
         config = DataConfig(path=f"zip://text::{tmp_path / name}", cache_dir=str(tmp_path / "c"))
         assert text_files.open_text(config).vocabulary == letters
+    for letters in (
+        "a",
+        "b",
+    ):  # of the same size and time, which is all that a tar says of a file in it
+        with tarfile.open(tmp_path / "one.tar", "w") as archive:
+            member = tarfile.TarInfo("text")
+            member.size = 1
+            archive.addfile(member, io.BytesIO(letters.encode()))
+        config = DataConfig(path=f"tar://text::{tmp_path}/one.tar", cache_dir=str(tmp_path / "c"))
+        assert text_files.open_text(config).vocabulary == letters
 
 
 def test_the_pydoc_text_needs_no_file():
@@ -222,13 +233,14 @@ def test_the_pydoc_text_needs_no_file():
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Sends whole files, not ranges; of the file `cut.txt`, the first half."""
+    """Sends whole files, not ranges; of the file `cut.txt`, the first half; `late.txt` after a second."""
 
     def log_message(self, *_) -> None:
         pass
 
     def copyfile(self, source, target) -> None:
         content = source.read()
+        time.sleep("late" in self.path)
         target.write(content[: len(content) // 2] if "cut" in self.path else content)
 
 
@@ -265,6 +277,16 @@ def test_an_incomplete_download_is_refused(site, tmp_path):
     with pytest.raises(UserError, match=r"cut.txt: cannot be read: ."):
         prepare_text(DataConfig(path=str(target), url=f"{site}/cut.txt"))
     assert list(target.parent.iterdir()) == []
+
+
+def test_processes_that_start_together_download_a_text_once(site, tmp_path, spawn):
+    (tmp_path / "late.txt").write_bytes(TEXT.encode())
+    target = tmp_path / "new" / "text.txt"
+    settings = {"path": str(target), "url": f"{site}/late.txt"}
+    code = f"from char_dataset import *; prepare_text(DataConfig(**{settings!r}))"
+    both = [spawn([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert [p.name for p in target.parent.iterdir()] == ["text.txt"]
 
 
 def test_a_text_is_downloaded_once_checked_and_renamed(text_file, tmp_path):

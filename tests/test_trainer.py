@@ -530,7 +530,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     step = broken.train_step
 
     def crash(micro_batches):
-        if broken.step == 6:
+        if broken.step == 5:
             raise Crash
         return step(micro_batches)
 
@@ -709,9 +709,9 @@ def test_saves_at_epochs_and_at_the_end(parts, tmp_path, max_epochs, save_every,
     )
     saved = []
     save = trainer.snapshots.save
-    trainer.snapshots.save = lambda snapshot, latest, best: (
-        saved.extend([trainer.step] * latest),
-        save(snapshot, latest, best),
+    trainer.snapshots.save = lambda snapshot, best, numbered: (
+        saved.extend([trainer.step] * numbered),
+        save(snapshot, best, numbered),
     )
     trainer.train()
     assert saved == steps

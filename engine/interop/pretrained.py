@@ -20,7 +20,7 @@ import torch.nn as nn
 from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_on_rank_0
+from engine.parallel.distributed import World, run_long_on_rank_0
 from engine.run.directory import choose_snapshots
 from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
@@ -46,7 +46,7 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
         log.info("init_from   ignored: resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
-    pretrained = run_on_rank_0(lambda: read_pretrained(source), world)
+    pretrained = run_long_on_rank_0(lambda: read_pretrained(source), world)
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
         raise UserError(

@@ -124,7 +124,8 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether `error` says that a GPU's or the host's memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return "out of memory" in str(error) or "can't allocate memory" in str(error)
+    messages = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return any(message in str(error) for message in messages)
 
 
 def free_unused(device: torch.device) -> None:

@@ -6,6 +6,7 @@ one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under sru
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -245,6 +246,13 @@ def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
     while not all(all_gather(attempt.done(), world)):
         wait([attempt], timeout=1)
     return _first_result(all_gather(attempt.result(), world))
+
+
+def run_long_on_rank_0(action: Callable[[], Any], world: World) -> Any:
+    """As `run_on_rank_0`, for an `action` that may take longer than ranks wait for each other."""
+    action = functools.cache(action)
+    run_on_each_host(lambda: world.is_rank_0 and bool(action()), world)
+    return run_on_rank_0(action, world)
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:

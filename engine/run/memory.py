@@ -44,7 +44,7 @@ def fit_micro_batch(
     hardware.free_unused(world.device)  # an earlier Trainer of this process
     while True:
         windows = plan.micro_batch_size
-        fits = _fits(windows, model, dataset, choices, world.device)
+        fits = _fits(plan, model, dataset, choices, world.device)
         hardware.free_unused(world.device)  # libraries take memory beside torch's
         if all(distributed.all_gather(fits, world)):
             choices["micro_batch_size"] = windows
@@ -56,17 +56,18 @@ def fit_micro_batch(
 
 
 def _fits(
-    windows: int, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
+    plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
 ) -> bool:
-    """Whether there is memory for `windows`, beside the optimizer's two moment estimates of every parameter and some
-    headroom.
+    """Whether there is memory for a micro-batch of `plan`, beside the optimizer's two moment estimates of every
+    parameter, the gradients of the micro-batches before, and some headroom.
     """
-    needed = sum(2 * 4 * parameter.numel() for parameter in model.parameters())
+    copies = 3 if plan.accumulation > 1 else 2
+    needed = sum(copies * 4 * parameter.numel() for parameter in model.parameters())
     if device.type == "cuda":
         needed += int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
     try:
         reserved = torch.empty(needed, dtype=torch.uint8, device=device)
-        x, y = dataset.batch(np.zeros(windows, np.int64))
+        x, y = dataset.batch(np.zeros(plan.micro_batch_size, np.int64))
         with execution.eagerly(choices), execution.autocast(choices):
             loss = model(x.to(device), y.to(device))[1]
         loss.backward()
@@ -119,15 +120,19 @@ def report_exhausted() -> Iterator[None]:
         ) from error
 
 
+def weights(model: Any) -> int:
+    """The number of weights of a `GPTConfig`, without those of norms, biases and positions."""
+    rows = 2 * (model.vocab_size + model.ngram_rows)
+    return 12 * model.n_layer * model.n_embd**2 + rows * model.n_embd
+
+
 def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     """CPU memory estimate: warns if training `model` (`GPTConfig`) with `trainer` (`TrainerConfig`) may need more
     than this host has free: the system would kill it. Returns whether it warned.
     """
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
-    rows = 2 * (model.vocab_size + model.ngram_rows)
-    weights = 12 * model.n_layer * model.n_embd**2 + rows * model.n_embd
-    weight_bytes = 16 * weights  # with gradients and averages
+    weight_bytes = 16 * weights(model)  # with gradients and moment estimates
     # What the backward pass needs, of each block or of one; the logits.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)

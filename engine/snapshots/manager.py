@@ -6,7 +6,6 @@ only then does the snapshot count as saved. All ranks call every method at the s
 """
 
 import dataclasses
-import functools
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,6 @@ class SaveInProgress(NamedTuple):
     """A save in progress; `best` replaces the manager's as soon as the best snapshot is written."""
 
     step: int
-    latest: bool
     best: tuple[float, int] | None
     written: Future[None]  # on rank 0
 
@@ -65,10 +63,7 @@ class SnapshotManager:
 
     def _find(self) -> Snapshot | None:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
-        # In two steps, as a slow store may take longer than ranks wait in a broadcast.
-        find = functools.cache(self.storage.find)
-        distributed.run_on_each_host(lambda: self.world.is_rank_0 and bool(find()), self.world)
-        found = distributed.run_on_rank_0(find, self.world)
+        found = distributed.run_long_on_rank_0(self.storage.find, self.world)
         if found is None:
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
@@ -135,10 +130,10 @@ class SnapshotManager:
     # ----------------------------------------------------------------------------------------------
     # Saving
 
-    def save(self, snapshot: Snapshot, latest: bool, best: bool) -> None:
-        """Starts to write `snapshot` as the latest one, the best one, or both, after the previous save has
-        ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon
-        as this returns.
+    def save(self, snapshot: Snapshot, best: bool, numbered: bool) -> None:
+        """Starts to write `snapshot` as the latest one, and also as the `best` one or a `numbered` one, after the
+        previous save has ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as
+        soon as this returns.
 
         Raises `UserError` if the previous save was the `max_save_failures`-th in a row that failed. The next `wait`
         reports the result of this one.
@@ -156,9 +151,9 @@ class SnapshotManager:
             if self.world.is_rank_0:
                 copied = snapshot.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True))
                 written = self._thread.submit(
-                    lambda: self.storage.write(copied.to_bytes(), copied.step, latest, best)
+                    lambda: self.storage.write(copied.to_bytes(), copied.step, best, numbered)
                 )
-        self._saving = SaveInProgress(snapshot.step, latest, lowest, written)
+        self._saving = SaveInProgress(snapshot.step, lowest, written)
 
     def _collect(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with full tensors on rank 0; if sharded, without: each rank wrote its own."""
@@ -175,15 +170,13 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        # In two steps, as in `_find`: the save may take longer than ranks wait in a broadcast.
-        distributed.run_on_each_host(lambda: self.world.is_rank_0 and saving.error(), self.world)
-        error, is_best = distributed.run_on_rank_0(
+        error, is_best = distributed.run_long_on_rank_0(
             lambda: (saving.error(), self.storage.best_step == saving.step), self.world
         )
         if is_best:  # even if writing the latest failed afterwards
             self.best = saving.best
         if not error:
-            self.saved_step = saving.step if saving.latest else self.saved_step
+            self.saved_step = saving.step
             self.failures, self._last_error = 0, ""
             return
         self.failures += 1

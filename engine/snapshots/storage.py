@@ -139,8 +139,8 @@ class SnapshotStorage:
             self._remove(copy)
             self._remove(self.temporary)
 
-    def write(self, content: bytes | memoryview, step: int, latest: bool, best: bool) -> None:
-        """Atomic write: makes `content` the latest snapshot, the best, or both.
+    def write(self, content: bytes | memoryview, step: int, best: bool, numbered: bool) -> None:
+        """Atomic write: makes `content` the latest snapshot, and also the `best` one or a `numbered` one.
 
         At every moment each name holds what it held before, or the new content. Raises whatever the
         file system raises. On a disk, files with the same content are hard links.
@@ -151,14 +151,13 @@ class SnapshotStorage:
             if best:  # before the latest, which records that this is the best
                 self._copy(self.temporary, self.best)
                 self.best_step = step
-            if latest:
-                if self.keep:
-                    self._copy(self.temporary, beside(self.path, f"step{step:08d}"))
-                    for path in self.present(NUMBERED)[: -self.keep]:
-                        self._remove(path)
-                if exists(self.path):
-                    self._copy(self.path, self.previous)
-                self._copy(self.temporary, self.path)
+            if numbered and self.keep:
+                self._copy(self.temporary, beside(self.path, f"step{step:08d}"))
+                for path in self.present(NUMBERED)[: -self.keep]:
+                    self._remove(path)
+            if exists(self.path):
+                self._copy(self.path, self.previous)
+            self._copy(self.temporary, self.path)
         finally:
             with contextlib.suppress(Exception):  # never created, or the store is unreachable
                 self._remove(self.temporary)
