@@ -299,4 +299,4 @@ def test_a_held_out_part_that_the_pretrained_model_was_trained_on_is_warned_of(
     pretrained = model_snapshot("ab")
     pretrained.config["data"] = dataclasses.asdict(DataConfig(**settings))
     warn_if_seen(pretrained, DataConfig(**settings | changed))
-    assert ("was trained on a part of what is held out" in caplog.text) == is_seen
+    assert ("was trained on part of the held-out text" in caplog.text) == is_seen

@@ -95,7 +95,7 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; every rank must call it. A plain one unchanged."""
+    """The full tensor of a sharded one, on every rank; all ranks must call it. Plain ones unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 

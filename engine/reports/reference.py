@@ -16,7 +16,7 @@ from engine.config.settings import INCOMPARABLE
 from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
-FIRST_JUDGED = 50  # steps; losses before say little
+FIRST_JUDGED = 50  # steps; earlier losses say little
 References = dict[str, dict[str, Any]]
 
 
@@ -54,7 +54,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
 
 
 def is_too_early(run: Run) -> bool:
-    """Whether a run in progress has taken too few steps to be warned of."""
+    """Whether a run in progress has too few steps for a warning."""
     return run.step < min(FIRST_JUDGED, run.total_steps)
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("gpt")
 
 
 def check_sweep(arguments: list[str]) -> None:
-    """Raises `UserError` for a sweep under a launcher, or one that is only to be printed."""
+    """Raises `UserError` for a sweep under a launcher, or with --cfg."""
     if launched_size() > 1:
         raise UserError(
             "-m: the jobs of a sweep run one after another, in one process: start it with python main.py -m, "

@@ -18,7 +18,7 @@ from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
 RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system may kill the process instead
-# Share of a GPU's memory for what a trial does not show: fragments, evaluation, libraries.
+# Share of a GPU's memory left free for fragmentation, evaluation and libraries.
 HEADROOM = 0.05
 
 
@@ -58,9 +58,7 @@ def fit_micro_batch(
 def _fits(
     windows: int, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
 ) -> bool:
-    """Whether there is memory for `windows`, beside the optimizer's two moment estimates of every parameter and some
-    headroom.
-    """
+    """Whether `windows` fit into memory, with the optimizer's two moment estimates per parameter and some headroom."""
     needed = sum(2 * 4 * parameter.numel() for parameter in model.parameters())
     if device.type == "cuda":
         needed += int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
@@ -107,7 +105,7 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: Exception) -> Plan:
 
 @contextlib.contextmanager
 def report_exhausted() -> Iterator[None]:
-    """Raises `UserError` where something in the block fails for lack of memory, on a GPU or a CPU."""
+    """Turns an out-of-memory error in the block, on a GPU or a CPU, into a `UserError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -128,7 +126,7 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     rows = 2 * (model.vocab_size + model.ngram_rows)
     weights = 12 * model.n_layer * model.n_embd**2 + rows * model.n_embd
     weight_bytes = 16 * weights  # with gradients and averages
-    # What the backward pass needs, of each block or of one; the logits.
+    # Activations of all blocks, or of one, and the logits.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
     needed, free = world.local_size * each, hardware.free_memory()
