@@ -148,7 +148,7 @@ def test_a_replacement_character_in_the_vocabulary_is_kept(tmp_path):
     assert huggingface.read(str(tmp_path / "model"))[2] == vocabulary
 
 
-def test_a_model_of_bytes_is_exported_and_imported(tmp_path):
+def test_a_byte_model_is_exported_and_imported(tmp_path):
     vocabulary = "".join(sorted({chr(byte) for byte in "A text, é漢😀\ufffd\n\0 \x7f".encode()}))
     snapshot = model_snapshot(vocabulary, "modern")
     snapshot.config["data"] = {"encoding": "bytes"}

@@ -437,7 +437,7 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
         main.load_text(config, None, ALONE)
 
 
-def test_too_little_free_memory_is_warned_of(tmp_path):
+def test_too_little_free_memory_is_a_warning(tmp_path):
     result = start(*TINY, f"run_dir={tmp_path}", "trainer.max_steps=1")
     assert "of memory" not in result.stdout
     huge = ["data.block_size=1024", "data.truncate=1", "trainer.batch_size=65536"]

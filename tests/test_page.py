@@ -1,4 +1,4 @@
-"""The page that runs a model: what it computes, in Python's words and in a headless Chromium, and its file."""
+"""The page that runs a model: its computation, in Python and in headless Chromium, and its file."""
 
 import dataclasses
 import shutil

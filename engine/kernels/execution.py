@@ -1,4 +1,4 @@
-"""Execution: autocast, TF32, determinism and torch.compile, as the choices of a run say (engine/config/auto.py)."""
+"""Execution: autocast, TF32, determinism and torch.compile, by the choices of a run (engine/config/auto.py)."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
         deterministic: Any = torch.utils.deterministic  # a property of its class
         deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
     torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
-    if choices["compile"]:  # also sets the compiler's switch, whose import takes a second
+    if choices["compile"]:  # also sets it in the compiler, whose import takes a second
         torch.use_deterministic_algorithms(choices["deterministic"])
-        torch.compiler.reset()  # a process compiles at most eight models otherwise
+        torch.compiler.reset()  # otherwise a process compiles at most eight models
         model.compile(dynamic=False)
 
 
