@@ -186,7 +186,7 @@ def compare(folder: str, model: GPT) -> str:
         raise UserError(f"Transformers cannot load it: {why}") from error
     off = (theirs[..., : model.config.vocab_size] - model(ids)[0]).abs().max().item()
     if not off < 0.01:
-        raise UserError(f"Transformers gives other logits, by {off:.2g}: was model.py changed?")
+        raise UserError(f"Transformers' logits differ by {off:.2g}: was model.py changed?")
     return "Transformers gives the same logits"
 
 

@@ -132,7 +132,7 @@ class GPTConfig:
         for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
             if getattr(self, name) is None:
                 raise UserError(
-                    f"model.{name} is missing (vocab_size and block_size are those of the data set)"
+                    f"model.{name} is missing (vocab_size and block_size come from the dataset)"
                 )
         return self
 

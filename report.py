@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> int:
         folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
         out = config.out or os.path.join(folder, REPORT)
         if os.path.lexists(out) and not is_page_of(out, "report.py"):
-            raise UserError(f"{out}: already exists, and is no report; remove it, or give out=FILE")
+            raise UserError(f"{out}: exists and is not a report; remove it, or give out=FILE")
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         print(relative_path(write(run_dirs, out)))
         return 0

@@ -76,7 +76,7 @@ class SampleConfig:
         drawing = "num_samples max_new_tokens stop copied temperature top_k top_p seed"
         for name in drawing.split() if self.score is not None else ():
             if (value := getattr(self, name)) != getattr(SampleConfig, name):
-                raise UserError(f"{name}={value}: of no effect on score=; leave it out")
+                raise UserError(f"{name}={value}: has no effect with score=; leave it out")
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
@@ -138,7 +138,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     stop = from_text(config.stop or "", encoding)
     if unknown := [character for character in stop if character not in vocabulary]:
         hint = "; for a newline: stop=$'\\n'" if "\\n" in stop else ""
-        raise UserError(f"stop={config.stop!r}: the model never draws {unknown[0]!r}{hint}")
+        raise UserError(f"stop={config.stop!r}: not in the vocabulary: {unknown[0]!r}{hint}")
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
@@ -308,7 +308,7 @@ def read_batches(
             yield ids[: num_characters + overlap + 1], seen
             ids, seen = ids[num_characters:], overlap + 1
     if position < 2:
-        raise UserError(f"score={path}: characters in it: {position}; at least 2 are needed")
+        raise UserError(f"score={path}: characters: {position}; at least 2 are needed")
     if len(ids) > seen:
         yield ids, seen
 

@@ -120,7 +120,7 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     if re.search(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", file.path):  # its headers would be text
         raise UserError(f"{name}: an archive: unpack it, or use tar://NAME::{name}")
     if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
-        raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
+        raise UserError(f"{name}: .zst is not supported; decompress it first: zstd -d {name}")
     count, logged = 0, time.monotonic()
     with file_errors(name), OpenFile(file.fs, file.path, "rb", file.compression) as stream:
         size = None if file.compression else file.fs.info(file.path).get("size")

@@ -301,7 +301,7 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("optimizer.learning_rate=0,003", "=0,003: a comma separates the values of a sweep (-m)"),
-        ("trainer.batch_size=many", "trainer.batch_size=many: must be a whole number"),
+        ("trainer.batch_size=many", "trainer.batch_size=many: must be an integer"),
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
         ("data=/a/book.txt", "data=/a/book.txt: no such file; choose from"),
         ("trainer.seed", "trainer.seed: settings are KEY=VALUE, as in"),

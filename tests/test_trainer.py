@@ -646,7 +646,7 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
     make(parts, tmp_path / "enough").train()
     assert max(memory.evaluated) > 12  # without gradients, and as many as keep the device busy
     memory.limit = 0
-    with pytest.raises(UserError, match=r"a window of data\.block_size=8 needs more memory"):
+    with pytest.raises(UserError, match=r"a window of data\.block_size=8 does not fit in memory"):
         make(parts, tmp_path / "none")
 
 

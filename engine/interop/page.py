@@ -39,9 +39,7 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
     ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     has_all = not config["ngram_rows"] or "ngrams.codes" in weights
     if not has_all or not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
-        raise UserError(
-            "the page computes the architectures of model.py as it came; sample.py runs this model"
-        )
+        raise UserError("the page supports only an unedited model.py; sample.py runs this model")
     tensors = dict(weights)
     if (codes := tensors.pop("ngrams.codes", None)) is not None:
         config = config | {"ngram_codes": codes.tolist(), "ngram_factors": NGRAM_FACTORS}

@@ -121,7 +121,7 @@ def log_results(sweep_dir: str) -> None:
         return
     if not jobs:
         return
-    log.info("sweep       %d jobs in %s; losses are held-out ones", len(jobs), sweep_dir)
+    log.info("sweep       %d jobs in %s; held-out losses", len(jobs), sweep_dir)
     for line in lines:
         log.info("%s", line)
     if jobs[0].best:

@@ -191,5 +191,5 @@ def choose_snapshots(
     if snapshots is None:
         return [choose_snapshot(snapshot, run_dir)]
     if not snapshots:
-        raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
+        raise UserError("snapshots=[]: names no snapshot; use [a.pt,b.pt]")
     return [choose_snapshot(path, None) for path in snapshots]

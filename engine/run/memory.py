@@ -80,7 +80,7 @@ def _fits(
 
 def too_large(plan: Plan) -> str:
     return (
-        f"a window of data.block_size={plan.block_size} needs more memory than there is: set a shorter one, a "
+        f"a window of data.block_size={plan.block_size} does not fit in memory: set a smaller one, a "
         "smaller model, or model.activation_checkpointing=true"
     )
 
@@ -113,7 +113,7 @@ def report_exhausted() -> Iterator[None]:
             raise
         raise UserError(
             f"out of memory ({one_line(error)[:200]}): reduce model.n_layer, model.n_embd, "
-            "trainer.micro_batch_size or, of a large text, data.truncate"
+            "trainer.micro_batch_size or, for a large text, data.truncate"
         ) from error
 
 

@@ -178,7 +178,7 @@ class SnapshotStorage:
         pieces = (content[first : first + PIECE] for first in range(0, len(content), PIECE))
         with self.file_system.open(locate(path)[1], "rb") as file:
             if any(file.read(len(piece)) != piece for piece in pieces) or file.read(1):
-                raise OSError(f"{path}: reads back different from what was written")
+                raise OSError(f"{path}: differs from what was written")
 
     def _copy(self, source: str, target: str) -> None:
         """Copies atomically: `target` keeps its content, or has all of the new one; by a hard link where possible."""
