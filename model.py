@@ -43,10 +43,10 @@ SIZES = {
     "gpt-micro": (4, 4, 128),
     "gpt-nano": (3, 3, 48),
 }
-SOFTCAP = 15  # |logit| stays below it in the modern architecture
+SOFTCAP = 15  # bound of |logit| in the modern architecture
 ROPE_BASE = 10_000.0
-# The factors of the two hashes, of the last three and of the last four characters, oldest first. Primes, small enough
-# for JavaScript to compute the sums exactly.
+# Factors of the two hashes (last three characters, last four), oldest first. Primes, small enough for exact sums in
+# JavaScript.
 NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 
@@ -394,7 +394,7 @@ class GPT(nn.Module):
             x = x + self.pos_emb.weight[past : past + T]
         x = ops.dropout(x, self.config.embd_pdrop, self.training)
         if torch.is_autocast_enabled(x.device.type):
-            # The residual stream, too: otherwise each addition would promote it to float32.
+            # Cast the residual stream: otherwise each addition would promote it to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rotation = None
         if self.config.arch == "modern":

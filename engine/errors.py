@@ -12,7 +12,7 @@ class UserError(ValueError):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython prints in place of a traceback: in a notebook, too, it is one line."""
+        """Replaces IPython's traceback: one line in a notebook, too."""
         return [f"error: {self}"]
 
 

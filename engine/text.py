@@ -341,7 +341,7 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     for _, ids in chunks(file, length, dtype):
         digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())
         num_used = max(num_used, int(ids.max()) + 1)
-    points = points[:num_used]  # the others appear only in what is cut off
+    points = points[:num_used]  # the others appear only in the truncated part
     vocabulary = np.sort(points)
     final = np.searchsorted(vocabulary, points).astype(np.min_scalar_type(num_used - 1))
     rewrite(file, length, dtype, final)

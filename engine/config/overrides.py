@@ -105,9 +105,7 @@ def job_name(overrides: list[str], swept: str = "") -> str:
 
 
 def text_name(path: Any) -> str:
-    """Run name for the text at `path`: the name of its first file without extension or, for a pattern, of its
-    directory.
-    """
+    """Run name for the text at `path`: its first file's name without extension or, for a pattern, its directory's."""
     first = str(path[0] if isinstance(path, list | ListConfig) else path)
     parts = re.split("[/:]", re.split("[?#]", first)[0])
     parts = [re.sub(r"(\.\w{1,10})?(\.(gz|bz2|xz|zst))?$", "", part) for part in parts]
@@ -161,7 +159,7 @@ def quoted(key: str, value: str) -> str:
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        file = error.missing_cfg_file  # of a file of one's own, data//a/book.txt
+        file = error.missing_cfg_file  # of the user's own file, data//a/book.txt
         group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"

@@ -32,7 +32,7 @@ IRRELEVANT = {
     "trainer.compile", "trainer.deterministic", "trainer.cuda_graph",
     "trainer.data_loader_workers",  # speed
     "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
-    "trainer.patience",  # an earlier end, of the same losses
+    "trainer.patience",  # ends earlier, same losses
     "trainer.save_every", "trainer.save_every_steps", "trainer.keep_snapshots",  # what is saved
     "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
     "trainer.max_save_failures", "trainer.timeout_s",  # when to give up

@@ -93,6 +93,6 @@ def ignores_threads(compute: Callable[[], list[torch.Tensor]], number: int, *par
         torch.set_num_threads(threads)
         results.append(compute())
         for part, state in zip(parts, before, strict=True):
-            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
+            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps references
     torch.set_num_threads(today)
     return all(map(torch.equal, *results))

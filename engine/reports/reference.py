@@ -1,7 +1,7 @@
 """Comparison with the references: the recorded loss curves of the shipped recipes.
 
-The file (`docs/reference.json`, made by `benchmarks/reference.py`) has for each recipe what was run and
-where, and for either split rows of [step, mean, half-width of the band], nats per character.
+The file (`docs/reference.json`, made by `benchmarks/reference.py`) has, for each recipe, the command, the hardware and,
+for either split, rows of [step, mean, half-width of the band], nats per character.
 """
 
 import json
@@ -112,7 +112,7 @@ def overfitting_warning(run: Run) -> str:
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
     then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
     rise = statistics.mean(now) - statistics.mean(then) if now and then else 0.0
-    # A training loss above that of guessing by frequency is no overfitting.
+    # A training loss above a unigram model's is no overfitting.
     guessing = run.starts[-1].get("frequency_loss", math.inf)
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
     diverges = rise >= 0.25

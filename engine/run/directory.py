@@ -62,7 +62,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
 
 def remove_if_unused(run_dir: str) -> None:
     """Removes the directory of a run that ended before it wrote more than its log."""
-    with contextlib.suppress(OSError):  # it is no longer there
+    with contextlib.suppress(OSError):  # already removed
         if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):
             shutil.rmtree(run_dir)
 
@@ -98,7 +98,7 @@ def log_to_file(path: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, Stopped):  # the console gets it from the program
             record: dict[str, Any] = {"levelname": "ERROR", "msg": one_line(error)}
-            if not isinstance(error, UserError):  # the line may be nothing but a key
+            if not isinstance(error, UserError):  # the line may be just a key
                 record["exc_info"] = (type(error), error, error.__traceback__)
             handler.handle(logging.makeLogRecord(record))
         raise

@@ -45,7 +45,7 @@ def fit_micro_batch(
     while True:
         windows = plan.micro_batch_size
         fits = _fits(windows, model, dataset, choices, world.device)
-        hardware.free_unused(world.device)  # libraries take memory beside torch's
+        hardware.free_unused(world.device)  # libraries need memory outside torch's
         if all(distributed.all_gather(fits, world)):
             choices["micro_batch_size"] = windows
             return plan

@@ -77,7 +77,7 @@ class Snapshot:
         return buffer.getbuffer()
 
     def write(self, file: io.BytesIO | io.BufferedRandom) -> None:
-        """Writes the content into an empty file that is open for reading, too."""
+        """Writes the content into an empty file, also open for reading."""
         torch.save(vars(self), file)
         file.seek(-22, io.SEEK_END)
         if file.read(4) != END_RECORD:

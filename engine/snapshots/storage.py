@@ -232,8 +232,8 @@ class SnapshotStorage:
         return [path for kind in kinds for path in self.present(kind)]
 
     def find(self) -> tuple[bytes, str] | None:
-        """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes
-        the latest; None if there is no snapshot.
+        """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes the latest;
+        None without any.
 
         Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
