@@ -31,17 +31,17 @@ test: $(VENV)/.installed-dev  ## run the tests, without the slow ones
 test-all: $(VENV)/.installed-dev  ## run all tests
 	$(RUN) -m pytest -n 3 $(ARGS)
 
-chaos: $(VENV)/.installed-dev  ## break 200 runs, for 40 minutes or more; ARGS='kills=20 seed=1 processes=2'
+chaos: $(VENV)/.installed-dev  ## cause 200 faults, for 40 minutes or more; ARGS='kills=20 seed=1 processes=2'
 	$(RUN) tests/chaos.py $(ARGS)
 
-bench: $(VENV)/.installed-bench  ## measure beside other trainers, an hour long; ARGS='sections=step rounds=1'
+bench: $(VENV)/.installed-bench  ## compare with other trainers, for an hour; ARGS='sections=step rounds=1'
 	$(RUN) benchmarks/bench.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check format and style
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 
-typecheck: $(VENV)/.installed-dev  ## check types, a minute long the first time
+typecheck: $(VENV)/.installed-dev  ## check types; the first time takes a minute
 	$(RUN) -m mypy
 
 clean:  ## remove the environment and every cache; runs/ and the texts in data/ stay
@@ -56,11 +56,11 @@ $(VENV)/.installed: requirements.txt
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	@echo "Adding what the tests need."
+	@echo "Adding the test packages."
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 $(VENV)/.installed-bench: requirements-bench.txt $(VENV)/.installed-dev
-	@echo "Adding what is measured beside."
+	@echo "Adding the trainers to compare."
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	@touch $@

@@ -4,7 +4,7 @@
     train_dataset, test_dataset = dataset.split()
 
 A text is encoded once, into the smallest unsigned integer type that holds its vocabulary, and cut
-into batches by one vectorised gather. Large texts are memory-mapped.
+into batches by one vectorized gather. Large texts are memory-mapped.
 """
 
 import copy
@@ -55,9 +55,9 @@ class DataConfig:
     block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see docs/own-text.md
     train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
     final_split: float = 0.0  # test split: share of the text, at its end, that is scored once, after training
-    truncate: float = 1.0  # share of the text to use at all, from its start
+    truncate: float = 1.0  # share of the text to use, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
-    encoding: str = "utf-8"  # utf-8; bytes: any file, of which each byte is a character of the model
+    encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
     cache_dir: str = "data/cache"  # local directory for encoded copies of texts over 64 MiB, compressed or remote
     # fmt: on
 
@@ -90,10 +90,9 @@ class DataConfig:
 
 
 def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:
-    """Downloads the text if `path` does not exist, and encodes it into the cache unless it is small; call
-    it in one process per host. Returns the configuration of the text to use: without a network,
-    `pydoc:topics` replaces the default text, and a run whose snapshot has that path (`recorded`) keeps
-    it. Raises `UserError` for any other missing text.
+    """Downloads the text if `path` does not exist, and encodes a large one into the cache; call it in one process per
+    host. Returns the configuration of the text to use: without a network, `pydoc:topics` replaces the default text, and
+    a run that started on it (`recorded`) keeps it. Raises `UserError` for any other missing text.
     """
     pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
     if recorded == PYDOC and config.url == SHAKESPEARE_URL:
@@ -117,7 +116,7 @@ def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) ->
 
 
 class CharDataset(Dataset):
-    """Every window of `block_size` characters of a text, each with the characters that follow.
+    """All windows of `block_size` characters of a text, with their targets.
 
     `dataset[i]` is `(x, y)`, two int64 tensors of shape `(block_size,)`, `y` being `x` one character
     later; `len(dataset) == characters - block_size`.
@@ -125,9 +124,9 @@ class CharDataset(Dataset):
     Attributes:
         vocabulary: the distinct characters of the (truncated) text, sorted; positions are ids.
         stoi, itos: character to id and back, as in minGPT.
-        data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. Of a large text it
-            is memory-mapped, read-only; never copy it as a whole.
-        digest: SHA-256 of the (truncated) text and of the way it is shuffled, if it is; hexadecimal.
+        data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. For a large text it
+            is memory-mapped and read-only; never copy all of it.
+        digest: SHA-256 of the (truncated) text and of `data.shuffle`, if set; hexadecimal.
         unit: what an id stands for, "character" or "byte".
 
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
@@ -175,8 +174,8 @@ class CharDataset(Dataset):
         return train, held_out
 
     def final_part(self) -> "CharDataset | None":
-        """The last share `final_split` of the text, which neither part of `split` has; None without it.
-        Raises `UserError` if it is shorter than two characters.
+        """The final part, the last `final_split` of the text, in neither part of `split`; None if 0. Raises `UserError`
+        if it is shorter than two characters.
         """
         if not self.config.final_split:
             return None
@@ -202,7 +201,7 @@ class CharDataset(Dataset):
         return len(self.data) - self.block_size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = self.batch(np.array([range(len(self))[index]]))  # IndexError ends a loop over it
+        x, y = self.batch(np.array([range(len(self))[index]]))  # IndexError ends iteration
         return x[0], y[0]
 
     def batch(self, indices: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,12 +209,12 @@ class CharDataset(Dataset):
         starts = torch.as_tensor(indices, dtype=torch.int64).to(self.data.device, non_blocking=True)
         offsets = torch.arange(self.block_size + 1, device=self.data.device)
         windows = self._ids(starts[:, None] + offsets)  # (B, T + 1)
-        # Contiguous: only such tensors are copied to a GPU without waiting.
+        # Contiguous: others are not copied to a GPU asynchronously.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows `first` to `last` (excluded) of the `num_eval_windows` that do not overlap, in which
-        every character but the first is a target once; beyond the end the target is `IGNORE`.
+        """Windows `first` to `last` (exclusive) of the `num_eval_windows` non-overlapping ones. Every character but the
+        first is a target once; past the end, the target is `IGNORE`.
 
         Returns `(x, y)`, int64 of shape (last - first, block_size).
         """
@@ -249,9 +248,9 @@ class CharDataset(Dataset):
 
 
 def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
-    """(fraction of the held-out characters that do not occur in training, 0 if the training part is too long to count;
-    cross-entropy in nats of a unigram model of the training part with add-one smoothing). Of each part, the first
-    `MAX_COUNTED` characters are counted.
+    """(fraction of held-out characters that do not occur in training, 0 if the training part is too long to count;
+    held-out cross-entropy, in nats, of an add-one-smoothed unigram model). Counts the first `MAX_COUNTED` characters of
+    each part.
     """
     seen, scored = (
         sum(
@@ -279,7 +278,7 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
         character = error.args[0]
     unit = unit_of(encoding)
     code = f"0x{ord(character):02x}" if unit == "byte" else f"U+{ord(character):04X}"
-    is_part = unit == "byte" and not character.isascii()  # of a character in UTF-8
+    is_part = unit == "byte" and not character.isascii()  # of a multi-byte character
     shown = code if is_part else f"{character!r} ({code})"
     raise UserError(
         f"{unit} {shown} at position {start + text.index(character)} is not among the {len(vocabulary)} {unit}s of "
@@ -294,10 +293,9 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
 def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int = 1) -> np.ndarray:
     """Window indices at `positions` (int64) of the shuffled, endless stream of training windows.
 
-    Every epoch of `num_windows` positions takes all windows once. It is made of `stride` passes over
-    the text, in random order, of windows that start `stride` characters apart, in random order: with
-    the block size as the stride, a pass sees every character once, where windows drawn freely would
-    miss a third of the text. The gain is in benchmarks/experiments.md.
+    An epoch of `num_windows` positions visits all windows once, in `stride` passes over the text, in random order. A
+    pass visits the windows that start `stride` characters apart, in random order: with the block size as the stride, it
+    sees every character once; independent draws would miss a third of the text (benchmarks/experiments.md).
 
     The order is a pure function of seed and position, so that neither the number of processes nor a
     restart changes it. Its memory does not depend on the number of windows.
@@ -309,8 +307,8 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
     for epoch in np.unique(epochs):
         here = epochs == epoch
         key = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
-        keys = _mix(key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one a pass
-        first = np.argsort(keys)  # window of each pass
+        keys = _mix(key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one per pass
+        first = np.argsort(keys)  # of each pass
         sizes = (num_windows - first + stride - 1) // stride
         ends = np.cumsum(sizes)
         number = np.searchsorted(ends, value[here], side="right")
@@ -324,9 +322,9 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
 def _shuffled(value: np.ndarray, sizes: np.ndarray, keys: np.ndarray, largest: int) -> np.ndarray:
     """Keyed pseudorandom permutation of the numbers below each size (Feistel, cycle walking).
 
-    A Feistel network over a domain a x b barely larger than the `largest` size there is, walked until
-    it falls below the size (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), with
-    the mixer of SplitMix64 (Steele, Lea and Flood, 2014) as its round function.
+    A Feistel network over a domain a x b barely larger than the `largest` size, repeated until the value is below its
+    size (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), with the mixer of SplitMix64 (Steele, Lea
+    and Flood, 2014) as its round function.
     """
     side = math.isqrt(largest - 1) + 1
     a, b = np.uint64(side), np.uint64(-(-largest // side))
@@ -353,17 +351,17 @@ def _mix(x: np.ndarray) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------
 # Batches
 
-ORDER_STEPS = 64  # steps whose windows are looked up at once, which costs little more than one
+ORDER_STEPS = 64  # steps per call of `window_order`, at little more than the cost of one
 
 
 class MicroBatches:
-    """Item k is the k-th micro-batch of `rank` in the whole run, also after resuming: `(x, y, weight)`.
+    """Item k is the k-th micro-batch `(x, y, weight)` of `rank`, counted from the start of the run.
 
-    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the stream of windows, and cuts them,
-    in order of rank and micro-batch, into `world_size * accumulation` micro-batches of `plan`, whose sizes differ
-    by at most one window: `accumulation` of each rank. The weight is windows * world_size / batch_size: the sum of the
-    weighted mean losses of a rank, averaged over the ranks, is the mean over the windows of the step. An empty
-    micro-batch computes on the next window, with weight 0, so that every rank makes the same collectives.
+    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the window stream, and splits them in order
+    into `world_size * accumulation` micro-batches, `accumulation` per rank, whose sizes differ by at most one window.
+    The weight is windows * world_size / batch_size: a rank's weighted mean losses, summed, then averaged over ranks,
+    are the mean over the step's windows. An empty micro-batch computes the next window with weight 0, so that all ranks
+    run the same collectives.
     """
 
     def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):
@@ -394,14 +392,14 @@ class MicroBatches:
 def prefetch(
     batches: MicroBatches, first: int, last: int, workers: int, device: torch.device
 ) -> Generator[MicroBatch]:
-    """Prefetch: micro-batches `first` to `last` (excluded) on `device`, up to two per thread cut in advance;
-    without `workers`, each when it is asked for. Closing the generator ends its threads.
+    """Prefetch: yields micro-batches `first` to `last` (exclusive) on `device`, prepared up to two per thread ahead, or
+    on demand without `workers`. Closing the generator ends its threads.
     """
     is_cuda = device.type == "cuda"
 
     def cut(k: int) -> MicroBatch:
         x, y, weight = batches[k]
-        if is_cuda and workers:  # from page-locked memory a GPU copies without waiting
+        if is_cuda and workers:  # pinned memory is copied asynchronously
             x, y = x.pin_memory(), y.pin_memory()
         return x, y, weight
 
@@ -427,7 +425,7 @@ def prefetch(
 
 
 def move_if_small(datasets: Iterable[Any], device: torch.device) -> None:
-    """Moves the texts to the GPU, if they take up to a tenth of its memory: batches are then gathered there."""
+    """Moves the texts to the GPU if they fit into a tenth of its memory; batches are then gathered there."""
     datasets = list(datasets)
     memory = torch.cuda.get_device_properties(device).total_memory
     if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:

@@ -46,11 +46,11 @@ class Config:
     samples: bool = True  # sample text at the log lines 1, 4, 16, 64, ... and the last, into metrics.jsonl
     report: bool = True  # write report.html into run_dir at the end
     run_name: str = "run"  # names the directory of the run; recipes set it to their own name
-    run_dir: str = "runs/${run_name}"  # everything the run writes
+    run_dir: str = "runs/${run_name}"  # where the run writes
     # fmt: on
 
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
-        """Copies the architecture and sizes of a pretrained model; the context is the smaller of the two."""
+        """Copies a pretrained model's `architecture`; the context is the smaller of both."""
         source = GPTConfig.recorded(architecture).complete()
         asked = self.data.block_size
         block_size = min(self.data.block_size or source.block_size, source.block_size)
@@ -90,8 +90,8 @@ def compose(overrides: list[str]) -> DictConfig:
 
 
 def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
-    """The dataclasses of a composed configuration, with this `run_dir` if one is given, after every check that needs
-    no text. Raises `UserError` naming a key whose value is missing, of a wrong type, or impossible.
+    """Converts a composed configuration, with `run_dir` if given, to dataclasses, and runs every check that needs no
+    text. Raises `UserError` naming a key whose value is missing, mistyped or impossible.
     """
     own = {} if run_dir is None else {"run_dir": run_dir}
     try:
@@ -120,9 +120,7 @@ def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
 
 
 def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
-    """Raises `UserError` if the ranks have different texts or settings, as on hosts with different
-    hardware, for which different recipes are chosen.
-    """
+    """Raises `UserError` if texts or settings differ between ranks, such as recipes chosen for different hardware."""
     local = ("run_dir", "trainer.threads")
     own = dataclasses.asdict(config)
     own["data"]["sha256"] = text_digest

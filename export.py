@@ -38,13 +38,13 @@ from sample import default_prompt, load_model
 
 @dataclass
 class ExportConfig:
-    """What to write, and where; every field is an argument, `name=value`."""
+    """Command-line arguments, `name=value`."""
 
     out: str | None = None  # the directory to write; FILE.pt: a single snapshot file
-    page: str | None = None  # or the web page to write; one that exists is replaced
-    run_dir: str | None = None  # the run; without: the newest under runs/
-    snapshot: str | None = None  # a file, URL or run; without: the best of run_dir, or its latest
-    snapshots: list[str] | None = None  # of a page: several, [a.pt,b.pt]
+    page: str | None = None  # or the web page to write, or to replace
+    run_dir: str | None = None  # the run; null: the newest under runs/
+    snapshot: str | None = None  # a file, URL or run; null: the best of run_dir, or its latest
+    snapshots: list[str] | None = None  # for page=: several, [a.pt,b.pt]
 
     def __post_init__(self):
         check_only_one(out=self.out, page=self.page)
@@ -119,7 +119,7 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
 
 
 def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
-    """What the model is, how it was trained and how well: labels and values."""
+    """Labels and values that describe the model, its training and its loss."""
     config: Any = model.config
     parts = {"token shift": config.token_shift, "n-gram embeddings": config.ngram_rows}
     kind = ", ".join((config.arch, *(part for part, has in parts.items() if has)))
@@ -149,7 +149,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     settings = dataclasses.asdict(model.config)
-    for field in dataclasses.fields(model.config):  # one's own that are switched off
+    for field in dataclasses.fields(model.config):  # added fields that are disabled
         if field.name not in KNOWN and settings[field.name] == field.default:
             del settings[field.name]
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
@@ -168,8 +168,8 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
 
 @torch.no_grad()
 def compare(folder: str, model: GPT) -> str:
-    """A sentence on whether Transformers gives the logits of `model` for the exported directory.
-    Raises `UserError` if it gives others: it has GPT-2 and nanochat, not an edited `GPT`.
+    """Compares the logits of Transformers, from the exported directory, with those of `model`; returns a sentence.
+    Raises `UserError` if they differ: Transformers has GPT-2 and nanochat, not an edited `GPT`.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, logging
@@ -181,17 +181,17 @@ def compare(folder: str, model: GPT) -> str:
     ids = torch.arange(model.config.block_size)[None] % model.config.vocab_size
     try:
         theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)(ids).logits
-    except Exception as error:  # of many types, for weights that it does not expect
+    except Exception as error:  # of many types, for unexpected weights
         why = f"was model.py changed? {one_line(error)[:300]}"
         raise UserError(f"Transformers cannot load it: {why}") from error
     off = (theirs[..., : model.config.vocab_size] - model(ids)[0]).abs().max().item()
     if not off < 0.01:
-        raise UserError(f"Transformers gives other logits, by {off:.2g}: was model.py changed?")
+        raise UserError(f"Transformers' logits differ by {off:.2g}: was model.py changed?")
     return "Transformers gives the same logits"
 
 
 def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
-    """`README.md` of the directory `folder`: what the model is, how it was trained and how well, and how to use it."""
+    """`README.md` of the directory `folder`: the model, its training, its loss and its use."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
     needs_code = is_shifted(dataclasses.asdict(config))

@@ -1,12 +1,12 @@
 """Trains a character-level GPT.
 
     python main.py                                         one process; the recipe for this machine
-    torchrun --standalone --nproc_per_node=gpu main.py     a process for every GPU of this machine
+    torchrun --standalone --nproc_per_node=gpu main.py     one process per GPU of this machine
     torchrun --standalone --nproc_per_node=2 main.py       two processes, on GPUs or CPU cores
-    srun python main.py                                    a process for every task of a SLURM job
+    srun python main.py                                    one process per task of a SLURM job
     python main.py experiment=mingpt_ddp                   a named recipe; see conf/experiment/
-    python main.py model.n_layer=8 trainer.max_steps=500   anything is an override
-    python main.py data=text data.path=book.txt            another text
+    python main.py model.n_layer=8 trainer.max_steps=500   override any field
+    python main.py data=text data.path=book.txt            your own text
 
 The same command again resumes the run where it stopped.
 """
@@ -59,8 +59,8 @@ log = logging.getLogger("gpt")
 
 
 def configure(*overrides: str) -> DictConfig:
-    """The configuration of `python main.py OVERRIDES`, to be given to `train` by another program or in a
-    notebook. Raises `UserError`.
+    """Composes the configuration of `python main.py OVERRIDES`, for `train` in a notebook or another program. Raises
+    `UserError`.
     """
     log_to_console()
     return compose(add_default_recipe(list(overrides)))
@@ -89,7 +89,7 @@ def run_training(config: Config, started: float) -> float | None:
         recorded = snapshots.found.config if snapshots.found else None
         make_trainer = functools.partial(build_trainer, snapshots=snapshots, world=world)
 
-        # These three resolve the fields of `config` that are still null.
+        # These three resolve the null fields of `config`.
         pretrained = read_init_weights(config, snapshots.found, world)
         text = load_text(config, recorded, world)
         choose_sizes(config, text, recorded, world, started, make_trainer)
@@ -114,7 +114,7 @@ def build_trainer(
     pretrained: Snapshot | None = None,
     on_start: Callable[[Trainer], None] | None = None,
 ) -> Trainer:
-    """The model, with its `pretrained` weights if there are any, its optimizer, and their Trainer."""
+    """Builds the model, with `pretrained` weights if given, its optimizer and the Trainer."""
     train_text, held_out = split
     dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
     model = build_model(config.model, config.trainer, dtype, world)
@@ -143,8 +143,8 @@ def build_trainer(
 
 
 def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> CharDataset:
-    """The text, fetched and encoded once on each host; `config.data` then names the one that is used. A
-    run keeps the text of the settings `recorded` in its snapshot.
+    """Downloads and encodes the text once per host; `config.data` then names the text used. A resumed run keeps the
+    text in its `recorded` settings.
     """
     earlier = recorded.get("data", {}).get("path") if recorded else None
     config.data = run_on_each_host(lambda: prepare_text(config.data, earlier), world)
@@ -159,18 +159,18 @@ def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> 
 def main(composed: DictConfig) -> float | None:
     """Trains as composed, in this process."""
     is_job = HydraConfig.get().mode == RunMode.MULTIRUN
-    chosen = HydraConfig.get().runtime.output_dir  # by Hydra for a sweep's job, or hydra.run.dir
+    chosen = HydraConfig.get().runtime.output_dir  # set for a sweep's job, or by hydra.run.dir
     try:  # each job of a sweep has the whole time
         config = validate(composed, None if chosen == os.getcwd() else chosen)
         return run_training(config, time.monotonic() if is_job else signals.started)
-    except Stopped as stopped:  # also ends the other jobs of a sweep
+    except Stopped as stopped:  # also ends the sweep
         distributed.leave(stopped.status)
     except UserError as error:
         if not is_job:
             fail(error)  # before Hydra adds a line of its own
         log.error("%s", error)
         message = str(error)
-    # Hydra keeps the exception while other jobs run: raise one without the frames that hold the model.
+    # Hydra keeps the exception during later jobs: raise one whose frames do not hold the model.
     raise UserError(message)
 
 

@@ -43,18 +43,18 @@ SIZES = {
     "gpt-micro": (4, 4, 128),
     "gpt-nano": (3, 3, 48),
 }
-SOFTCAP = 15  # |logit| stays below it in the modern architecture
+SOFTCAP = 15  # bound of |logit| in the modern architecture
 ROPE_BASE = 10_000.0
-# The factors of the two hashes, of the last three and of the last four characters, oldest first. Primes, small enough
-# for JavaScript to compute the sums exactly.
+# Factors of the two hashes (last three characters, last four), oldest first. Primes, small enough for exact sums in
+# JavaScript.
 NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 
 @dataclass
 class GPTConfig:
-    """Architecture and size. A field that is None follows from `model_type` or `arch`, `vocab_size` and
-    `block_size` from the data; dropouts and `ngram_rows` that are None are chosen for the text. Raises
-    `UserError` for impossible values.
+    """Architecture and size. None means: sizes follow from `model_type`, `bias` and `tie_weights` from `arch`,
+    `vocab_size` and `block_size` from the data; the rest is chosen for the text. Raises `UserError` for impossible
+    values.
     """
 
     # fmt: off
@@ -68,9 +68,9 @@ class GPTConfig:
     embd_pdrop: float | None = 0.1  # dropout probability of the embeddings; null: chosen, see docs/own-text.md
     resid_pdrop: float | None = 0.1  # dropout probability of the outputs of attention and MLP; null: chosen
     attn_pdrop: float = 0.1  # dropout probability of the attention weights
-    bias: bool | None = None  # biases in the linear layers and norms; null: as arch has (gpt2: true, modern: false)
-    tie_weights: bool | None = None  # the head shares the embedding's weights; null: as arch has (gpt2: true)
-    token_shift: bool = False  # MLPs also see the character before (RWKV, Peng et al., 2023)
+    bias: bool | None = None  # biases in linear layers and norms; null: as in arch (gpt2: true, modern: false)
+    tie_weights: bool | None = None  # share the weights of embedding and head; null: as in arch (gpt2: true)
+    token_shift: bool = False  # MLPs also see the previous position (RWKV, Peng et al., 2023)
     ngram_rows: int | None = 0  # rows of each n-gram table (last 3 characters, last 4); 0: none; null: chosen
     activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # fmt: on
@@ -101,7 +101,7 @@ class GPTConfig:
                 )
 
     def _resolve_sizes(self) -> None:
-        """Resolves the sizes that are None; `model_type`, which they replace, is None afterwards."""
+        """Resolves None sizes from `model_type`, which becomes None."""
         if self.model_type == "auto":
             return
         if self.model_type is not None:
@@ -120,24 +120,24 @@ class GPTConfig:
         """Rebuilds the configuration stored in a snapshot of any format. Raises `UserError`."""
         values = {name: value for name, value in values.items() if name != "attention"}
         if None not in (values.get("n_layer"), values.get("n_head"), values.get("n_embd")):
-            values.pop("model_type", None)  # once kept beside sizes that differed from it
+            values.pop("model_type", None)  # old snapshots kept it with other sizes
         if unknown := values.keys() - {field.name for field in fields(cls)}:
             missing = f"model.{min(unknown)}, which GPTConfig does not have"
             raise UserError(f"the snapshot's model has {missing}; was model.py changed since?")
         return cls(**values)
 
     def complete(self) -> Any:
-        """Itself, typed as if no size or dropout could be None; raises `UserError` if one is."""
+        """Returns self, typed without None. Raises `UserError` if a size or dropout is None."""
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
             if getattr(self, name) is None:
                 raise UserError(
-                    f"model.{name} is missing (vocab_size and block_size are those of the data set)"
+                    f"model.{name} is missing (vocab_size and block_size come from the dataset)"
                 )
         return self
 
 
-# What `init_from` does not take over from a pretrained model; all other fields are its architecture.
+# Fields that `init_from` does not copy from a pretrained model; the others are its architecture.
 NOT_ARCHITECTURE = {
     "model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_checkpointing",
 }  # fmt: skip
@@ -164,11 +164,11 @@ class Embedding(nn.Embedding):
 
 
 class NgramEmbedding(nn.Module):
-    """Hashed n-gram embeddings (Huang et al., "Over-Tokenized Transformer", 2025): the sum of a vector for the last
-    three characters and one for the last four, chosen by a hash from `rows` vectors for each.
+    """Hashed n-gram embeddings (Huang et al., "Over-Tokenized Transformer", 2025): the sum of one vector for the last
+    three characters and one for the last four, each hashed to one of `rows` rows.
 
-    `codes` (V,) int64 has the number of each character in the hash; 0 is no character, before the first. It is saved
-    with the weights, so that fine-tuning on another vocabulary finds the same rows.
+    `codes` (V,) int64: the number of each character in the hash; 0 is padding before the text. A persistent buffer, so
+    that fine-tuning on another vocabulary finds the same rows.
     """
 
     codes: Tensor
@@ -226,17 +226,17 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
     return angle.cos(), angle.sin()
 
 
-# Cached: computing it for each character would take 5 % of the time of `generate`.
+# Cached: recomputing it for each character would take 5 % of `generate`.
 rotary_table = functools.lru_cache(4)(rotary)
 
 
-@ops.fused  # a fused kernel, while this code is unedited; the line may be removed
+@ops.fused  # dispatches to a fused kernel while this code is unedited; optional
 def causal_attention(
     qkv: Tensor, n_head: int, rotation, cache: LayerCache | None, pdrop: float
 ) -> Tensor:
-    """Causal attention: softmax(q k' / sqrt(D)) v, where each position attends to itself and earlier
-    ones; (B, S, C) from queries, keys and values (B, S, 3 C). With a `cache`, these S characters
-    follow those in it; with `rotation`, queries and keys are rotated and normalized.
+    """Causal attention: softmax(q k' / sqrt(D)) v, where each position attends to itself and earlier ones. Maps
+    queries, keys and values (B, S, 3 C) to (B, S, C). With a `cache`, the S characters follow the cached ones; with
+    `rotation`, queries and keys are rotated and normalized.
     """
     B, S, _ = qkv.shape
     qkv = qkv.view(B, S, 3, n_head, -1).permute(2, 0, 3, 1, 4)
@@ -247,7 +247,7 @@ def causal_attention(
         v = qkv[2]
     if cache is not None:
         k, v = cache.append(k, v)
-    T, D = k.shape[2:]  # all characters so far; q is of the last S
+    T, D = k.shape[2:]  # T characters so far; q has the last S
     mask = torch.full((S, T), float("-inf"), device=q.device, dtype=q.dtype).triu(1 + T - S)
     weights = ((q * D**-0.5) @ k.transpose(2, 3) + mask).softmax(dim=-1)  # (B, H, S, T)
     y = ops.dropout(weights, pdrop) @ v
@@ -340,8 +340,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Sets the initial weights, from torch's global generator. A parameter not named `weight` or `bias` keeps
-        the values that its module gave it; under FSDP it has none, which raises `UserError`.
+        """Sets the initial weights, from torch's global generator. A parameter not named `weight` or `bias` keeps its
+        own values; under FSDP, it has none, and `UserError` is raised.
         """
         if self.ngrams is not None:
             self.ngrams.init_buffers()
@@ -356,14 +356,14 @@ class GPT(nn.Module):
                 )
 
     def initial_weights(self, name: str, shape: torch.Size) -> Tensor:
-        """Initial weights of a parameter, the full tensor on the CPU: the same on any device, however
-        sharded. Norms are 1, biases and `TokenShift` 0; for the matrices see the two papers.
+        """Initial weights of a parameter, unsharded, on the CPU: the same on any device and world size. Norms are 1,
+        biases and `TokenShift` 0; for the matrices see the two papers.
         """
         full = torch.empty(shape, device="cpu")
         onto_residual_stream = name.endswith("c_proj.weight")
         if len(shape) < 2:
             return full.fill_(float(name.endswith("weight") and ".shift." not in name))
-        if name == "ngrams.weight":  # a model begins as the one without
+        if name == "ngrams.weight":  # no effect at first
             return full.zero_()
         if self.config.arch == "gpt2":  # Radford et al., 2019, section 2.3
             scale = math.sqrt(2 * self.config.n_layer) if onto_residual_stream else 1.0
@@ -394,7 +394,7 @@ class GPT(nn.Module):
             x = x + self.pos_emb.weight[past : past + T]
         x = ops.dropout(x, self.config.embd_pdrop, self.training)
         if torch.is_autocast_enabled(x.device.type):
-            # The residual stream, too: otherwise each addition would promote it to float32.
+            # Cast the residual stream: otherwise each addition would promote it to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rotation = None
         if self.config.arch == "modern":
@@ -417,8 +417,8 @@ class GPT(nn.Module):
         return ops.cross_entropy(logits, targets, self.softcap)
 
     def compile(self, *args, **kwargs) -> None:
-        """Compiles each block instead of the whole model. Blocks share the compiled code, which halves the time
-        to compile; steps are at most 5 % slower.
+        """Compiles each block instead of the whole model. Blocks share the compiled code, which halves compile time;
+        steps are at most 5 % slower.
         """
         for block in self.blocks:
             block.compile(*args, **kwargs)
@@ -431,11 +431,11 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in parameters if p.dim() == 2)
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
-    # generate(idx, max_new_tokens, ...) -> (B, T + max_new_tokens), and the same id by id
+    # generate(idx, max_new_tokens, ...) -> (B, T + max_new_tokens); `stream` yields the ids
     generate, stream = generation.generate, generation.stream
 
 
 def build_model(config: GPTConfig, trainer: Any, amp_dtype: str, world: World) -> nn.Module:
-    """A `GPT` with fresh weights on this rank's device, wrapped in DDP or sharded as the `TrainerConfig` says."""
+    """A `GPT` with fresh weights on this rank's device, wrapped in DDP or sharded with FSDP2 (`trainer.strategy`)."""
     torch.manual_seed(trainer.seed)  # every rank starts from the same weights
     return sharding.build(lambda: GPT(config), world, trainer.strategy, getattr(torch, amp_dtype))

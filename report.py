@@ -1,4 +1,4 @@
-"""Reports: a page for a run or several, and a check against the recipe's reference.
+"""Reports: a page for one or several runs, and a check against the recipe's reference.
 
     python report.py                                   the newest run, into its own directory
     python report.py run_dir=runs/NAME                 another run, also while it trains
@@ -7,7 +7,7 @@
     python report.py check run_dir=runs/NAME           is it on track? exit status 1 if not
 
 The page is one HTML file that needs no network. `out=FILE` names it (default: report.html in the
-run's directory, or in that which several share).
+run's directory, or in the common directory of several).
 """
 
 import contextlib
@@ -47,11 +47,11 @@ REFERENCES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "r
 
 @dataclass
 class ReportArguments:
-    """The arguments of both commands, `name=value`."""
+    """Command-line arguments, `name=value`."""
 
-    run_dir: str | None = None  # without: the newest under runs/
+    run_dir: str | None = None  # null: the newest under runs/
     run_dirs: list[str] | None = None  # several; each a run, a sweep or a pattern
-    out: str | None = None  # without: report.html in the directory of the run, or of all runs
+    out: str | None = None  # null: report.html in the directory of the run, or of all runs
 
 
 def write(run_dirs: list[str], out: str) -> str:
@@ -66,8 +66,8 @@ def write(run_dirs: list[str], out: str) -> str:
 
 
 def find_runs(names: list[str]) -> list[str]:
-    """The run directories that `names` stand for: of runs, of sweeps, or patterns of either; without
-    names, the newest run. Raises `UserError` for a name without a run.
+    """The run directories of `names`: runs, sweeps, or patterns of either; without names, the newest run. Raises
+    `UserError` for a name without a run.
     """
     found = []
     for name in names or [newest_run()]:
@@ -102,8 +102,8 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
 
 
 def score_final(trainer: Trainer, final: CharDataset) -> None:
-    """Scores the final part of the text, which influenced no choice, with the best snapshot; logs the loss, and appends
-    it to the metrics. Skipped if done at this step.
+    """Scores the final part of the text, unused for any choice, with the best snapshot; logs the loss and appends it to
+    the metrics. Skipped if done at this step.
     """
     scored = Run(trainer.snapshots.run_dir).final
     if scored is not None and scored["step"] == trainer.step:
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> int:
         folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
         out = config.out or os.path.join(folder, REPORT)
         if os.path.lexists(out) and not is_page_of(out, "report.py"):
-            raise UserError(f"{out}: already exists, and is no report; remove it, or give out=FILE")
+            raise UserError(f"{out}: exists and is not a report; remove it, or give out=FILE")
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         print(relative_path(write(run_dirs, out)))
         return 0

@@ -8,8 +8,8 @@ python sample.py run_dir=runs/NAME                          another run
 python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
 python sample.py score=book.txt stride=128                  in windows that overlap: more context for each character
-python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of the mean of their probabilities
-python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and how much of it is copied
+python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of their ensemble
+python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and the share that is copied
 """
 
 from engine import signals
@@ -45,9 +45,9 @@ from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
 
-MIN_THREADED_WORK = 10_000_000  # texts x parameters; below, one CPU thread is faster
+MIN_THREADED_WORK = 10_000_000  # texts x parameters, below which one CPU thread is faster
 BATCH_CHARACTERS = 8192  # per batch, context included
-COPIED = 32  # characters in a row that count as copied
+COPIED = 32  # length of a copied substring, characters
 
 
 @dataclass
@@ -56,9 +56,9 @@ class SampleConfig:
 
     prompt: str | None = None  # text to continue; null: a newline, or the first character
     prompt_file: str | None = None  # file or URL of the prompt; -: standard input
-    num_samples: int = 1  # texts
-    max_new_tokens: int = 500  # characters in each, at most
-    stop: str | None = None  # a text ends before this string; null: nowhere
+    num_samples: int = 1  # number of texts
+    max_new_tokens: int = 500  # characters per text, at most
+    stop: str | None = None  # end a text before this string; null: never
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
@@ -67,16 +67,16 @@ class SampleConfig:
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file, URL or run; null: the best of run_dir, or its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
-    snapshots: list[str] | None = None  # of score: several, [a.pt,b.pt], alone and as an ensemble
-    stride: int | None = None  # of score: characters between windows; null: the context
-    device: str = "auto"  # cpu, cuda, auto, or another device of torch: mps, xpu
+    snapshots: list[str] | None = None  # for score=: several, [a.pt,b.pt], alone and as an ensemble
+    stride: int | None = None  # for score=: characters between windows; null: the context
+    device: str = "auto"  # cpu, cuda, auto, or another torch device: mps, xpu
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
         drawing = "num_samples max_new_tokens stop copied temperature top_k top_p seed"
         for name in drawing.split() if self.score is not None else ():
             if (value := getattr(self, name)) != getattr(SampleConfig, name):
-                raise UserError(f"{name}={value}: of no effect on score=; leave it out")
+                raise UserError(f"{name}={value}: has no effect with score=; leave it out")
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
@@ -96,8 +96,8 @@ class SampleConfig:
 
 
 def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -> GPT:
-    """The trained model of a snapshot, in evaluation mode; warns if its outputs differ from those of the
-    run, or, if `strict`, raises `UserError`; also for weights that are not finite or do not fit.
+    """Loads the model of a snapshot, in evaluation mode. Warns if its logits differ from the run's, or raises
+    `UserError` if `strict`. Also raises it for weights that are not finite or do not fit.
     """
     model = GPT(GPTConfig.recorded(snapshot.model_config))
     try:
@@ -119,7 +119,7 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
 
 
 def needs_one_thread(model: GPT, num_texts: int) -> bool:
-    """Whether one step of generating `num_texts` texts is too little work for several threads."""
+    """Whether a step of `num_texts` texts is too little work for several threads."""
     return num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK
 
 
@@ -138,7 +138,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     stop = from_text(config.stop or "", encoding)
     if unknown := [character for character in stop if character not in vocabulary]:
         hint = "; for a newline: stop=$'\\n'" if "\\n" in stop else ""
-        raise UserError(f"stop={config.stop!r}: the model never draws {unknown[0]!r}{hint}")
+        raise UserError(f"stop={config.stop!r}: not in the vocabulary: {unknown[0]!r}{hint}")
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
@@ -153,7 +153,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
-    """The characters before the string `stop`; all without it."""
+    """Yields the characters up to the string `stop`, or all."""
     held = ""  # may be the beginning of `stop`
     for piece in pieces:
         held += piece
@@ -166,8 +166,8 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
 
 
 def copied_share(texts: list[str], snapshot: Snapshot) -> float:
-    """The share of the characters of `texts` that are copied: within a run of `COPIED` that the training text has,
-    or in a shorter text that is a line of it. Raises `UserError` if that text is missing or has changed.
+    """The share of characters of `texts` that are copied: in a substring of length `COPIED` of the training text, or in
+    a shorter text equal to one of its lines. Raises `UserError` if that text is missing or has changed.
     """
     if "data" not in snapshot.config:
         raise UserError("copied=true: the snapshot does not say which text it was trained on")
@@ -176,7 +176,7 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     data = CharDataset(DataConfig(**settings))
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
-    ids = data.split()[0].data.numpy()  # looked up at once: the text may be long
+    ids = data.split()[0].data.numpy()  # vectorized: the text may be long
     points = np.array([ord(character) for character in data.vocabulary], np.uint32)
     source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
     copied = total = 0
@@ -251,8 +251,8 @@ def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]
 
 
 def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.Tensor]:
-    """Yields the losses of characters, in nats, float64 (losses of `score`, characters), in batches of
-    whole windows, computed in the type of each run, so that the mean equals the run's.
+    """Yields losses per character, in nats, float64 (losses of `score`, characters), in batches of whole windows,
+    computed in each run's dtype so that the mean equals the run's.
 
     Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart; each
     but the first scores only its last `stride` characters, which see more than `block_size - stride`
@@ -294,9 +294,8 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
 def read_batches(
     path: str, vocabulary: str, num_characters: int, overlap: int, encoding: str
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Streams the ids of the text at `path`, int64 (num_characters + overlap + 1,), the last batch shorter,
-    each with the number of its first ids that are not to be scored: 1, then the overlap + 1 that it has in
-    common with the batch before.
+    """Yields (ids, seen) of the text at `path`: ids int64 (num_characters + overlap + 1,), fewer in the last batch. The
+    first `seen` are not scored: 1 in the first batch, then the overlap + 1 shared with the previous batch.
     """
     ids, seen, position = torch.empty(0, dtype=torch.int64), 1, 0
     for piece in read_text(find_files(path), encoding=encoding):
@@ -309,14 +308,14 @@ def read_batches(
             yield ids[: num_characters + overlap + 1], seen
             ids, seen = ids[num_characters:], overlap + 1
     if position < 2:
-        raise UserError(f"score={path}: characters in it: {position}; at least 2 are needed")
+        raise UserError(f"score={path}: characters: {position}; at least 2 are needed")
     if len(ids) > seen:
         yield ids, seen
 
 
 def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot]) -> None:
-    """Prints the loss of the text at `config.score`; of several snapshots, read from `paths`, each one's and then
-    the ensemble's. Raises `UserError`, naming two of them, unless all have the same vocabulary and context.
+    """Prints the loss of the text at `config.score`, for each of several snapshots (read from `paths`) and their
+    ensemble. Raises `UserError`, naming two of them, if their vocabularies or contexts differ.
     """
     same = [(s.vocabulary, s.encoding, s.model_config.get("block_size")) for s in snapshots]
     for path, traits in zip(paths, same, strict=True):
@@ -324,7 +323,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
             what = "context" if traits[:2] == same[0][:2] else "vocabulary"
             raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
     if any(snapshot.config.get("data", {}).get("path") == config.score for snapshot in snapshots):
-        note = "trained on most of this text: the held-out loss of the run is of the rest"
+        note = "trained on most of this text; the run's held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
     losses, count = score(config, *snapshots)
     unit = snapshots[0].unit

@@ -2,9 +2,9 @@
 
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
-It depends on neither GPT nor Hydra: `model(x, y)` must return `(anything, loss)`, where targets of -1 do not count, and
-a data set is a `CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`,
-`block_size`, `vocabulary` and `digest`.
+It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)` and ignores targets of -1; a dataset is a
+`CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`, `block_size`,
+`vocabulary` and `digest`.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class TrainerConfig:
     """The training loop: length, batch, precision, evaluation, snapshots, processes."""
 
     # fmt: off
-    max_epochs: int | None = 10  # epochs, of one window for each position of the text; null: no limit
+    max_epochs: int | None = 10  # epochs; one has a window for each position of the text; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # wall-clock budget, minutes; main.py computes max_steps from it; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
@@ -67,16 +67,16 @@ class TrainerConfig:
     eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; at least halfway and at the end
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
-    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard and wandb, if installed
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # tensorboard (if installed), wandb, or both
     use_amp: bool = True  # automatic mixed precision; false: float32, on a GPU with TF32 matmuls in training steps
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
-    seed: int = 1337  # of the weights, the order of the windows and dropout
-    device: str = "auto"  # cpu, cuda, auto (cuda where there is a GPU), or another device of torch: mps, xpu
-    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer if others are busy
+    seed: int = 1337  # seed of the weights, the window order and dropout
+    device: str = "auto"  # cpu, cuda, auto (cuda if there is a GPU), or another torch device: mps, xpu
+    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer while others are busy
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
-    strategy: str = "ddp"  # ddp: every process has the whole model; fsdp: its share of it (FSDP2)
+    strategy: str = "ddp"  # ddp: the whole model in every process; fsdp: sharded (FSDP2)
     resume: str = "auto"  # auto: from snapshot_path if it exists; must; never: rename the old files, start from scratch
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
     # fmt: on
@@ -123,17 +123,17 @@ class Trainer:
         train_dataset: a small one is moved to the GPU in place, as is `test_dataset`.
         test_dataset: None for no evaluation.
         schedule: learning-rate multiplier, called with (step, total steps); constant by default.
-        sample: draws texts for the metrics, on every rank at the same steps; must leave the global random state alone.
+        sample: draws texts for the metrics, on every rank at the same steps; must not change the global random state.
         probe: logits of the model for one fixed input, kept in snapshots; called like `sample`.
         world: rank, world size and device; by default from the launcher's environment.
         run_dir: where the files of the run go.
-        run_config: settings to keep in the snapshot and to compare when resuming, in addition to `trainer`
-            and, where model and data set have a dataclass `config`, `model` and `data`.
+        run_config: settings to store in the snapshot and compare on resume, besides `config` and the dataclasses
+            `config` of model and dataset, if any.
         snapshots: by default those in `run_dir`, which is ignored if they are given.
-        is_pretrained: evaluates before the first step, too: the initial weights may be the best.
+        is_pretrained: also evaluate before the first step: the initial weights may be the best.
         on_start: called with this Trainer on rank 0 when the files of the run are open.
 
-    Raises `UserError` for another kind of data set, a batch with fewer windows than ranks, or another run's snapshot.
+    Raises `UserError` for another type of dataset, a batch with fewer windows than ranks, or another run's snapshot.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Trainer:
             config, len(train_dataset), train_dataset.block_size, world.size
         )
         self.step = 0
-        self.is_updating = False  # the weights: a step that fails meanwhile cannot be repeated
+        self.is_updating = False  # the weights; a step that fails then cannot be repeated
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
@@ -204,14 +204,14 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(world)
         self.train_step = self._make_step()  # `_train_step`, or its CUDA graph
-        if found:  # after that: a capturable optimizer restores its state onto the GPU
+        if found:  # only now: a capturable optimizer restores its state onto the GPU
             self._restore(found)
 
     def train(self) -> float | None:
         """Trains to the end of the plan; returns the held-out loss of the last step, nats per character.
 
-        Raises `Stopped` if a signal asked for it, and `UserError` if the numbers stop being finite or
-        snapshots cannot be written; the snapshots saved before stay.
+        Raises `Stopped` after a signal, and `UserError` if the loss or gradient is not finite or snapshots cannot be
+        written. Earlier snapshots are kept.
         """
         if self._is_over() and not self.evaluations.is_due(self.step):
             self.training_log.log_finished(self.step, self.evaluations.last)
@@ -240,22 +240,22 @@ class Trainer:
                 self._stop(stopped)
             finally:
                 steps.close()
-                self.snapshots.close()  # after an error, too, a save in progress is worth its time
+                self.snapshots.close()  # also after an error: finish a save in progress
                 self.training_log.close()
         if self.step < self.plan.total_steps:
             log.info("stopped: no lower held-out loss in %d evaluations", self.config.patience)
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:
-        """Runs the remaining optimizer steps, one per iteration, without evaluating, logging or saving. Yields this
-        rank's loss, whose mean over the ranks is the batch's, and the gradient norm over all ranks, on the device.
+        """Runs the remaining optimizer steps, one per iteration, without evaluating, logging or saving. Yields (loss,
+        gradient norm), on the device: the mean of the ranks' losses is the batch's; the norm is over all ranks.
         """
         batches = self._batches()
         self.optimizer.zero_grad()
         self.model.train()
         on_cpu = self.world.device.type == "cpu"
         may_adapt = on_cpu and self.world.size == 1 and self.config.threads is None
-        may_adapt = may_adapt and not self.choices["compile"]  # which is for a number of threads
+        may_adapt = may_adapt and not self.choices["compile"]  # compiled for one thread count
         threads = AdaptiveThreads(may_adapt, self._may_have_threads)
         try:
             while self.step < self.plan.total_steps:
@@ -279,7 +279,7 @@ class Trainer:
             batches.close()
 
     def _train_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
-        """Forward and backward passes, clipping and the optimizer's update; returns as `steps`."""
+        """Forward and backward passes, clipping and optimizer step; returns what `steps` yields."""
         total = torch.zeros((), device=self.world.device)
         for i, (x, y, weight) in enumerate(micro_batches, 1):
             # DDP averages gradients over ranks once per step, with the last micro-batch; FSDP with each, as no
@@ -292,7 +292,7 @@ class Trainer:
             self.scaler.scale(loss).backward()
             total += loss.detach()
         self.is_updating = True
-        self.scaler.unscale_(self.optimizer)  # the clipping limit is for the true gradients
+        self.scaler.unscale_(self.optimizer)  # clip the true gradients
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip or math.inf)
         norm = sharding.full_tensor(norm).to(self.world.device)
         self.scaler.step(self.optimizer)
@@ -316,8 +316,8 @@ class Trainer:
         is_same = ignores_threads(step, number, self.bare, self.optimizer, self.scaler)
         if not is_same:
             log.info(
-                "threads     other processes are busy, but with fewer the result would change; "
-                "trainer.deterministic=false takes fewer"
+                "threads     other processes are busy, but fewer threads would change the result; "
+                "trainer.deterministic=false allows it"
             )
         return is_same
 
@@ -330,7 +330,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The next step's micro-batches of `batches`, with a chance to stop before each."""
+        """The next step's micro-batches of `batches`. Checks requests before each."""
         for _ in range(self.plan.accumulation):
             self.requests.check()
             yield next(batches)
@@ -355,7 +355,7 @@ class Trainer:
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """The loss of a step, as `_train_step` returns it, without training on its micro-batches."""
+        """The loss that `_train_step` would return, without training on the micro-batches."""
         with execution.eagerly(self.choices), execution.autocast(self.choices):
             losses = [weight * self.model(x, y)[1] for x, y, weight in micro_batches]
         return torch.stack(losses).sum()
@@ -374,7 +374,7 @@ class Trainer:
         return self._train_step
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
-        """Calls `function`, which runs the model, without torch.compile; a sharded model under autocast."""
+        """Calls `function`, which runs the model, without torch.compile, and under autocast if sharded."""
         sharded = sharding.is_sharded(self.bare)
         context = execution.autocast(self.choices) if sharded else contextlib.nullcontext()
         with execution.eagerly(self.choices), context:
@@ -403,7 +403,7 @@ class Trainer:
 
     @property
     def max_eval_windows(self) -> int | None:
-        """The limit on windows of a forward pass in evaluation: the micro-batch, if memory limits it; None without."""
+        """Maximum windows per forward pass in evaluation: the micro-batch if memory limits it, or None."""
         limit = self.config.micro_batch_size or self.choices.get("micro_batch_size")
         return limit if self.plan.accumulation > 1 else None
 
@@ -414,7 +414,7 @@ class Trainer:
             self.requests.save
             or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
-            or self.snapshots.saved_step == self.step  # resumed: the snapshot gets its evaluation
+            or self.snapshots.saved_step == self.step  # resumed: add the evaluation to it
         )
         if self.requests.save and is_due:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)

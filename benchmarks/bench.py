@@ -1,4 +1,4 @@
-"""Benchmarks: measures this trainer beside others on this machine; README.md has more.
+"""Benchmarks: compares this trainer with others on this machine; see README.md.
 
     python benchmarks/bench.py                              every section, three rounds
     python benchmarks/bench.py sections=step,start rounds=5

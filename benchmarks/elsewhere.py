@@ -1,12 +1,11 @@
-"""The default recipe on texts that it was not chosen by, beside plain AdamW and nanoGPT's settings.
+"""The default recipe on texts that it was not tuned on, compared with AdamW and nanoGPT's settings.
 
     python benchmarks/elsewhere.py texts=DIRECTORY               trains what elsewhere.jsonl does not have yet
     python benchmarks/elsewhere.py report=true                   prints the table of docs/benchmarks.md
 
-Each text, DIRECTORY/NAME.txt, is used up to as many characters as tiny Shakespeare has. The default recipe is trained
-as it is; the same model with AdamW and nanoGPT's schedule, and nanoGPT's CPU recipe, each for as many characters and
-for as much time. What a step takes is measured first, in turn; the losses do not depend on it, so that the
-trainings run two at a time with one thread each.
+Each text, DIRECTORY/NAME.txt, is truncated to the length of tiny Shakespeare. Baselines are the same model with AdamW
+and nanoGPT's schedule, and nanoGPT's CPU recipe, each for the same characters and for the same time. Step times are
+measured first, in turn; the losses do not depend on them, so that two runs train at a time, with one thread each.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python benchmarks/reference.py run_dirs=[runs/a,runs/b,runs/c,runs/d,runs/e]
 
-It is added to docs/reference.json, with which `python report.py check` compares runs.
+Adds it to docs/reference.json, which `python report.py check` compares runs with.
 """
 
 import json

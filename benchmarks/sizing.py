@@ -6,10 +6,10 @@
     python benchmarks/sizing.py texts=DIRECTORY seeds=3       the choice, the best other and the default recipe again
     python benchmarks/sizing.py report=true                   prints the table of sizing.md
 
-A cell is a text, DIRECTORY/NAME.txt, cut off after so many characters, and a time. In each cell the rule's choice is
-trained, the default recipe for the same time, and the choice with one setting changed; the best snapshot is
-scored on up to 100,000 characters that follow, of which nothing was chosen. Time is counted, not taken: in
-characters that the reference model could be trained on, so that losses do not depend on the machine.
+A cell is a text, DIRECTORY/NAME.txt, truncated to a length, and a time. Each cell trains the rule's choice, the default
+recipe for the same time, and the choice with one setting changed; the best snapshot is scored on up to 100,000
+characters that follow, which no choice used. Time is counted in characters of the reference model, not measured, so
+that losses do not depend on the machine.
 """
 
 import itertools

@@ -1,9 +1,9 @@
-"""Texts of many kinds, for benchmarks/sizing.py, from what a Debian system has.
+"""Texts of many kinds, for benchmarks/sizing.py, from the files of a Debian system.
 
     python benchmarks/texts.py directory=DIRECTORY
 
 Writes NAME.txt for each: messages of programs in a language, paragraphs of program code and of documentation. Items are
-distinct, in an order that is random and the same for the same packages, so that what follows a part is like it.
+distinct, in a random but reproducible order, so that every part has the same distribution.
 """
 
 import gettext

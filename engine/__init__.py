@@ -4,16 +4,16 @@ Each package has one purpose, stated in its `__init__.py`. It may use those befo
 imports a program of the root (tests/test_architecture.py):
 
     errors, portable, files, signals  one-line errors; portability; local files; signals
-    machine                  what the hardware is called and can do
+    machine                  device names and capabilities
     kernels                  the operations of a model: plain PyTorch, C kernels on a CPU
     config                   settings: clear errors, `auto`, what a resumed run may change
-    text                     where a text is read from, and its encoding as ids
+    text                     sources of a text, and its encoding as ids
     parallel                 processes: ranks, sharding, launchers, clusters
     optim                    AdamW, Muon, the learning-rate schedule
     generation               sampling from a model, with a KV cache
     snapshots                the state of a run: saved atomically, verified, restored
     run                      the run directory: its lock, log, metrics, trackers, evaluation, provenance
-    sizing_rule, sizing      what model and how many steps fit a text and a time
+    sizing_rule, sizing      the model and the steps for a text and a time limit
     interop                  Transformers and back; pretrained weights; a page that runs a model
     reports                  the page of a run, its verdict, the table of a sweep
 """

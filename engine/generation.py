@@ -20,8 +20,8 @@ from engine.errors import UserError, check_range
 class LayerCache:
     """Keys and values of one layer, (B, H, block_size, D) each, of which `length` characters are filled.
 
-    `last`, (B, 1, C), is the token shift's input at the previous position, zeros at first, and `codes`, (B, 3), of the
-    first layer, the n-gram embedding's codes of the last three characters.
+    `last` (B, 1, C): the token shift's input at the previous position, initially zero. `codes` (B, 3), in the first
+    layer only: the n-gram codes of the last three characters.
     """
 
     def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
@@ -61,8 +61,8 @@ def stream(
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
     """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
-    row, int64 (B,), `max_new_tokens` times. The model is in evaluation mode, and sees the last
-    `block_size` characters at most: a full context is replaced by its last half, encoded again, and the cache
+    row, int64 (B,), `max_new_tokens` times. The model is in evaluation mode, and sees at most
+    the last `block_size` characters: when the context is full, its last half is encoded again, and the cache
     grows from there.
 
     Args:
@@ -71,7 +71,7 @@ def stream(
         top_p: draw among the fewest whose probabilities reach p (Holtzman et al., 2019).
         seed: row i is drawn with a generator of (seed, first_row + i), so that it depends neither
             on the device nor on the batch, except for rounding. None: taken from torch's global
-            generator, which is otherwise left alone.
+            generator, which is otherwise not used.
         use_cache: False recomputes the whole context for each character: the same result, slower.
 
     Raises `UserError`, a ValueError, at the first character, for an empty `idx` or an impossible value.
@@ -132,7 +132,7 @@ def pick(
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probability = ordered.softmax(dim=-1)
-        # The likeliest has 0 before it, so one always stays.
+        # The likeliest has 0 before it and is always kept.
         before = probability.cumsum(dim=-1) - probability
         excluded = (before >= top_p).scatter(1, order, before >= top_p)
         logits = logits.masked_fill(excluded, float("-inf"))

@@ -1,4 +1,4 @@
-"""Optimizers: settings, learning-rate schedule, which parameters decay; AdamW, Muon (Jordan et al., 2024).
+"""Optimizers: settings, learning-rate schedule, weight decay; AdamW, Muon (Jordan et al., 2024).
 
 The module knows parameters by name and shape, not the model they belong to.
 """
@@ -30,17 +30,17 @@ class OptimizerConfig:
     # fmt: off
     name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest
     learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see docs/own-text.md
-    weight_decay: float | None = 0.1  # decoupled, times the learning rate; matrices only; null: chosen
-    ngram_decay: float | None = 2.0  # the same, of n-gram embeddings, which overfit sooner; null: chosen
+    weight_decay: float | None = 0.1  # decoupled, times learning rate; matrices only; null: chosen
+    ngram_decay: float | None = 2.0  # weight decay of n-gram embeddings, which overfit; null: chosen
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
     beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
     beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step
-    momentum: float = 0.95  # of Muon, per step
-    normalize: bool = False  # Muon: whether the rows of an update (columns, if more) are scaled to equal norms
+    momentum: float = 0.95  # Muon's, per step
+    normalize: bool = False  # Muon: scale rows of an update (columns, if more) to equal norms
     schedule: str = "constant"  # constant, linear, cosine or wsd, after the warm-up
     warmup_steps: int = 0  # steps over which the learning rate rises to its peak
-    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of the peak
-    cooldown_ratio: float = 0.4  # share of all steps over which wsd falls
+    min_lr_ratio: float = 0.0  # end of the schedule, as a share of the peak
+    cooldown_ratio: float = 0.4  # share of all steps in which wsd decays
     # fmt: on
 
     def __post_init__(self):
@@ -213,7 +213,7 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momenta = [self.state[p]["momentum_buffer"] for p in parameters]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            updates = gradients  # in place: they are not needed any more
+            updates = gradients  # in place: no longer needed
             torch._foreach_lerp_(updates, momenta, group["momentum"])
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 

@@ -31,7 +31,7 @@ def lock(file: Any, wait: bool) -> None:
 
 
 def peak_memory() -> int:
-    """Peak memory of this process so far, bytes; 0 where the system does not say it."""
+    """Peak memory of this process so far, bytes; 0 if not available."""
     if resource is None:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -39,7 +39,7 @@ def peak_memory() -> int:
 
 
 def preemptions() -> int:
-    """How often the system has taken a core from a thread of this process; 0 where it does not say it."""
+    """Involuntary context switches of this process; 0 if not available."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0
 
 
@@ -49,7 +49,7 @@ def signals(*names: str) -> list[signal.Signals]:
 
 
 def restore_sigpipe() -> None:
-    """Ends the process in silence when nobody reads its output any more, as in `--help | head`."""
+    """Ends the process silently when its output pipe is closed, as in `--help | head`."""
     for number in signals("SIGPIPE"):
         signal.signal(number, signal.SIG_DFL)
 

@@ -1,7 +1,7 @@
 """Signals as requests: SIGUSR1 saves; SIGHUP, SIGTERM, SIGUSR2 and SIGINT save and stop.
 
-A signal reaches one process, at any moment. The trainer takes requests between micro-batches, where
-all ranks agree on the highest one.
+A signal reaches one process at any time. The trainer checks requests between micro-batches, where all ranks agree on
+the highest.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Sizing: chooses the model, the regularization and the steps for a text, a machine and a time (`choose_sizes`).
 
-The speed of a reference model on this machine and the length of the text give the model, its context and dropout. The
-measured time of a step of that model gives the steps, and their passes over the text the learning rate and the decays.
+The model, its context and dropout follow from the throughput of a reference model and the length of the text. The steps
+follow from the step time of that model; learning rate and weight decays follow from the passes over the text.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from engine.run.metrics import duration
 
 log = logging.getLogger("gpt")
 
-# The fields that are chosen where they are null. Snapshots keep them, and config.yaml shows them.
+# The fields that are chosen if null. Snapshots and config.yaml store them.
 SIZES = ("data.block_size", "model.n_layer", "model.n_head", "model.n_embd", "trainer.batch_size")
 DROPOUT = ("model.embd_pdrop", "model.resid_pdrop")
 NGRAMS = ("model.ngram_rows", "optimizer.ngram_decay")
@@ -42,21 +42,23 @@ CHOSEN = (
     "optimizer.learning_rate",
 )  # fmt: skip
 
-EVALUATIONS = 20  # at most, of a run
-EVALUATION_SHARE = 0.04  # of the time, for all evaluations
-EVALUATION_COST = 0.4  # of a character, relative to training on it
-MIN_HELD_OUT = 20_000  # characters, of a text that has ten times as many
+EVALUATIONS = 20  # per run, at most
+EVALUATION_SHARE = 0.04  # share of the time for evaluations
+EVALUATION_COST = 0.4  # per character, relative to training
+MIN_HELD_OUT = 20_000  # characters, if the text has ten times as many
 FINISH_S = {
     "cpu": 1.5,
     "cuda": 2.5,
-}  # seconds to open the files of the run, for the report and to exit
-SAVED_PER_S = 2e8  # bytes of the last snapshot
-DRAW_S = 0.1  # seconds per layer for a text drawn on a GPU, which launches some 25 kernels per layer and character
-MIN_CHARACTERS = 1000  # of a text
-# Seconds of steps on a GPU: compiling takes some 20 in the trial, and takes a quarter off a step.
+}  # seconds to open the run's files, for the report and process exit
+SAVED_PER_S = 2e8  # bytes of a snapshot
+DRAW_S = (
+    0.1  # seconds per layer to sample a text on a GPU: about 25 launches per layer and character
+)
+MIN_CHARACTERS = 1000  # per text
+# Seconds of GPU training: compiling takes about 20 s in the trial, and makes steps a quarter shorter.
 COMPILE_PAYS_FROM_S = 100.0
-COMPILE_AGAIN_S = 6.0  # seconds, for what the trial has compiled
-TRIAL_S = 1.0  # seconds of steps, after which their time is known well enough
+COMPILE_AGAIN_S = 6.0  # seconds to compile after the trial
+TRIAL_S = 1.0  # seconds of steps to time
 
 
 def get(config: Any, key: str) -> Any:
@@ -85,8 +87,8 @@ def choose_sizes(
     started: float,
     make_trainer: Callable[[Any, Any], Any],
 ) -> None:
-    """Sets the null fields of `config`: to the settings `recorded` in the run's snapshot, if any; else chosen for
-    `text` and the time left since `started`. `make_trainer(config, split)` makes the Trainer whose steps are timed.
+    """Sets the null fields of `config`: from the settings `recorded` in the run's snapshot, if any, or chosen for
+    `text` and the time limit, counted from `started`. `make_trainer(config, split)` makes the Trainer to time.
     """
 
     def seconds_left() -> float:
@@ -133,8 +135,8 @@ def choose_sizes(
 
 
 def time_steps(trainer: Any) -> float:
-    """Times a training step: the median in seconds, on the slowest rank, over about `TRIAL_S` seconds of steps, or all
-    that there are. Updates the model.
+    """Median time of a training step, seconds, on the slowest rank, over about `TRIAL_S` seconds or all remaining
+    steps. Updates the model.
     """
     times = [0.0]
     with contextlib.closing(trainer.steps()) as steps:
@@ -143,47 +145,47 @@ def time_steps(trainer: Any) -> float:
             loss.item()  # waits for the device
             times.append(time.perf_counter() - started)
             times[-1] = max(distributed.all_gather(times[-1], trainer.world))
-            # The first steps with a CUDA graph are its capture and checks. On a CPU a step may take half a minute.
+            # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
             on_gpu = trainer.world.device.type == "cuda"
             fewest = 18 if on_gpu else 4 if times[-1] < 4 * TRIAL_S else 2
             if len(times) > fewest and times[-1] > TRIAL_S:
                 break
-    trainer.requests.finish()  # of `steps`, which was left before its end
-    steady = times[1:] if len(times) > 2 else times  # the first step has to allocate and load
+    trainer.requests.finish()  # of `steps`, which was closed early
+    steady = times[1:] if len(times) > 2 else times  # the first step allocates and loads
     return statistics.median(b - a for a, b in itertools.pairwise(steady))
 
 
 def sized_model(config: Any) -> Any:
-    """The `GPTConfig` of the run, checked, with the context of the data. Raises `UserError`."""
+    """The run's checked `GPTConfig`, with the data's context. Raises `UserError`."""
     block_size = config.data.block_size
     return dataclasses.replace(config.model, model_type=None, block_size=block_size)
 
 
 def is_needed(config: Any) -> bool:
-    """Whether something is to be chosen."""
+    """Whether a field must be chosen."""
     return config.trainer.max_minutes is not None or any(get(config, key) is None for key in CHOSEN)
 
 
 def recall(config: Any, recorded: dict[str, Any], characters: int) -> None:
     """Restores the choices of the run's first start from the settings `recorded` in its snapshot, whose
-    `trainer.max_steps` take `trainer.max_minutes`. Another time scales the steps in proportion, up to `USEFUL_PASSES`
-    over the text (of length `characters`) if the model was chosen for it. Raises `UserError` for a time given to a run
-    that started without one, if it is to get longer. Another text is refused later, with all other differences.
+    `trainer.max_steps` take `trainer.max_minutes`. Another time limit scales the steps, up to `USEFUL_PASSES` over the
+    text (of length `characters`) if the model was chosen for it. Raises `UserError` for a time limit that would extend
+    a run started without one. `check_can_resume` refuses another text later.
     """
     trainer, before = config.trainer, flatten(recorded)
     is_limited = any(get(config, key) is None for key in CHOSEN)
     intervals = ("trainer.eval_every_steps", "trainer.save_every_steps")
     keys = (*CHOSEN, *intervals) if is_needed(config) else ()
     fill(config, {key: before.get(key) for key in keys})
-    fill(config, NO_NGRAMS)  # snapshots from before there were any
+    fill(config, NO_NGRAMS)  # snapshots that predate them
     minutes, steps = before.get("trainer.max_minutes"), before.get("trainer.max_steps") or 1
     if minutes is None:
         is_same_text = before.get("data.path") == config.data.path
         is_longer = trainer.max_steps is None or trainer.max_steps > steps
         if trainer.max_minutes is not None and is_same_text and is_longer:
             raise UserError(
-                f"trainer.max_minutes={trainer.max_minutes:g}: the time did not decide the steps of this run; leave it "
-                "out, and to train longer, raise trainer.max_steps"
+                f"trainer.max_minutes={trainer.max_minutes:g}: this run started without a time limit; leave it "
+                "out, and raise trainer.max_steps to train longer"
             )
     elif trainer.max_minutes is not None:
         fitting = max(1, round(steps * trainer.max_minutes / minutes))
@@ -213,8 +215,8 @@ def choose(
     """Chooses the null fields for a text of length `characters`; given values are kept. Returns overrides
     that repeat the choice.
 
-    `seconds_left()` is the rest of `trainer.max_minutes`, and `seconds_per_step(config)` measures a training
-    step. Raises `UserError` for a text or a time that is too short.
+    `seconds_left()` is what remains of `trainer.max_minutes`; `seconds_per_step(config)` times a step. Raises
+    `UserError` for a text or a time that is too short.
     """
     null = [key for key in CHOSEN if get(config, key) is None]
     chosen = [*null]
@@ -249,8 +251,8 @@ def choose(
 def choose_compile(
     trainer: Any, world: World, step_s: float, seconds: float, time_compiled: Callable[[], float]
 ) -> float:
-    """Chooses whether to compile on a GPU, for `seconds` of steps of `step_s` each. Returns the seconds of a step."""
-    missing = distributed.all_gather(auto.missing_to_compile("cuda"), world)  # of any host
+    """Chooses whether to compile for `seconds` of steps of `step_s` each on a GPU. Returns the step time."""
+    missing = distributed.all_gather(auto.missing_to_compile("cuda"), world)  # on any host
     if seconds > COMPILE_PAYS_FROM_S and not any(missing):
         trainer.compile = "true"
         compiled_s = time_compiled()
@@ -267,7 +269,7 @@ def choose_model(
     seconds_left: Callable[[], float],
     seconds_per_step: Callable[[Any], float],
 ) -> None:
-    """Chooses the fields of `CHOSEN` that are None, but for the rates; see `choose`."""
+    """Chooses the null fields of `CHOSEN`, except for `choose_rates`; see `choose`."""
     trainer, data, model = config.trainer, config.data, config.model
     usable = round(characters * (1 - data.final_split))
     if usable < MIN_CHARACTERS:
@@ -283,9 +285,9 @@ def choose_model(
         )
     is_timed, on_gpu = trainer.max_minutes is not None, world.device.type == "cuda"
     reference = copy.deepcopy(config)
-    reference.trainer.compile = "false"  # compiling takes longer than it is used
+    reference.trainer.compile = "false"  # not worth it for a trial
     fill(reference, {"data.train_split": 0.8 * (1 - data.final_split)})
-    # The speed of a GPU is that with the largest steps.
+    # A GPU is fastest with the largest steps.
     step = rule.step_size(usable, 1024 if is_timed else 128, math.inf, on_gpu)
     fill(reference, sizes_of(config, usable, *rule.REFERENCE, step, world.size))
     steps = planned_steps(reference, characters)
@@ -346,7 +348,7 @@ def choose_rates(config: Any, characters: int) -> None:
 
 
 def evaluations(cost: float) -> int:
-    """The number of evaluations of a training that costs `cost` times as much as one of them."""
+    """Number of evaluations in a run that costs `cost` times as much as one."""
     return min(max(int(EVALUATION_SHARE * cost), 2), EVALUATIONS)
 
 
@@ -356,13 +358,13 @@ def minutes_for(steps: int, minutes: float, fitting: int) -> float:
 
 
 def useful_steps(config: Any, characters: int) -> int:
-    """Steps for at most `USEFUL_PASSES` over a text of `characters` characters."""
+    """Steps for at most `USEFUL_PASSES` over a text of length `characters`."""
     useful = rule.USEFUL_PASSES * training_characters(config, characters)
     return max(1, useful // step_characters(config))
 
 
 def training_characters(config: Any, characters: int) -> int:
-    """The number of characters to train on in a text of `characters` characters."""
+    """Characters to train on in a text of length `characters`."""
     return max(1, int(characters * config.data.train_split))
 
 
@@ -371,7 +373,7 @@ def held_out_characters(config: Any, characters: int) -> float:
 
 
 def other_seconds(config: Any, steps: float, world: World) -> float:
-    """Seconds besides `steps` and their evaluations: to save and exit; on a GPU to compile again and to sample."""
+    """Seconds besides `steps` and their evaluations: saving and process exit; on a GPU, compiling again and sampling."""
     saved = 12 * memory.weights(config.model)  # with two moment estimates, in float32
     on_cpu = world.device.type == "cpu"
     seconds = FINISH_S["cpu" if on_cpu else "cuda"] + saved / SAVED_PER_S
@@ -419,7 +421,7 @@ def choose_steps(
     trainer.max_steps = int(min(fitting, pays, typed))
     if trainer.max_steps < fitting:
         trainer.max_minutes = minutes_for(trainer.max_steps, trainer.max_minutes, fitting)
-    number_of = "as many as" if trainer.max_steps == fitting else f"of the {fitting:,} that"
+    number_of = "as many as" if trainer.max_steps == fitting else f"{fitting:,}"
     why = f"{number_of} fit into the {duration(seconds)} left"
     if trainer.max_steps == pays:
         why += f"; limited to {rule.USEFUL_PASSES} passes over the text"
@@ -433,7 +435,7 @@ def choose_steps(
 
 
 NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
-# For timing steps where these are not chosen yet: without dropout, which would cost up to a third of the speed.
+# To time steps before these are chosen: without dropout, which takes up to a third of the speed.
 FOR_TIMING = {
     **dict.fromkeys(DROPOUT, 0.0), **NO_NGRAMS, "optimizer.weight_decay": 0.2,
     "optimizer.learning_rate": 8e-3,
@@ -446,7 +448,7 @@ def sizes_of(
     """Values for `SIZES`, from layers, width, context and characters per step; sizes set in `config` are kept."""
     heads, own_width = config.model.n_head, config.model.n_embd
     width = own_width or width
-    if heads is None:  # of 64 channels, or of 32 in a narrow model
+    if heads is None:  # 64 channels each, or 32 in a narrow model
         most = max(1, width // (64 if width >= 128 else 32))
         heads = next(n for n in range(most, 0, -1) if width % (2 * n) == 0 or n == 1)
     context = config.data.block_size or min(context, max(1, characters // 20))

@@ -3,15 +3,15 @@
 # Reference model, timed to measure the speed of a machine: layers, width, context.
 REFERENCE = (4, 128, 128)
 REFERENCE_FLOPS = 5.5e6  # per character of training
-USEFUL_PASSES = 20  # over the text; further ones overfit
+USEFUL_PASSES = 20  # over the text; more overfit
 
 
 def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     """Layers, width and context for a text of length `characters` and a budget of `operations` training FLOPs.
     Width 128 is best in a wide range of budgets; above it depth pays first, then width.
     """
-    affordable = operations / REFERENCE_FLOPS  # characters to train the reference on
-    enough = min(4e6, USEFUL_PASSES * characters)  # beyond which more does not pay
+    affordable = operations / REFERENCE_FLOPS  # characters for the reference model
+    enough = min(4e6, USEFUL_PASSES * characters)  # more does not pay
     # Width 128 from `least` to `most`; outside, it grows with a power of the ratio to the nearer bound.
     least, most = min(1e6, 10 * characters), 2e7
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
@@ -22,7 +22,7 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
         few = affordable < min(8e6, 14 * characters)
         layers = 3 if few else 4 if affordable < most or characters < 500_000 else 6
     elif characters >= 20_000 and affordable >= 1.35 * enough:
-        # A short text is better served by depth and context than by width ("Depth for short texts").
+        # A short text gains more from depth and context than from width ("Depth for short texts").
         layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
     else:
         layers = 3 if width <= 96 and not has_time else 4
@@ -31,11 +31,11 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
 
 
 def step_size(characters: int, width: int, affordable: float, on_gpu: bool) -> int:
-    """Characters per step, for a text of length `characters` and a model of `width`. `affordable`: characters on which
-    the time would train the reference model.
+    """Characters per step, for a text of length `characters` and a model of `width`. `affordable`: characters for the
+    reference model in the time.
     """
     step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
-    if on_gpu:  # where larger steps take little longer: 200 for a pass over the text are enough
+    if on_gpu:  # larger steps take little longer: 200 per pass are enough
         step = max(step, int(min(characters / 200, affordable / 2000, 64 * width, 24_576)))
     return step
 
@@ -59,7 +59,7 @@ def learning_rate(characters: int, width: int, steps: float) -> float:
 
 
 def fine_tuning_rate(passes: float, width: int) -> float:
-    """Peak learning rate for pretrained weights: less, the more passes may overfit."""
+    """Peak learning rate for pretrained weights: lower for more passes."""
     return rounded(0.008 * (128 / width) ** 0.5 * (2 / max(passes, 2.0)) ** 1.5, least=0.001)
 
 
@@ -77,7 +77,7 @@ def fine_tuning_decay(rate_sum: float) -> float:
 
 def ngram_decay(passes: float, share: float, rate: float) -> float:
     """Weight decay of the n-gram tables. `share`: of the text in a step; `rate`: peak learning rate."""
-    # An unseen vector falls to 1/e within 0.6 / passes of a pass at the peak rate: sooner with more passes, or the
+    # An unused vector decays to 1/e within 0.6 / passes of a pass at the peak rate: sooner with more passes, or the
     # tables memorize the text.
     forgotten = min(passes * share / 0.6, 0.7)  # fraction of a vector per step
     return rounded(min(forgotten / rate, 1000.0), least=0.5)

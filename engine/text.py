@@ -1,4 +1,4 @@
-"""Text: where it is read from, and how it becomes ids.
+"""Text: its sources, and its encoding as ids.
 
 Sources: a text is the concatenation of its files, which fsspec finds, opens and decompresses. They are streamed, as
 a text may be larger than memory (unless `data.shuffle` is set).
@@ -103,7 +103,7 @@ def name_of(file: OpenFile) -> str:
 
 
 def version_of(file: OpenFile) -> list[str]:
-    """Identity of a file and its content: name, size, time, hash, as far as its file system has them."""
+    """Identity of a file and its content: name, and size, time and hash if available."""
     with file_errors(name_of(file)):
         info = file.fs.info(file.path)
     return [file.full_name, *(f"{key}={info[key]}" for key in sorted(info) if VERSION.search(key))]
@@ -119,7 +119,7 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     if re.search(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", file.path):  # its headers would be text
         raise UserError(f"{name}: an archive: unpack it, or use tar://NAME::{name}")
     if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
-        raise UserError(f"{name}: .zst is not read; decompress it first: zstd -d {name}")
+        raise UserError(f"{name}: .zst is not supported; decompress it first: zstd -d {name}")
     count, logged = 0, time.monotonic()
     with file_errors(name), OpenFile(file.fs, file.path, "rb", file.compression) as stream:
         size = None if file.compression else file.fs.info(file.path).get("size")
@@ -186,7 +186,7 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
     if len(files) > 1:
         raise UserError(f"data.url={url}: matches {len(files)} files; must be one")
     if infer_compression(url) != infer_compression(path):
-        raise UserError(f"data.path={path}: must end as data.url={url}, which is kept as it is")
+        raise UserError(f"data.path={path}: must end as data.url={url}, which is not converted")
     files[0].compression = None
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -226,8 +226,8 @@ def is_small_local_file(path: str | list[str]) -> bool:
 
 
 def open_text(config: Any) -> EncodedText:
-    """Encodes the text that a `DataConfig` names: in memory if it is small, otherwise in `cache_dir`, once
-    until one of its files or a setting changes.
+    """Encodes the text that a `DataConfig` names: in memory if it is small, otherwise in `cache_dir`, until one of its
+    files or a setting changes.
 
     Raises `UserError` for a text that cannot be read, is empty or not UTF-8, or whose SHA-256 is not
     `sha256`, and for a cache that cannot be used.
@@ -288,7 +288,7 @@ def load_cached(stem: str) -> EncodedText | None:
 
 
 def from_text(text: str, encoding: str) -> str:
-    """The characters of a model for `text`: itself, or one for each of its bytes."""
+    """The characters of a model for `text`: itself, or one per byte."""
     if encoding == "bytes":
         return text.encode("utf-8", "surrogateescape").decode("latin-1")
     return text
@@ -345,7 +345,7 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     for _, ids in chunks(file, length, dtype):
         digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())
         num_used = max(num_used, int(ids.max()) + 1)
-    points = points[:num_used]  # the others appear only in what is cut off
+    points = points[:num_used]  # the others appear only in the truncated part
     vocabulary = np.sort(points)
     final = np.searchsorted(vocabulary, points).astype(np.min_scalar_type(num_used - 1))
     rewrite(file, length, dtype, final)
@@ -399,8 +399,8 @@ def line_ends(is_newline: np.ndarray, shuffle: str) -> np.ndarray:
 
 
 def shuffle_items(data: np.ndarray, ends: np.ndarray, shuffle: str) -> np.ndarray:
-    """The items of `data` that end at `ends`, in a random order that is the same at every start; what
-    follows the last end stays there. Raises `UserError` for fewer than two items.
+    """Shuffles the items of `data` that end at `ends`, always in the same order; what follows the last one stays there.
+    Raises `UserError` for fewer than two items.
     """
     ends = ends[ends <= len(data)]
     if len(ends) < 2:

@@ -1,10 +1,10 @@
-"""Trains, breaks something at a random moment, types the same command again, and so on; what comes
-out must equal an uninterrupted run bit for bit.
+"""Trains, causes a fault at a random moment, repeats the command, and so on; the result must equal an uninterrupted run
+bit for bit.
 
     python tests/chaos.py kills=200 seed=1 processes=2
 
-Prints what was done to the run and how often it survived, and exits with status 1 at the first
-difference. The seed repeats the faults, if not the exact moment at which they strike.
+Prints the faults and how often the run survived each, and exits with status 1 at the first difference. A seed repeats
+the faults, but not their exact moments.
 """
 
 import contextlib
@@ -264,8 +264,8 @@ def newest_good_step(run_dir: Path) -> int | None:
 
 
 def check_went_on(run: Run, expected: int | None) -> None:
-    """Raises AssertionError if a start that came to train did not begin at `expected`, or if a
-    stop did not save the step that it names.
+    """Raises AssertionError if a start trained from another step than `expected`, or a stop did not save the step it
+    logged.
     """
     text = run.text()
     first = "".join(text.partition("run         run in")[1:]).split("\nrun         run in")[0]

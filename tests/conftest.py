@@ -1,7 +1,7 @@
-"""What several test files share: small texts, a tiny configuration, real starts of the program.
+"""Shared by test files: small texts, a tiny configuration, real starts of the program.
 
-Tests are of the CPU, also on a machine with GPUs, which may be fewer than a test's processes.
-Those of one GPU are in test_gpu.py.
+Tests run on the CPU, even on a machine with GPUs, which may be fewer than a test's processes. Tests on one GPU are in
+test_gpu.py.
 """
 
 import contextlib
@@ -198,7 +198,7 @@ def free_port() -> int:
 
 
 def read_until(process: subprocess.Popen, text: str, patience: float = 60) -> str:
-    """What a process prints up to `text`; fails with that if it ends or time is up before.
+    """The output of a process up to `text`; fails with it at exit or timeout.
 
     Nothing is kept back: `communicate()` has the rest.
     """

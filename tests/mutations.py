@@ -1,10 +1,10 @@
-"""Breaks the code in one place at a time and sees whether the tests notice.
+"""Mutation testing: breaks the code in one place at a time; a test must fail.
 
     python tests/mutations.py             all of them, a quarter of an hour long
     python tests/mutations.py trainer.py  those of one file
 
-In a copy: each mutation of mutations.txt replaces one piece of text, which stands there once, and
-then the named test must fail, having passed before. Ends with status 1 if one of them lives.
+In a copy: each mutation of mutations.txt replaces a unique piece of text; then the named test, which passed before,
+must fail. Exits with status 1 if a mutation survives.
 """
 
 import os

@@ -51,7 +51,7 @@ parse = functools.partial(arguments.parse, Config)
         (parse, "zz=1", "zz=1: not an argument; there are out=, text=, number="),
         (parse, "out", "out: not an argument"),
         (parse, "out=", "out=: is empty"),
-        (parse, "number=x", "number=x: must be a whole number, in digits alone"),
+        (parse, "number=x", "number=x: must be an integer"),
         (parse, "out=a text=bad", "text=bad: is bad"),
         (
             sample.main,
@@ -59,7 +59,7 @@ parse = functools.partial(arguments.parse, Config)
             "prompt: character '漢' (U+6F22) at position 0 is",
         ),
         (sample.main, "top_k=0", "top_k=0: must be at least 1"),
-        (sample.main, "score=b stop=x", "stop=x: of no effect on score=; leave it out"),
+        (sample.main, "score=b stop=x", "stop=x: has no effect with score=; leave it out"),
         (sample.main, "num_samples=0", "num_samples=0: must be at least 1"),
         (sample.main, "snapshot=a.pt device=tpu", "device=tpu: no such device"),
         (sample.main, "temperature=-1", "temperature=-1.0: must be 0, or from 0.001 to 1000"),

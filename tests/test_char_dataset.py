@@ -145,7 +145,7 @@ def test_the_order_of_a_billion_windows_takes_constant_memory():
 
 
 @pytest.mark.parametrize("stride", [1, 128])
-def test_a_billion_windows_are_mixed_and_none_comes_twice(stride):
+def test_a_billion_windows_are_mixed_without_repeats(stride):
     """Of a fixed sample, to four standard deviations of chance."""
     n, bins = 10**9, 1000
     drawn, first = np.random.default_rng(7).integers(0, n, 10**5), np.arange(10**5)

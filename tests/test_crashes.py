@@ -1,4 +1,4 @@
-"""The machine fails, the run does not: processes killed, stopped, silent; other world sizes."""
+"""Runs survive failures: processes killed, stopped or hanging; other world sizes."""
 
 import contextlib
 import ctypes

@@ -49,7 +49,7 @@ def test_free_memory_is_positive_and_at_most_the_hosts():
 
 
 def test_an_accelerator_without_float64_trains_resumes_and_samples_as_the_cpu(tmp_path):
-    """Of what torch names: MPS and XPU are used in the same way, and were not seen."""
+    """MPS and XPU, not available here, are used in the same way."""
     settings = [
         *TINY,
         "model=modern",

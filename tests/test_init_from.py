@@ -1,4 +1,4 @@
-"""Fine-tuning: what a run that starts from pretrained weights takes over, and what it does not."""
+"""Fine-tuning: what a run copies from pretrained weights."""
 
 import dataclasses
 import logging
@@ -292,11 +292,9 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
         ({"shuffle": "lines", "path": "another.txt"}, False),
     ],
 )
-def test_a_held_out_part_that_the_pretrained_model_was_trained_on_is_warned_of(
-    changed, is_seen, caplog
-):
+def test_training_on_held_out_text_before_fine_tuning_is_a_warning(changed, is_seen, caplog):
     settings = {"path": "book.txt", "train_split": 0.9}
     pretrained = model_snapshot("ab")
     pretrained.config["data"] = dataclasses.asdict(DataConfig(**settings))
     warn_if_seen(pretrained, DataConfig(**settings | changed))
-    assert ("was trained on a part of what is held out" in caplog.text) == is_seen
+    assert ("was trained on part of the held-out text" in caplog.text) == is_seen

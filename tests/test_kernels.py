@@ -133,7 +133,7 @@ def scattered(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 48)]
 )
-def test_attention_and_its_gradient_are_those_of_float64(dtype, B, T, H, D, turned, size):
+def test_attention_and_its_gradient_match_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
     x, g = size * torch.randn(B, T, 3 * H * D).to(dtype), scattered(B, T, H * D).to(dtype)
     rotation = rotary(T, D, x.device) if turned else None
@@ -218,7 +218,7 @@ OPERATIONS = {
 @pytest.mark.parametrize(
     "name, weights", [(name, n) for name in list(OPERATIONS)[:5] for n in OPERATIONS[name][2]]
 )
-def test_operations_and_all_their_gradients_are_those_of_float64(dtype, name, weights):
+def test_operations_and_all_their_gradients_match_float64(dtype, name, weights):
     torch.manual_seed(0)
     kernel, plain, _ = OPERATIONS[name]
     x, g = (3 * torch.randn(7, 40, 48) + 2).to(dtype), scattered(7, 40, 48).to(dtype)
@@ -256,7 +256,7 @@ def test_gelu_is_exact_far_from_zero(dtype, relative, absolute):
 @both
 @pytest.mark.parametrize("softcap", [0, 15])
 @pytest.mark.parametrize("width", [1, 7, 16, 65, 150])
-def test_cross_entropy_and_its_gradient_are_those_of_float64(dtype, softcap, width):
+def test_cross_entropy_and_its_gradient_match_float64(dtype, softcap, width):
     torch.manual_seed(0)
     x = (10 * torch.randn(3, 40, width)).to(dtype)
     targets = torch.randint(0, width, (3, 40))
@@ -320,9 +320,7 @@ only_float32 = pytest.mark.parametrize("dtype", [on(torch.float32)])
 
 @only_float32
 @pytest.mark.parametrize("rows, columns, width", [(1, 4, 16), (9, 384, 128), (262, 68, 160)])
-def test_a_linear_layer_is_that_of_float64_and_its_rows_are_independent(
-    dtype, rows, columns, width
-):
+def test_a_linear_layer_matches_float64_and_its_rows_are_independent(dtype, rows, columns, width):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, 1, width), torch.randn(columns, width), torch.randn(columns)
     for b in (bias, None):
@@ -339,7 +337,7 @@ def test_a_linear_layer_is_that_of_float64_and_its_rows_are_independent(
 @only_bfloat16
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows, columns, width", [(8, 32, 32), (72, 96, 160), (776, 128, 64)])
-def test_a_linear_layer_in_bfloat16_and_its_gradients_are_those_of_float64(
+def test_a_linear_layer_in_bfloat16_and_its_gradients_match_float64(
     dtype, rows, columns, width, has_bias
 ):
     torch.manual_seed(0)

@@ -301,7 +301,7 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("optimizer.learning_rate=0,003", "=0,003: a comma separates the values of a sweep (-m)"),
-        ("trainer.batch_size=many", "trainer.batch_size=many: must be a whole number"),
+        ("trainer.batch_size=many", "trainer.batch_size=many: must be an integer"),
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
         ("data=/a/book.txt", "data=/a/book.txt: no such file; choose from"),
         ("trainer.seed", "trainer.seed: settings are KEY=VALUE, as in"),
@@ -437,7 +437,7 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
         main.load_text(config, None, ALONE)
 
 
-def test_too_little_free_memory_is_warned_of(tmp_path):
+def test_too_little_free_memory_is_a_warning(tmp_path):
     result = start(*TINY, f"run_dir={tmp_path}", "trainer.max_steps=1")
     assert "of memory" not in result.stdout
     huge = ["data.block_size=1024", "data.truncate=1", "trainer.batch_size=65536"]

@@ -145,7 +145,7 @@ def test_modern_has_nanochats_initial_weights_and_a_uniform_prediction():
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_a_token_shift_adds_the_character_before_to_what_the_mlp_sees(arch):
+def test_token_shift_adds_the_previous_position_to_the_mlp_input(arch):
     model, seen = tiny(arch, token_shift=True, n_layer=1), {}
     block = model.blocks[0]
     block.ln_2.register_forward_hook(lambda *a: seen.update(norm=a[-1]))
@@ -166,7 +166,7 @@ def test_a_token_shift_adds_the_character_before_to_what_the_mlp_sees(arch):
     assert torch.equal(shifted.eval()(idx)[0], plain.eval()(idx)[0])
 
 
-def test_n_gram_embeddings_are_of_the_last_three_and_four_characters():
+def test_n_gram_embeddings_depend_on_the_last_three_and_four_characters():
     model = tiny("n-grams", ngram_rows=10_007)
 
     def embed(*ids: int) -> torch.Tensor:
@@ -193,9 +193,7 @@ def test_n_gram_embeddings_are_of_the_last_three_and_four_characters():
         {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7},
     ],
 )
-def test_cached_generation_is_uncached_generation_also_past_the_block(
-    arch, path, options, monkeypatch
-):
+def test_cached_generation_equals_uncached_also_past_block_size(arch, path, options, monkeypatch):
     model = tiny(arch, **take(path, monkeypatch))
     idx = torch.randint(11, (3, 4))
     cached = model.generate(idx, 30, **options)
@@ -221,7 +219,7 @@ def test_a_full_context_is_encoded_again_from_its_last_half(length):
 )
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_cached_logits_are_uncached_logits(arch, path, dtype, error, monkeypatch):
+def test_cached_logits_equal_uncached_logits(arch, path, dtype, error, monkeypatch):
     """To `error`, relative to all of them: both round, in another order."""
     model = tiny(arch, **take(path, monkeypatch))
     model.config.activation_checkpointing = True  # a block computed again would append twice

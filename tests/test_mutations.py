@@ -1,6 +1,4 @@
-"""That the mutations of `mutations.py` can still be made: running them takes minutes, and is not
-done here.
-"""
+"""The mutations of `mutations.py` still apply; running them takes minutes and is not done here."""
 
 import pytest
 from conftest import ROOT

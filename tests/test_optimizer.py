@@ -1,4 +1,4 @@
-"""The optimizer: who decays, who goes to Muon, and that Muon is Muon."""
+"""The optimizer: weight decay, Muon's parameters, and Muon's steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The page that runs a model: what it computes, in Python's words and in a headless Chromium, and its file."""
+"""The page that runs a model: its computation, in Python and in headless Chromium, and its file."""
 
 import dataclasses
 import shutil
@@ -74,9 +74,7 @@ def test_an_edit_that_affects_only_late_positions_is_refused(tmp_path, monkeypat
         edited.setattr(model, "causal_attention", windowed)
         gpt = load_model(snapshot, "cpu")
         snapshot.probe_logits = probe_logits(gpt, len(LETTERS), 96, "cpu")
-        with pytest.raises(
-            UserError, match=r"0\.pt: the page computes the architectures of model\.py as it came"
-        ):
+        with pytest.raises(UserError, match=r"0\.pt: the page supports only an unedited model\.py"):
             write(tmp_path, snapshot)
         assert not (tmp_path / "page.html").exists()
     with pytest.raises(UserError, match=r"model\.py gives different outputs"):

@@ -291,7 +291,7 @@ def test_a_text_that_cannot_be_scored_is_refused(tmp_path, monkeypatch):
 
     says = f"score={path}: character 'x' (U+0078) at position 100 is not among the 10"
     assert refused("ab" * 50 + "xyz").startswith(says)
-    assert "characters in it: 1;" in refused("a") and "characters in it: 0;" in refused("")
+    assert "characters: 1;" in refused("a") and "characters: 0;" in refused("")
 
 
 def test_weights_that_are_not_finite_are_refused():
@@ -304,7 +304,7 @@ def test_weights_that_are_not_finite_are_refused():
 # --- runs and errors ---
 
 
-def test_the_snapshot_of_a_run_is_where_its_configuration_says(run_dir, tmp_path):
+def test_the_snapshot_of_a_run_is_found_by_its_configuration(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text("trainer:\n  snapshot_path: in/other.pt\n")
     with pytest.raises(UserError, match=r"there is no snapshot at .*in/other\.pt"):
         choose_snapshot(None, str(tmp_path))
@@ -370,7 +370,7 @@ def test_a_short_sample_is_copied_if_it_is_a_line(tmp_path, end):
         assert sampling.copied_share([f"Ada{ending}"], snapshot) == 1
 
 
-def test_a_model_of_bytes_reads_and_writes_text(tmp_path):
+def test_a_byte_model_reads_and_writes_text(tmp_path):
     book = tmp_path / "book.bin"
     book.write_bytes("größer ".encode() * 400 + b"\xff")
     run = [*TINY, "data=text", f"data.path={book}", "data.truncate=1", "data.encoding=bytes"]
@@ -396,5 +396,5 @@ def test_the_copied_share_needs_the_training_text(run_dir):
 
 def test_a_stop_string_outside_the_vocabulary_is_refused(run_dir):
     snapshot = load(f"{run_dir}/gpt_snapshot.pt")
-    with pytest.raises(UserError, match="stop='€': the model never draws '€'"):
+    with pytest.raises(UserError, match="stop='€': not in the vocabulary: '€'"):
         list(sampling.sample(SampleConfig(stop="€"), snapshot))

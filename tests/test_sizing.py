@@ -1,4 +1,4 @@
-"""Sizing: what is null is chosen for a text and a time; given values are kept; the choice is kept."""
+"""Sizing: null fields are chosen for a text and a time limit; given values and the choice are kept."""
 
 import dataclasses
 import itertools
@@ -269,7 +269,7 @@ def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_time_with_a_named_recipe_sets_the_steps_alone(device):
+def test_max_minutes_with_a_named_recipe_sets_only_the_steps(device):
     composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
     config = validate(composed)
     config.model.vocab_size = 65
@@ -324,7 +324,7 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
     assert (f"trainer.compile={compiled}" in overrides) == (typed == "auto")
 
 
-def test_a_gpu_has_time_for_the_texts_that_it_draws():
+def test_time_to_sample_is_reserved_on_a_gpu():
     gpu = {"characters": 10_000_000, "minutes": 0.5, "flops": 1e13, "device": "cuda"}
     drawn, silent = (
         choose(f"samples={samples}", **gpu)[0]["trainer.max_steps"] for samples in ("true", "false")
@@ -332,7 +332,7 @@ def test_a_gpu_has_time_for_the_texts_that_it_draws():
     assert 0.8 * silent < drawn < 0.95 * silent
 
 
-def test_of_steps_that_take_half_a_minute_two_are_timed(monkeypatch):
+def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
     clock = itertools.chain([0], itertools.count(90, 30))  # the first step takes longer
     monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(4))
@@ -361,7 +361,7 @@ def test_a_learning_rate_is_not_chosen_for_another_optimizer():
     assert choose("optimizer=adamw")[0]["optimizer.learning_rate"] == 3e-4
 
 
-def test_a_run_without_a_time_refuses_one_later(tmp_path):
+def test_a_run_without_max_minutes_refuses_it_later(tmp_path):
     config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
     recorded: dict = {"data": {"path": config.data.path}}
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}

@@ -1,4 +1,4 @@
-"""The format: what is written is read, and nothing else is taken for it."""
+"""Snapshot format: snapshots round-trip, and other files are refused."""
 
 import contextlib
 import dataclasses
@@ -146,7 +146,7 @@ def swell(name: str, data: bytes) -> bytes:
         (lambda: saved(format=1), "snapshot format 1; this application reads 4 and 5"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_without_allocating_its_claimed_size(content, says):
+def test_another_type_of_file_is_refused_without_allocating_its_claimed_size(content, says):
     content = content()
     with little_memory(2**29), pytest.raises(UserError, match=f"^s.pt: .*{says}"):
         Snapshot.from_bytes(content, "s.pt")
@@ -157,7 +157,7 @@ def some_pickle() -> bytes:
     return source.read(next(n for n in source.namelist() if n.endswith("data.pkl")))
 
 
-def test_garbage_with_a_right_digest_is_refused_whatever_it_is():
+def test_garbage_with_a_valid_digest_is_refused():
     chance = random.Random(0)
     content = archive()
     body = content[: -len(COMMENT) - 64]

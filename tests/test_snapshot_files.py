@@ -175,7 +175,7 @@ def test_a_write_that_reads_back_different_is_noticed(path, monkeypatch):
     write(files, 1)
     put = files._put
     monkeypatch.setattr(files, "_put", lambda path, content: put(path, content[:-1]))
-    with pytest.raises(OSError, match="reads back different from what was written"):
+    with pytest.raises(OSError, match="differs from what was written"):
         write(files, 2)
     assert load(path).step == 1
 

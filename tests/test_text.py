@@ -1,4 +1,4 @@
-"""Texts: from anywhere, of any size, encoded to the same ids in memory and in the cache."""
+"""Texts from any source, of any size, encoded to the same ids in memory and in the cache."""
 
 import bz2
 import fcntl

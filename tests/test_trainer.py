@@ -330,7 +330,7 @@ def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts,
 # --- the step ---
 
 
-def test_the_loss_that_checks_a_cuda_graph_is_that_of_the_step(parts, tmp_path):
+def test_the_loss_that_checks_a_cuda_graph_equals_the_steps(parts, tmp_path):
     trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
     micro_batches = [*trainer._micro_batches(trainer._batches())]
     assert [len(x) for x, _, _ in micro_batches] == [3, 4]
@@ -376,7 +376,7 @@ def test_float16_clips_the_true_gradients(parts, tmp_path):
     assert (after["float16"] - after["float32"]).norm() < 0.05 * after["float32"].norm()
 
 
-def test_the_logged_norm_is_that_of_the_unclipped_gradient(parts, tmp_path):
+def test_the_logged_norm_is_of_the_unclipped_gradient(parts, tmp_path):
     make(parts, tmp_path / "a", max_steps=1, grad_norm_clip=1e-3).train()
     make(parts, tmp_path / "b", max_steps=1, grad_norm_clip=None).train()
     a, b = (metrics(tmp_path / x, "train")[0] for x in "ab")
@@ -516,7 +516,7 @@ def test_evaluation_does_not_affect_training(parts, tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     parts, tmp_path, arch, optimizer, settings
 ):
-    """A run that has finished, is trained on, is killed, and resumes."""
+    """A run that finishes, is extended, is killed, and resumes."""
     settings = {"save_every_steps": 4, "max_steps": 9, **settings}
 
     class Crash(Exception):
@@ -646,7 +646,7 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
     make(parts, tmp_path / "enough").train()
     assert max(memory.evaluated) > 12  # without gradients, and as many as keep the device busy
     memory.limit = 0
-    with pytest.raises(UserError, match=r"a window of data\.block_size=8 needs more memory"):
+    with pytest.raises(UserError, match=r"a window of data\.block_size=8 does not fit in memory"):
         make(parts, tmp_path / "none")
 
 
@@ -864,7 +864,7 @@ def test_stopping_in_an_evaluation_and_again_after_resuming_logs_it_once(parts, 
     ]
 
 
-def test_missing_metrics_lines_are_warned_of(parts, tmp_path, caplog):
+def test_missing_metrics_lines_are_a_warning(parts, tmp_path, caplog):
     make(parts, tmp_path).train()
     history = tmp_path / "metrics.jsonl"
     lines = history.read_text().splitlines(keepends=True)

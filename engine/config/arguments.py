@@ -17,7 +17,7 @@ from engine.config.settings import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")
-KINDS = {"Integer": "a whole number, in digits alone", "Float": "a number", "bool": "true or false"}
+KINDS = {"Integer": "an integer, in digits", "Float": "a number", "bool": "true or false"}
 # A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 

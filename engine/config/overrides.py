@@ -1,4 +1,4 @@
-"""Command-line overrides, `KEY=VALUE`: the default recipe, and one clear line for every mistake."""
+"""Command-line overrides, `KEY=VALUE`: the default recipe, and one-line errors."""
 
 import difflib
 import hashlib
@@ -21,7 +21,7 @@ from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
 GROUPS = ("data", "model", "optimizer", "experiment")
-# What other trainers call a setting, and its name here.
+# Names in other trainers, and their names here.
 USUAL_NAMES = {
     "dropout": "model.resid_pdrop, model.embd_pdrop and model.attn_pdrop",
     **dict.fromkeys(("lr", "max_lr", "rate"), "optimizer.learning_rate"),
@@ -53,8 +53,8 @@ def without(overrides: Iterable[str], *prefixes: str) -> list[str]:
 
 
 def add_default_recipe(arguments: list[str]) -> list[str]:
-    """`arguments`, with the recipe that fits this machine unless they name one. A time that is typed replaces
-    the recipe's steps, and steps that are typed replace the time of `experiment=auto`.
+    """`arguments`, with the recipe that fits this machine unless they name one. A typed time limit replaces the
+    recipe's steps, and typed steps replace the time limit of `experiment=auto`.
     """
     typed = {override_key(argument): argument.partition("=")[2] for argument in arguments}
     recipe = typed.get("experiment")
@@ -69,8 +69,8 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
         added += ["trainer.max_minutes=null"] * ("trainer.max_minutes" not in typed)
     # null is the default, and not an override that Hydra has.
     arguments = [argument for argument in arguments if argument != "experiment=null"]
-    # Hydra wants all overrides in one place. A choice inside conf/config.yaml would be an interpolated
-    # group, and those may not override other groups.
+    # Hydra needs all overrides together. conf/config.yaml cannot choose the recipe: an interpolated
+    # group may not override other groups.
     positions = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
     first = next(positions, 0)
     return [*arguments[:first], *added, *arguments[first:]]
@@ -78,7 +78,7 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
 
 def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
     """The recipe that fits this machine; logged, unless `arguments` ask Hydra for something else."""
-    # torch's default way to ask would keep the GPU from processes that are forks of this one.
+    # torch's default check would make the GPU unusable in forks of this process.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if torch.cuda.is_available() and "trainer.device=cpu" not in arguments:
         recipe = "auto_gpu" if has_own_text else "shakespeare_gpu"
@@ -105,9 +105,7 @@ def job_name(overrides: list[str], swept: str = "") -> str:
 
 
 def text_name(path: Any) -> str:
-    """Run name for the text at `path`: the name of its first file without extension or, for a pattern, of its
-    directory.
-    """
+    """Run name for the text at `path`: its first file's name without extension or, for a pattern, its directory's."""
     first = str(path[0] if isinstance(path, list | ListConfig) else path)
     parts = re.split("[/:]", re.split("[?#]", first)[0])
     parts = [re.sub(r"(\.\w{1,10})?(\.(gz|bz2|xz|zst))?$", "", part) for part in parts]
@@ -161,7 +159,7 @@ def quoted(key: str, value: str) -> str:
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        file = error.missing_cfg_file  # of a file of one's own, data//a/book.txt
+        file = error.missing_cfg_file  # of the user's own file, data//a/book.txt
         group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"

@@ -9,7 +9,7 @@ WINDOWS = {
     "data.block_size", "data.train_split", "data.final_split", "data.truncate", "data.shuffle",
     "data.encoding", "trainer.batch_size",
 }  # fmt: skip
-# Fixed on resume, as is the model: changed midway, no one configuration would reproduce the run.
+# Fixed on resume, like the model: with a change midway, no configuration would reproduce the run.
 FIXED = {
     *WINDOWS,
     "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
@@ -21,7 +21,7 @@ INCOMPARABLE = {
     "init_from",  # other initial weights
     "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule
 }  # fmt: skip
-# These change the loss at a step by no more than rounding or another seed does.
+# These change the loss at a step no more than rounding or another seed.
 IRRELEVANT = {
     "run_name", "run_dir", "samples", "report", "trainer.trackers",  # names and outputs
     "model.vocab_size", "model.block_size",  # follow from the data
@@ -32,7 +32,7 @@ IRRELEVANT = {
     "trainer.compile", "trainer.deterministic", "trainer.cuda_graph",
     "trainer.data_loader_workers",  # speed
     "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
-    "trainer.patience",  # an earlier end, of the same losses
+    "trainer.patience",  # ends earlier, same losses
     "trainer.save_every", "trainer.save_every_steps", "trainer.keep_snapshots",  # what is saved
     "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
     "trainer.max_save_failures", "trainer.timeout_s",  # when to give up
@@ -52,12 +52,12 @@ def as_plain(value: Any) -> Any:
 
 
 def as_typed(value: Any) -> str:
-    """A value as on the command line: null and true, not None and True."""
+    """A value in command-line syntax: null and true, not None and True."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of dataclasses by dotted key, but those that are None or made by a function."""
+    """The defaults of dataclasses by dotted key, except None and default factories."""
     return {
         f"{name}.{field.name}": field.default
         for name, config in configs.items()

@@ -2,8 +2,7 @@
 
     content = render([{"name": ..., **describe(config, weights, logits)}, ...])
 
-The page computes in 32 bits from weights in 16. It has the logits that PyTorch gives for one input, and compares its
-own with them when it is opened.
+The page computes in float32 from float16 weights. When opened, it compares its logits for one input with PyTorch's.
 """
 
 import base64
@@ -22,11 +21,11 @@ from engine.kernels.native import LAYER_NORM_EPS
 
 BROWSER = Path(__file__).resolve().parent / "browser"
 CHECKED = 32  # characters of the input that the page itself compares
-TOLERANCE = 0.01  # of a logit, for weights of 16 bits
+TOLERANCE = 0.01  # of a logit, for float16 weights
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as the page has them, rounded to 16 bits; whole numbers unchanged."""
+    """The weights of the page, rounded to float16; integers unchanged."""
     return {
         name: weight.half().float() if weight.is_floating_point() else weight
         for name, weight in weights.items()
@@ -40,9 +39,7 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
     ids, last = checked_ids(config), min(CHECKED, config["block_size"])
     has_all = not config["ngram_rows"] or "ngrams.codes" in weights
     if not has_all or not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
-        raise UserError(
-            "the page computes the architectures of model.py as it came; sample.py runs this model"
-        )
+        raise UserError("the page supports only an unedited model.py; sample.py runs this model")
     tensors = dict(weights)
     if (codes := tensors.pop("ngrams.codes", None)) is not None:
         config = config | {"ngram_codes": codes.tolist(), "ngram_factors": NGRAM_FACTORS}
@@ -59,7 +56,7 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
 
 def render(models: list[dict[str, Any]]) -> str:
     """The page, with its models side by side."""
-    # In a script, "<" could end it; JSON may have it as an escape.
+    # "<" could end the script; JSON allows it as an escape.
     data = json.dumps(models).replace("<", "\\u003c")
     parts = {
         "{{worker}}": (BROWSER / "model.js").read_text("utf-8"),

@@ -79,14 +79,14 @@ def read_pretrained(source: str) -> Snapshot:
 
 
 def warn_if_seen(pretrained: Snapshot, data: Any) -> None:
-    """Warns if the weights were trained on characters of the same file that `data` (`DataConfig`) holds out."""
+    """Warns if the weights were trained on text that `data` (`DataConfig`) holds out."""
     theirs = pretrained.config.get("data", {})
     if theirs.get("path") != data.path:
         return
     is_other = any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
     if is_other or data.train_split < (theirs.get("train_split") or 0):
         log.warning(
-            "init_from: the model was trained on a part of what is held out here: the held-out loss is too low; set "
+            "init_from: the model was trained on part of the held-out text: the held-out loss is too low; set "
             "data.train_split=%s or more, and the same truncate and shuffle",
             theirs.get("train_split"),
         )

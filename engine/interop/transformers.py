@@ -9,9 +9,9 @@
 `token_shift` or n-gram embeddings, the directory has the code of `shifted.py`, too, which
 `trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
 
-Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement
-character). Its embedding and its row of the head are the mean of all others: its logit is the mean
-logit, never the highest. `generation_config.json` suppresses it.
+Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement character). Its
+rows of embedding and head are the mean of all others: its logit is the mean logit, never the highest.
+`generation_config.json` suppresses it.
 """
 
 import importlib

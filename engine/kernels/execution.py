@@ -1,4 +1,4 @@
-"""Execution: autocast, TF32, determinism and torch.compile, as the choices of a run say (engine/config/auto.py)."""
+"""Execution: autocast, TF32, determinism and torch.compile, by the choices of a run (engine/config/auto.py)."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
         deterministic: Any = torch.utils.deterministic  # a property of its class
         deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
     torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
-    if choices["compile"]:  # also sets the compiler's switch, whose import takes a second
+    if choices["compile"]:  # also sets it in the compiler, whose import takes a second
         torch.use_deterministic_algorithms(choices["deterministic"])
-        torch.compiler.reset()  # a process compiles at most eight models otherwise
+        torch.compiler.reset()  # otherwise a process compiles at most eight models
         model.compile(dynamic=False)
 
 
@@ -33,10 +33,10 @@ def autocast(choices: dict[str, Any]) -> torch.autocast:
 @contextlib.contextmanager
 def tf32(choices: dict[str, Any]) -> Iterator[None]:
     """TF32: a context in which a GPU's float32 products keep 10 bits of 23 (bfloat16: 7) and are several
-    times as fast. It is for training steps, deterministic ones, too, as it repeats bit for bit.
+    times as fast. For training steps, also deterministic ones: it repeats bit for bit.
     Evaluation and sampling stay in float32, to agree with sample.py and export.py.
     """
-    matmul = torch.backends.cuda.matmul  # set_float32_matmul_precision would change the CPU's, too
+    matmul = torch.backends.cuda.matmul  # set_float32_matmul_precision also changes the CPU's
     is_off = choices["device"] == "cuda" and not matmul.allow_tf32
     if is_off and choices["amp_dtype"] == "float32":
         matmul.allow_tf32 = True
@@ -49,7 +49,7 @@ def tf32(choices: dict[str, Any]) -> Iterator[None]:
 
 
 def eagerly(choices: dict[str, Any]) -> contextlib.AbstractContextManager:
-    """Context that runs the model eagerly: compiling evaluation, too, would cost more than it saves."""
+    """Context that runs the model eagerly: compiling evaluation would cost more than it saves."""
     if choices["compile"]:
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()

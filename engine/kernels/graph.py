@@ -7,14 +7,14 @@ import torch
 from engine.errors import UserError, one_line
 from engine.machine.hardware import is_out_of_memory
 
-WARM_UP = 3  # steps before the capture, in which libraries and optimizers allocate what they keep
+WARM_UP = 3  # steps before capture, which allocate persistent memory
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of its loss
 SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 
 def can_capture(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all parameters are on a GPU and the optimizer reads its rate there; others copy it to the CPU."""
+    """Whether all parameters are on a GPU and the optimizer is capturable: reads its learning rate there."""
     groups = optimizer.param_groups
     on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
     return on_gpu and all("capturable" in group for group in groups)
@@ -25,8 +25,8 @@ class CapturedStep:
     rates of its `optimizer` become tensors on the GPU.
 
     `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and loss weights never
-    change, and returns (loss, gradient norm), scalars on the GPU. It must not synchronize with the device, and whatever
-    changes from call to call must be a tensor that it reads, or the GPU's random state.
+    change, and returns (loss, gradient norm), scalars on the GPU. It must not synchronize with the device. Only
+    tensors that it reads and the GPU's random state may change between calls.
 
     A replay runs the captured kernels again; Python code, control flow included, does not run.
     `loss(micro_batches)`, the same loss by itself, is therefore compared at the first replay and at
@@ -42,13 +42,13 @@ class CapturedStep:
         tolerance: float,
     ):
         self.step, self.loss, self.tolerance = step, loss, tolerance
-        for group in optimizer.param_groups:  # a graph repeats numbers, but reads tensors
+        for group in optimizer.param_groups:  # a graph reads tensors, but freezes numbers
             peak = group.setdefault("initial_lr", float(group["lr"]))
             group["lr"] = torch.tensor(peak, device="cuda")
             group["capturable"] = True
         self.calls = 0
         self.graph = torch.cuda.CUDAGraph()
-        # Work on the default stream cannot be captured. One side stream, as memory is pooled for each stream.
+        # The default stream cannot be captured. One side stream, as memory is pooled per stream.
         self.stream = torch.cuda.Stream()
 
     def __call__(self, micro_batches: Iterable[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:

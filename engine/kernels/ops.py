@@ -1,5 +1,5 @@
-"""Operations of a model: plain PyTorch, or faster where the device and the sizes allow it. Each function computes
-the same, to rounding, whichever implementation it chooses.
+"""Operations of a model: plain PyTorch, or a faster implementation where device and sizes allow it. All implementations
+of a function agree up to rounding.
 """
 
 import functools
@@ -124,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     is_large = x.numel() * columns >= MIN_KERNEL_FLOPS
     is_head = extra and columns < MAX_PADDED and bias is None  # of a small vocabulary
     if is_head and is_large and x.dtype is torch.float32 and x.is_cpu:
-        # With other threads MKL adds in another order where columns are few and no multiple of 16.
+        # With few columns, not a multiple of 16, MKL's order of summation depends on the threads.
         return F.linear(x, F.pad(weight, (0, 0, 0, extra)))[..., :columns]
     return F.linear(x, weight, bias)
 
@@ -261,7 +261,7 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
 def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
     """Standard causal attention with torch's own fused kernels, for S = T or S = 1."""
     B, S, _ = qkv.shape
-    # Split, as the backward pass of a slice would fill the rest of its gradient with zeros, and add it.
+    # Split: the backward pass of a slice would fill the rest of the gradient with zeros, and add it.
     qk, v = qkv.view(B, S, 3, n_head, -1).split((2, 1), dim=2)
     if rotation is not None:
         qk = rms_norm(rotate(qk, *(table[:, None, None] for table in rotation)))

@@ -70,7 +70,7 @@ def check_device(key: str, device: str) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The model name of a GPU, or of the CPU; of another accelerator its type."""
+    """The model name of a GPU or the CPU, or the type of another accelerator."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -86,8 +86,8 @@ def cpuinfo() -> str:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware supports bfloat16; emulated, it is slower than float32. False for other
-    accelerators, of which torch cannot tell.
+    """Whether the hardware supports bfloat16; emulated, it is slower than float32. False for other accelerators, where
+    torch cannot tell.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,4 +1,4 @@
-"""Adaptive thread count: fewer threads of a CPU while other processes need its cores."""
+"""Adaptive thread count: fewer CPU threads while other processes need the cores."""
 
 import contextlib
 import copy
@@ -14,16 +14,16 @@ from engine import portable
 log = logging.getLogger("gpt")
 PERIOD = 1.0  # seconds of steps between decisions
 # Other processes are busy if both are exceeded:
-MIN_LOST = 0.4  # cores, of those that the threads ask for
+MIN_LOST = 0.4  # cores that the threads do not get
 MIN_PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
-RETRY = (2.0, 32.0)  # seconds until one more thread is tried: at first, and at most
-PROBE_S = 10.0  # seconds within which a thread that was tried is taken away again
+RETRY = (2.0, 32.0)  # seconds before one more thread is tried: initial, maximum
+PROBE_S = 10.0  # seconds in which an added thread is on trial
 
 
 class AdaptiveThreads:
-    """Takes away one of torch's threads while other processes are busy, and tries one more from time to time, with
-    exponential backoff. An operation ends when its slowest thread does, so a thread that waits for a core holds up all
-    others. `may_have(threads)` is asked once, before the first step with that number.
+    """Drops one of torch's threads while other processes are busy, and regularly tries one more, with exponential
+    backoff. An operation ends with its slowest thread, so a thread that waits for a core delays all others.
+    `may_have(threads)` is called once, before the first step with that number.
     """
 
     was_logged = False  # once in a process is enough
@@ -31,17 +31,15 @@ class AdaptiveThreads:
     def __init__(self, enabled: bool, may_have: Callable[[int], bool] = lambda threads: True):
         self.enabled, self.may_have, self.most = enabled, may_have, torch.get_num_threads()
         self.least = self.most  # the lowest number so far
-        self.is_refused = False  # one less than that
+        self.is_refused = False  # whether `least - 1` is
         self.retry = RETRY[0]
-        self.tried, self.next_try = -PROBE_S, 0.0  # when one more thread was, and will be, tried
+        self.tried, self.next_try = -PROBE_S, 0.0  # when one more was, and will be, tried
         # Of the steps since the last decision.
         self.seconds = self.cpu_seconds = self.preemptions = 0.0
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context of a step. What happens between steps (evaluation, sampling with one thread) says nothing of other
-        processes.
-        """
+        """Context of a step. Excludes what runs between steps (evaluation, sampling with one thread)."""
         start, cpu, preemptions = time.perf_counter(), time.process_time(), portable.preemptions()
         yield
         now = time.perf_counter()
@@ -57,7 +55,7 @@ class AdaptiveThreads:
 
     def _adapt(self, now: float) -> None:
         threads = torch.get_num_threads()
-        # Threads that wait for others spin, so that alone they use all of their cores.
+        # Waiting threads spin, so an undisturbed process uses all of its cores.
         lost = threads - self.cpu_seconds / self.seconds
         preemptions = self.preemptions / self.seconds
         if threads > 1 and lost > MIN_LOST and preemptions > MIN_PREEMPTIONS:
@@ -86,8 +84,8 @@ class AdaptiveThreads:
 
 
 def ignores_threads(compute: Callable[[], list[torch.Tensor]], number: int, *parts: Any) -> bool:
-    """Whether `compute()` gives the same tensors, bit for bit, with `number` threads as with today's: a matrix product
-    may add in another order. Restores the `state_dict` of each of `parts`, which `compute` may change.
+    """Whether `compute()` gives the same tensors, bit for bit, with `number` threads as with the current number: a
+    matrix product may sum in another order. Restores the `state_dict` of each of `parts`, which `compute` may change.
     """
     today, results = torch.get_num_threads(), []
     before = copy.deepcopy([part.state_dict() for part in parts])
@@ -95,6 +93,6 @@ def ignores_threads(compute: Callable[[], list[torch.Tensor]], number: int, *par
         torch.set_num_threads(threads)
         results.append(compute())
         for part, state in zip(parts, before, strict=True):
-            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps what it is given
+            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps references
     torch.set_num_threads(today)
     return all(map(torch.equal, *results))

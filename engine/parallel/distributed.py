@@ -57,12 +57,12 @@ class World:
 
 
 def launched_size() -> int:
-    """The number of processes that a launcher started; 1 without. Needs no process group."""
+    """The number of processes that a launcher started, or 1. Needs no process group."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def launched_rank() -> int:
-    """The rank that a launcher gave this process; 0 without. Needs no process group."""
+    """The rank that a launcher gave this process, or 0. Needs no process group."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -128,8 +128,8 @@ def join_processes(
                 f"the {size} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
                 f"{one_line(error)[-300:]}"
             ) from error
-        # A thread of gloo that still releases tensors when Python ends, for which it needs Python, aborts the
-        # process (torch 2.13.0): programs that do not end with `leave` give it the time.
+        # A gloo thread that releases tensors during Python's shutdown aborts the process (torch 2.13.0):
+        # programs that do not end with `leave` give it time.
         atexit.register(time.sleep, 0.2)
     if size == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         log.info(
@@ -163,8 +163,8 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with exit status `status`. A process group is destroyed if `status` is 0, and the interpreter's
-    shutdown is skipped, in which gloo's threads may abort the process (torch 2.13.0).
+    """Ends the process with exit status `status`. Destroys the process group if `status` is 0, and skips the
+    interpreter's shutdown, where gloo's threads may abort the process (torch 2.13.0).
     """
     if not dist.is_initialized():
         atexit._run_exitfuncs()
@@ -236,8 +236,8 @@ def run_on_rank_0(action: Callable[[], Any], world: World) -> Any:
 
 
 def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on the first process of every host; returns and raises as `run_on_rank_0`. A download
-    may take longer than ranks wait for each other, so they exchange whether it is done.
+    """Runs `action` on the first process of every host; returns and raises as `run_on_rank_0`. A download may exceed
+    the ranks' timeout, so they poll whether it is done.
     """
     if world.size == 1:
         return run_on_rank_0(action, world)
@@ -273,9 +273,7 @@ def _first_result(outcomes: list[tuple[Any, str | None]]) -> Any:
 
 @contextlib.contextmanager
 def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterator[None]:
-    """Turns a failed collective operation, during `doing()`, into a `UserError` that names the ranks that
-    have not noticed it.
-    """
+    """Turns a failed collective during `doing()` into a `UserError` that names the ranks that have not noticed it."""
     try:
         yield
     except RuntimeError as error:

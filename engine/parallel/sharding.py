@@ -77,7 +77,7 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [block for module in lists for block in module]
-    # Reshard the root, too: by default its parameters stay gathered after the forward pass.
+    # Also reshard the root: by default, it stays gathered after the forward pass.
     for module in (*blocks, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if world.device.type == "cpu":  # or the heap would grow to more than a full model
@@ -95,7 +95,7 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; every rank must call it. A plain one unchanged."""
+    """The full tensor of a sharded one, on every rank; all ranks must call it. Plain ones unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 

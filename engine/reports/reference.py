@@ -1,7 +1,7 @@
 """Comparison with the references: the recorded loss curves of the shipped recipes.
 
-The file (`docs/reference.json`, made by `benchmarks/reference.py`) has for each recipe what was run and
-where, and for either split rows of [step, mean, half-width of the band], nats per character.
+The file (`docs/reference.json`, made by `benchmarks/reference.py`) has, for each recipe, the command, the hardware and,
+for either split, rows of [step, mean, half-width of the band], nats per character.
 """
 
 import json
@@ -16,7 +16,7 @@ from engine.config.settings import INCOMPARABLE
 from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
-FIRST_JUDGED = 50  # steps; losses before say little
+FIRST_JUDGED = 50  # steps; earlier losses say little
 References = dict[str, dict[str, Any]]
 
 
@@ -54,7 +54,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
 
 
 def is_too_early(run: Run) -> bool:
-    """Whether a run in progress has taken too few steps to be warned of."""
+    """Whether a run in progress has too few steps for a warning."""
     return run.step < min(FIRST_JUDGED, run.total_steps)
 
 
@@ -112,7 +112,7 @@ def overfitting_warning(run: Run) -> str:
     now = [line["loss"] for line in run.train if line["step"] > step][-3:]
     then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
     rise = statistics.mean(now) - statistics.mean(then) if now and then else 0.0
-    # A training loss above that of guessing by frequency is no overfitting.
+    # A training loss above a unigram model's is no overfitting.
     guessing = run.starts[-1].get("frequency_loss", math.inf)
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
     diverges = rise >= 0.25

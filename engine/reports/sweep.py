@@ -30,7 +30,7 @@ log = logging.getLogger("gpt")
 
 
 def check_sweep(arguments: list[str]) -> None:
-    """Raises `UserError` for a sweep under a launcher, or one that is only to be printed."""
+    """Raises `UserError` for a sweep under a launcher, or with --cfg."""
     if launched_size() > 1:
         raise UserError(
             "-m: the jobs of a sweep run one after another, in one process: start it with python main.py -m, "
@@ -121,7 +121,7 @@ def log_results(sweep_dir: str) -> None:
         return
     if not jobs:
         return
-    log.info("sweep       %d jobs in %s; losses are held-out ones", len(jobs), sweep_dir)
+    log.info("sweep       %d jobs in %s; held-out losses", len(jobs), sweep_dir)
     for line in lines:
         log.info("%s", line)
     if jobs[0].best:

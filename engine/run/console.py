@@ -30,7 +30,7 @@ class LevelFormatter(logging.Formatter):
 
 
 def log_to_console() -> None:
-    """Prints the log on rank 0 alone, also if ranks start as forks of this process."""
+    """Prints the log on rank 0 only, even if ranks are forks of this process."""
     if log.handlers:
         return
     log.propagate = False

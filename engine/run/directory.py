@@ -27,7 +27,7 @@ ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
 JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
 OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
-HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # which a run from scratch renames
+HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # renamed by a run from scratch
 SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 
@@ -62,7 +62,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
 
 def remove_if_unused(run_dir: str) -> None:
     """Removes the directory of a run that ended before it wrote more than its log."""
-    with contextlib.suppress(OSError):  # it is no longer there
+    with contextlib.suppress(OSError):  # already removed
         if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):
             shutil.rmtree(run_dir)
 
@@ -98,7 +98,7 @@ def log_to_file(path: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, Stopped):  # the console gets it from the program
             record: dict[str, Any] = {"levelname": "ERROR", "msg": one_line(error)}
-            if not isinstance(error, UserError):  # the line may be nothing but a key
+            if not isinstance(error, UserError):  # the line may be just a key
                 record["exc_info"] = (type(error), error, error.__traceback__)
             handler.handle(logging.makeLogRecord(record))
         raise
@@ -134,7 +134,7 @@ def newest_run() -> str:
 
 
 def newest_run_hint(run_dir: str) -> str:
-    """For the end of an error about a wrong `run_dir`: the directory that may have been meant."""
+    """Hint for an error about a wrong `run_dir`: the likely directory."""
     if glob.glob(os.path.join(glob.escape(run_dir), "*", JOB)):
         return "; it is a sweep's: give the directory of one of its jobs"
     found = runs() if not os.path.isdir(run_dir) else []
@@ -163,9 +163,8 @@ def read_config(run_dir: str) -> dict[str, Any]:
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
-    """The path of the snapshot to read a model from: `snapshot`, a file, a URL or the directory of a run, or that of
-    the run in `run_dir`, or of the newest run. Of a run it is the best snapshot (lowest held-out loss), or the latest
-    if nothing was evaluated.
+    """The path of the snapshot to load: `snapshot` (a file, URL or run directory), or that of the run in `run_dir`, or
+    of the newest run. For a run, it is the best snapshot (lowest held-out loss), or the latest if there is none.
 
     Raises `UserError` if there is none.
     """
@@ -185,12 +184,12 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 def choose_snapshots(
     snapshots: list[str] | None, snapshot: str | None, run_dir: str | None
 ) -> list[str]:
-    """What `choose_snapshot` gives for each of `snapshots`, or for the others. Raises `UserError` if there is none, or
-    both are given.
+    """`choose_snapshot` for each of `snapshots`, or for the other two. Raises `UserError` if there is none, or for
+    both.
     """
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots is None:
         return [choose_snapshot(snapshot, run_dir)]
     if not snapshots:
-        raise UserError("snapshots=[]: names no snapshot; give them as [a.pt,b.pt]")
+        raise UserError("snapshots=[]: names no snapshot; use [a.pt,b.pt]")
     return [choose_snapshot(path, None) for path in snapshots]

@@ -1,4 +1,4 @@
-"""Evaluation: when it is due; the held-out loss, exact, and the same for any world size."""
+"""Evaluation: its schedule, and the exact held-out loss, the same for any world size."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
-EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # of a rank and forward pass; elsewhere as on a CPU
+EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # per rank and forward pass; other devices: cpu
 MIN_HALVED = 20  # steps of a run that is also evaluated halfway
 Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
 
@@ -43,7 +43,7 @@ class Evaluations:
 
     def check_patience(self) -> None:
         """Warns if the run has too few evaluations for its patience to end it."""
-        # Those before the last step.
+        # Before the last step.
         number = (self.plan.total_steps - 1) // self.interval + self.at_start
         patience = self.config.patience
         if patience is not None and number <= patience:
@@ -69,7 +69,7 @@ class Evaluations:
         return self.is_done(step) and self.since_best == 0
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is to be evaluated, and has not been."""
+        """Whether `step` must still be evaluated."""
         if not self.has_dataset or self.is_done(step):
             return False
         if step == 0:
@@ -81,7 +81,7 @@ class Evaluations:
         return step == total or is_halfway or plan.is_due(step, every_steps, every_epochs)
 
     def record(self, step: int, loss: float, best: tuple[float, int] | None) -> None:
-        """Records the held-out loss of `step`; `best` is the lowest one before, and its step."""
+        """Records the held-out loss of `step`; `best`: the lowest one before, and its step."""
         self.last = (loss, step)
         self.since_best = 0 if best is None or loss < best[0] else self.since_best + 1
 

@@ -18,7 +18,7 @@ from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
 RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system may kill the process instead
-# Share of a GPU's memory for what a trial does not show: fragments, evaluation, libraries.
+# Share of a GPU's memory left free for fragmentation, evaluation and libraries.
 HEADROOM = 0.05
 
 
@@ -45,7 +45,7 @@ def fit_micro_batch(
     while True:
         windows = plan.micro_batch_size
         fits = _fits(plan, model, dataset, choices, world.device)
-        hardware.free_unused(world.device)  # libraries take memory beside torch's
+        hardware.free_unused(world.device)  # libraries need memory outside torch's
         if all(distributed.all_gather(fits, world)):
             choices["micro_batch_size"] = windows
             return plan
@@ -58,8 +58,8 @@ def fit_micro_batch(
 def _fits(
     plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
 ) -> bool:
-    """Whether there is memory for a micro-batch of `plan`, beside the optimizer's two moment estimates of every
-    parameter, the gradients of the micro-batches before, and some headroom.
+    """Whether a micro-batch of `plan` fits into memory, with the optimizer's two moment estimates per parameter, the
+    gradients of earlier micro-batches and some headroom.
     """
     copies = 3 if plan.accumulation > 1 else 2
     needed = sum(copies * 4 * parameter.numel() for parameter in model.parameters())
@@ -83,7 +83,7 @@ def _fits(
 
 def too_large(plan: Plan) -> str:
     return (
-        f"a window of data.block_size={plan.block_size} needs more memory than there is: set a shorter one, a "
+        f"a window of data.block_size={plan.block_size} does not fit in memory: set a smaller one, a "
         "smaller model, or model.activation_checkpointing=true"
     )
 
@@ -108,7 +108,7 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: Exception) -> Plan:
 
 @contextlib.contextmanager
 def report_exhausted() -> Iterator[None]:
-    """Raises `UserError` where something in the block fails for lack of memory, on a GPU or a CPU."""
+    """Turns an out-of-memory error in the block, on a GPU or a CPU, into a `UserError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -116,7 +116,7 @@ def report_exhausted() -> Iterator[None]:
             raise
         raise UserError(
             f"out of memory ({one_line(error)[:200]}): reduce model.n_layer, model.n_embd, "
-            "trainer.micro_batch_size or, of a large text, data.truncate"
+            "trainer.micro_batch_size or, for a large text, data.truncate"
         ) from error
 
 
@@ -133,7 +133,7 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
     weight_bytes = 16 * weights(model)  # with gradients and moment estimates
-    # What the backward pass needs, of each block or of one; the logits.
+    # Activations of all blocks, or of one, and the logits.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     each = weight_bytes + characters * (40 * blocks * model.n_embd + 12 * model.vocab_size)
     needed, free = world.local_size * each, hardware.free_memory()

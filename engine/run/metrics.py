@@ -20,8 +20,8 @@ log = logging.getLogger("gpt")
 def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
     """Reads a file of JSON objects, one per line; an empty list if there is no file.
 
-    Damaged lines at the end are left out: their writer was killed, or is still writing. Raises
-    `UserError` naming any other line that is damaged or lacks `step` or one of `keys`.
+    Damaged lines at the end are skipped: the writer was killed or is still writing. Raises `UserError` naming any other
+    line that is damaged or lacks `step` or one of `keys`.
     """
     if not os.path.exists(path):
         return []
@@ -49,9 +49,7 @@ def write_lines(path: str, records: Iterable[dict[str, Any]]) -> None:
 
 
 def position(record: dict[str, Any]) -> tuple[int, bool]:
-    """The place of a line of metrics: its step, and whether it is an evaluation, which follows the
-    training line of its step.
-    """
+    """Sort key of a line of metrics: its step, and whether it is an evaluation, which follows the training line."""
     return record["step"], record["split"] == "val"
 
 
@@ -131,8 +129,8 @@ class Metrics:
         self.trackers.log(step, numbers, values.get("samples", []))
 
     def flush(self, sync: bool = False) -> None:
-        """Writes all waiting lines or none, with `sync` to the disk. An error is logged; lines that are
-        not written wait in memory for the next call.
+        """Writes all pending lines or none; `sync` flushes them to disk. Logs an error; unwritten lines stay in memory
+        for the next call.
         """
         try:
             size = os.fstat(self.file).st_size
@@ -146,8 +144,8 @@ class Metrics:
             log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
 
     def close(self) -> None:
-        """Closes file and trackers. Lines that still cannot be written are lost; a snapshot may count
-        them, and a run that resumes from it warns that they are missing.
+        """Closes file and trackers. Unwritten lines are lost; if a snapshot counts them, a run that resumes from it
+        warns.
         """
         self.flush()
         os.close(self.file)

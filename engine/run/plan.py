@@ -24,9 +24,9 @@ class Plan:
 
     windows: int  # training windows of an epoch
     block_size: int  # characters of a window
-    batch_size: int  # windows of an optimizer step, over all ranks
+    batch_size: int  # windows per optimizer step, over all ranks
     world_size: int  # ranks
-    accumulation: int  # micro-batches of a rank and step
+    accumulation: int  # micro-batches per rank and step
     total_steps: int  # optimizer steps of the whole run
 
     @classmethod
@@ -78,8 +78,8 @@ class Plan:
         return self.windows_seen(step) // self.windows
 
     def is_due(self, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
-        """Whether an interval ends at `step`: of `every_steps` steps, of `every_epochs` epochs, or both;
-        a step may end several epochs.
+        """Whether an interval of `every_steps` steps or `every_epochs` epochs ends at `step`, which may end several
+        epochs.
         """
         if every_steps and step % every_steps == 0:
             return True

@@ -52,15 +52,15 @@ class Requests:
                     os.write(2, b"\nstopping: will save after the current micro-batch\n")
 
     def take(self) -> int:
-        """The highest request to this process so far; one to save is returned once."""
+        """The highest request to this process; returns a save request only once."""
         highest = max(self._own, default=0)
         if highest == SAVE:
-            self._own.discard(SAVE)  # no more than that: a signal may arrive meanwhile
+            self._own.discard(SAVE)  # only this one: a signal may arrive meanwhile
         return highest
 
     def check(self) -> None:
-        """Records a request to save; raises `Stopped` on every rank at the same point of the run if one
-        of them was asked to stop. Every rank must call it equally often.
+        """Records a request to save. Raises `Stopped` on every rank at the same point if any was asked to stop. All
+        ranks must call it equally often.
         """
         own = agreed = self.take()
         if self.world.size > 1:

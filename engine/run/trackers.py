@@ -30,9 +30,7 @@ class Start(NamedTuple):
 
 
 class TensorBoard:
-    """TensorBoard: event files in `run_dir/tensorboard`. What a resumed run logs again replaces
-    what was there.
-    """
+    """TensorBoard: event files in `run_dir/tensorboard`. A resumed run replaces the steps that it repeats."""
 
     package = "tensorboard"
 
@@ -57,8 +55,8 @@ class TensorBoard:
 class WandB:
     """Weights & Biases, in `run_dir/wandb`: offline unless WANDB_MODE says otherwise.
 
-    Each start of a run writes a folder of its own there; the id that they share, kept beside them,
-    makes them one W&B run. Lines cannot be removed from it, so none is logged twice.
+    Each start of a run writes its own folder; a shared id, stored beside them, makes them one W&B run. W&B cannot
+    remove lines, so none is logged twice.
     """
 
     package = "wandb"

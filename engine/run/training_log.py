@@ -35,17 +35,17 @@ class TrainingLog:
 
     world: World
     plan: Plan
-    every_steps: int  # between two lines
+    every_steps: int  # between lines
     flops_per_character: float  # of training, for the model FLOPs utilization (MFU)
-    unit: str  # what is predicted, a character or a byte
-    scaler: torch.amp.GradScaler  # skips steps that overflow in float16: no divergence
+    unit: str  # "character" or "byte"
+    scaler: torch.amp.GradScaler  # skips float16 steps that overflow
     learning_rate: Callable[[int], float]  # of a step
     sample: Callable[[], list[str]] | None  # draws texts
     metrics: Metrics | None = None
-    lines: int = 0  # of metrics.jsonl that the snapshot counts
+    lines: int = 0  # of metrics.jsonl at the snapshot
 
     def __post_init__(self):
-        # Step, this rank's loss and gradient norm of the first step with a norm that is not finite; step -1 for none.
+        # (step, this rank's loss, gradient norm) of the first step whose norm is not finite; step -1: none.
         self.bad = torch.full((3,), -1.0, device=self.world.device)
 
     def open(
@@ -92,7 +92,7 @@ class TrainingLog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time does not count as training: evaluation, saving, sampling."""
+        """Context excluded from the step time: evaluation, saving, sampling."""
         if self.world.device.type != "cpu":  # finish the queued steps before the pause starts
             torch.get_device_module(self.world.device).synchronize()
         started = time.perf_counter()
@@ -124,14 +124,14 @@ class TrainingLog:
         )  # fmt: skip
 
     def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Also records, on the
-        device so that no step waits for it, the first gradient norm that is not finite; see `check_finite`.
+        """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Records the first
+        gradient norm that is not finite, on the device, so that no step waits; see `check_finite`.
         """
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
         self.bad = torch.where(is_first, noted, self.bad)
         if step != self.plan.total_steps and step % self.every_steps != 0:
-            if step == self.started_at + 1:  # which compiles: the clock starts again
+            if step == self.started_at + 1:  # includes compilation: restart the clock
                 loss = self._mean(rank_loss)
                 seconds = time.perf_counter() - self.lap_started
                 log.info(f"{self._of(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
@@ -163,7 +163,7 @@ class TrainingLog:
         )
         if samples:
             shown = re.sub(r"\r?\n", " | ", samples[0].strip())
-            # A model of bytes draws control characters, too, to which a terminal would react.
+            # A byte model may sample control characters, which affect a terminal.
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 
     def _mean(self, rank_loss: torch.Tensor) -> float:
@@ -184,8 +184,8 @@ class TrainingLog:
     def log_evaluation(
         self, step: int, result: Evaluated, seconds: float, best: tuple[float, int] | None
     ) -> None:
-        """One line of evaluation; `best` is the lowest held-out loss before, and its step. Raises `UserError` if the
-        loss is not finite.
+        """Logs an evaluation; `best`: the lowest held-out loss before, and its step. Raises `UserError` if the loss is
+        not finite.
         """
         loss, characters, rank_losses = result
         if not math.isfinite(loss):
@@ -218,7 +218,7 @@ class TrainingLog:
     def divergence(
         self, step: int, what: str, loss: float = math.nan, norm: float = math.nan
     ) -> UserError:
-        """The error of a run that diverged at `step`, also its last line of metrics."""
+        """The error of a run that diverged at `step`; also logs it to the metrics."""
         what += f" at learning rate {self.learning_rate(step - 1):.3g}"
         if self.metrics:
             epoch = self.plan.epoch(step)

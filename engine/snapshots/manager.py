@@ -48,13 +48,13 @@ class SnapshotManager:
         self.config, self.run_dir, self.world = config, run_dir, world
         self.path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(self.path, config.keep_snapshots)
-        self.failures, self._last_error = 0, ""  # saves in a row that have failed
+        self.failures, self._last_error = 0, ""  # consecutive failed saves
         self.saved_step: int | None = None  # of the latest snapshot that was written
         self.best: tuple[float, int] | None = None  # (held-out loss, step) of the best one written
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._saving: SaveInProgress | None = None
         self.found: Snapshot | None = None  # to resume from, until it is restored
-        # A restart by torchrun or SLURM resumes, whatever was asked of the first start.
+        # A restart by torchrun or SLURM resumes, even with resume=never.
         if config.resume != "never" or distributed.is_restart(world):
             self.found = self._find()
 
@@ -73,14 +73,12 @@ class SnapshotManager:
         return snapshot
 
     def earlier_choices(self) -> dict[str, Any]:
-        """What `auto` settings resolved to in the snapshot to resume from; empty without one, or on another kind of
-        device.
-        """
+        """Resolved `auto` settings of the snapshot to resume from; empty without one, or on another type of device."""
         return self.found.choices_on(self.world.device.type) if self.found else {}
 
     def open(self, step: int, history: tuple[str, ...]) -> None:
-        """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames what
-        an earlier one left: its snapshots, and its files `history` in the run directory.
+        """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
+        snapshots and the files `history` of an earlier run.
         """
         self.storage.prepare()
         if self.saved_step is not None or step > 0:

@@ -1,9 +1,8 @@
 """Snapshot: the state of a run as one verified file.
 
-The file is written by `torch.save` and holds one dictionary, the fields of `Snapshot`. The SHA-256 of
-the file stands in the file, as the comment that ends a ZIP archive: readers of ZIP skip it, so
-`torch.load(path, weights_only=True)` reads the file unchanged, and a flipped bit or a missing end
-anywhere in it is detected.
+The file is written by `torch.save` and holds one dictionary, the fields of `Snapshot`. It ends with its
+SHA-256, as the comment of the ZIP archive: `torch.load(path, weights_only=True)` ignores the comment, and
+any flipped bit or truncation is detected.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ READABLE_FORMATS = (4, 5)  # 4 has no probe_logits
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
-PROBED = 16  # characters at the beginning of a context, and at its end, whose logits are kept
+PROBED = 16  # first and last characters of a context whose logits are kept
 PROBE_TOLERANCE = 0.03  # of the largest logit; bfloat16 and other devices round by less
 CHANGED = "model.py gives different outputs than when this snapshot was saved; was it edited?"
 
@@ -67,7 +66,7 @@ class Snapshot:
     choices: dict[str, Any] = field(default_factory=dict)  # resolved `auto` settings
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, plain types
     probe_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # see `probe_logits`; may be empty
-    shards: dict[str, Any] = field(default_factory=dict)  # where the tensors are instead; see sharded.py
+    shards: dict[str, Any] = field(default_factory=dict)  # the files of the tensors; see sharded.py
     format: int = FORMAT  # version of this layout
     # fmt: on
 
@@ -78,7 +77,7 @@ class Snapshot:
         return buffer.getbuffer()
 
     def write(self, file: io.BytesIO | io.BufferedRandom) -> None:
-        """Writes the content into an empty file that is open for reading, too."""
+        """Writes the content into an empty file, also open for reading."""
         torch.save(vars(self), file)
         file.seek(-22, io.SEEK_END)
         if file.read(4) != END_RECORD:
@@ -94,8 +93,8 @@ class Snapshot:
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
         """The inverse of `to_bytes`, tensors on the CPU.
 
-        No code in the file is run. Raises `SnapshotError`, calling the content `name`, if it is damaged, and
-        another `UserError` if it is not, but is of another format, or no snapshot.
+        Runs no code in the file. Raises `SnapshotError`, naming it `name`, if it is damaged, and another `UserError` if
+        it has another format or is no snapshot.
         """
         verify(content, name)
         try:
@@ -107,12 +106,12 @@ class Snapshot:
                 return cls(**fields)
             readable = " and ".join(map(str, READABLE_FORMATS))
             what = f"snapshot format {fields.get('format')}; this application reads {readable}"
-        except Exception as error:  # a file made by hand can be wrong in any way
+        except Exception as error:  # a crafted file can raise anything
             what = f"not a snapshot of this application: {one_line(error)}"
         raise UserError(f"{name}: {what}")
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
-        """What the settings that were `auto` or null resolved to; empty on another kind of device."""
+        """Resolved `auto` and null settings; empty on another type of device."""
         if self.choices.get("device", device_type) != device_type:
             return {}
         settings = self.config.get("trainer", {})
@@ -141,7 +140,7 @@ class Snapshot:
 
     @property
     def encoding(self) -> str:
-        """What the characters of the model are: "utf-8", or "bytes"."""
+        """The encoding of the text: "utf-8" or "bytes"."""
         return self.config.get("data", {}).get("encoding", "utf-8")
 
     @property
@@ -167,7 +166,7 @@ class Snapshot:
 
 
 def verify(content: bytes | memoryview, name: str) -> None:
-    """Raises `SnapshotError`, calling the content `name`, unless its trailing SHA-256 is right."""
+    """Raises `SnapshotError`, naming the content `name`, unless its SHA-256 is right."""
     if content[-DIGEST_LENGTH - len(COMMENT) : -DIGEST_LENGTH] != COMMENT:
         raise SnapshotError(
             f"{name}: not a complete snapshot of this application (its closing digest is missing)"
@@ -186,8 +185,8 @@ def check_can_resume(
     world: World,
 ) -> None:
     """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
-    settings and this text. Logs all other changes. Settings newer than the snapshot had their value in
-    `defaults` (dotted keys).
+    settings and this text. Logs all other changes. Settings that the snapshot lacks have their `defaults` (dotted
+    keys).
     """
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
@@ -221,9 +220,9 @@ def check_can_resume(
 def probe_logits(
     model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of a context of the ids
-    0, 1, 2, ...; float32 on the CPU. A snapshot holds weights, not code: whoever loads it computes the probe again,
-    and if the logits differ, the model's code has changed since.
+    """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of a context of the ids 0,
+    1, 2, ...; float32 on the CPU. A snapshot holds weights, not code: loading computes the probe again, and different
+    logits mean that the model's code has changed.
     """
     ids = torch.arange(block_size, device=device) % vocab_size
     was_training = model.training

@@ -42,7 +42,7 @@ def snapshot_path(path: str, run_dir: str) -> str:
 
 def locate(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the file's name in it."""
-    if is_local(path):  # url_to_fs would read patterns into a name
+    if is_local(path):  # url_to_fs would expand patterns
         return LocalFileSystem(), os.path.abspath(path).replace(os.sep, "/")
     return fsspec.core.url_to_fs(path)
 
@@ -75,11 +75,11 @@ def read(path: str) -> bytes:
         file_system.invalidate_cache()
         try:
             size = file_system.info(inner)["size"]
-        except FileNotFoundError as error:  # fsspec's word for any failure of an HTTP server
+        except FileNotFoundError as error:  # fsspec raises it for any HTTP failure
             why = f": {one_line(error.__cause__)}" if error.__cause__ else ""
             raise SnapshotError(f"{path}: no such snapshot{why}") from error
         content = file_system.cat_file(inner)
-        if size not in (None, len(content)):  # not every HTTP server says it
+        if size not in (None, len(content)):  # not every HTTP server sends it
             raise OSError(f"{len(content)} of {size} bytes arrived")
     return content
 
@@ -142,8 +142,8 @@ class SnapshotStorage:
     def write(self, content: bytes | memoryview, step: int, best: bool, numbered: bool) -> None:
         """Atomic write: makes `content` the latest snapshot, and also the `best` one or a `numbered` one.
 
-        At every moment each name holds what it held before, or the new content. Raises whatever the
-        file system raises. On a disk, files with the same content are hard links.
+        At every moment, each file has its old or its new content. Raises what the file system raises. On a disk, files
+        with the same content are hard links.
         """
         try:
             self._put(self.temporary, content)
@@ -177,7 +177,7 @@ class SnapshotStorage:
         pieces = (content[first : first + PIECE] for first in range(0, len(content), PIECE))
         with self.file_system.open(locate(path)[1], "rb") as file:
             if any(file.read(len(piece)) != piece for piece in pieces) or file.read(1):
-                raise OSError(f"{path}: reads back different from what was written")
+                raise OSError(f"{path}: differs from what was written")
 
     def _copy(self, source: str, target: str) -> None:
         """Copies atomically: `target` keeps its content, or has all of the new one; by a hard link where possible."""
@@ -231,8 +231,8 @@ class SnapshotStorage:
         return [path for kind in kinds for path in self.present(kind)]
 
     def find(self) -> tuple[bytes, str] | None:
-        """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes
-        the latest; None if there is no snapshot.
+        """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes the latest;
+        None without any.
 
         Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
@@ -261,14 +261,14 @@ class SnapshotStorage:
         _, content, path = newest
         for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
-        if path != self.path:  # a run that has finished would not write it again
+        if path != self.path:  # a finished run would not write it again
             with storage_errors(self.path, "written"):
                 self._copy(path, self.path)
         return content, path
 
 
 def shards_folder(path: str, folder: str) -> str:
-    """The folder `folder` of a snapshot's shards, which lies beside every snapshot of the run."""
+    """The path of a snapshot's shards `folder`, in the folder of the snapshots."""
     return os.path.join(os.path.dirname(os.path.abspath(path)), folder)
 
 
