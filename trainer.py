@@ -224,7 +224,6 @@ class Trainer:
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
                 self.training_log.start(self.step, self.choices)
-                self.evaluations.check_patience()
                 # The initial weights are pretrained, or the run was stopped before this evaluation.
                 if self.evaluations.is_due(self.step):
                     self._evaluate_if_due()

@@ -29,6 +29,7 @@ from engine.machine import hardware
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run import memory, plan
+from engine.run.evaluation import MIN_HALVED
 from engine.run.metrics import duration
 
 log = logging.getLogger("gpt")
@@ -46,14 +47,11 @@ EVALUATIONS = 20  # per run, at most
 EVALUATION_SHARE = 0.04  # share of the time for evaluations
 EVALUATION_COST = 0.4  # per character, relative to training
 MIN_HELD_OUT = 20_000  # characters, if the text has ten times as many
-FINISH_S = {
-    "cpu": 1.5,
-    "cuda": 2.5,
-}  # seconds to open the run's files, for the report and process exit
+# Seconds to open the run's files, for the report and process exit.
+FINISH_S = {"cpu": 1.5, "cuda": 2.5}
 SAVED_PER_S = 2e8  # bytes of a snapshot
-DRAW_S = (
-    0.1  # seconds per layer to sample a text on a GPU: about 25 launches per layer and character
-)
+# Seconds per layer to sample a text on a GPU: about 25 launches per layer and character.
+DRAW_S = 0.1
 MIN_CHARACTERS = 1000  # per text
 # Seconds of GPU training: compiling takes about 20 s in the trial, and makes steps a quarter shorter.
 COMPILE_PAYS_FROM_S = 100.0
@@ -284,25 +282,29 @@ def choose_model(
             "optimizer.learning_rate, or a file of conf/optimizer: optimizer=adamw"
         )
     is_timed, on_gpu = trainer.max_minutes is not None, world.device.type == "cuda"
+    longest = usable // 20  # context
+    if data.train_split is not None:
+        longest = min(longest, int(held_out_characters(config, characters)) - 1)
     reference = copy.deepcopy(config)
     reference.trainer.compile = "false"  # not worth it for a trial
     fill(reference, {"data.train_split": 0.8 * (1 - data.final_split)})
     # A GPU is fastest with the largest steps.
     step = rule.step_size(usable, 1024 if is_timed else 128, math.inf, on_gpu)
-    fill(reference, sizes_of(config, usable, *rule.REFERENCE, step, world.size))
+    fill(reference, sizes_of(config, longest, *rule.REFERENCE, step, world.size))
     steps = planned_steps(reference, characters)
     limit = f"{steps:,.0f} steps"
     if is_timed:
         step_s, seconds = seconds_per_step(reference), max(seconds_left(), 0.0)
-        steps = min(steps, seconds / step_s)
         speed = f"{step_characters(reference) / step_s:,.0f} characters/s at width {reference.model.n_embd}"
-        limit = f"{duration(seconds)} of training (this machine: {speed})"
+        if seconds / step_s < steps:
+            steps = seconds / step_s
+            limit = f"{duration(seconds)} of training (this machine: {speed})"
     operations = steps * step_characters(reference) * character_flops(reference)
 
     layers, width, context = rule.best_sizes(usable, operations)
     affordable = operations / rule.REFERENCE_FLOPS if is_timed else math.inf
     step = rule.step_size(usable, model.n_embd or width, affordable, on_gpu)
-    fill(config, sizes_of(config, usable, layers, width, context, step, world.size))
+    fill(config, sizes_of(config, longest, layers, width, context, step, world.size))
     evaluated = EVALUATION_SHARE / 2 * operations / (EVALUATION_COST * character_flops(config))
     held_out = min(usable / 10, max(MIN_HELD_OUT, evaluated))
     split = round((1 - data.final_split) * (1 - held_out / usable), 6)
@@ -373,7 +375,7 @@ def held_out_characters(config: Any, characters: int) -> float:
 
 
 def other_seconds(config: Any, steps: float, world: World) -> float:
-    """Seconds besides `steps` and their evaluations: saving and process exit; on a GPU, compiling again and sampling."""
+    """Seconds besides `steps` and their evaluations: saving and exit; on a GPU, compiling again and sampling."""
     saved = 12 * memory.weights(config.model)  # with two moment estimates, in float32
     on_cpu = world.device.type == "cpu"
     seconds = FINISH_S["cpu" if on_cpu else "cuda"] + saved / SAVED_PER_S
@@ -405,6 +407,8 @@ def choose_steps(
     number = 1
     if trainer.eval_every_steps is not None:
         fitting = int((left - each) / (step_s + each / trainer.eval_every_steps))
+        if MIN_HALVED <= fitting <= trainer.eval_every_steps:  # also evaluated halfway
+            fitting = max(int((left - 2 * each) / step_s), MIN_HALVED - 1)
     else:
         number = evaluations(left / each)
         fitting = int((left - number * each) / step_s)
@@ -431,6 +435,7 @@ def choose_steps(
         why += f"; fewer than the {typed:,.0f} of trainer.max_steps or max_epochs"
     log.info("sizing      %s steps: %s", f"{trainer.max_steps:,}", why)
     if trainer.eval_every_steps is None:
+        number = min(number, evaluations(trainer.max_steps * step_s / each))
         trainer.eval_every_steps = math.ceil(trainer.max_steps / number)
 
 
@@ -443,15 +448,17 @@ FOR_TIMING = {
 
 
 def sizes_of(
-    config: Any, characters: int, layers: int, width: int, context: int, step: int, processes: int
+    config: Any, longest: int, layers: int, width: int, context: int, step: int, processes: int
 ) -> dict[str, int]:
-    """Values for `SIZES`, from layers, width, context and characters per step; sizes set in `config` are kept."""
+    """Values for `SIZES`, from layers, width, context (at most `longest`) and characters per step; sizes set in
+    `config` are kept.
+    """
     heads, own_width = config.model.n_head, config.model.n_embd
     width = own_width or width
     if heads is None:  # 64 channels each, or 32 in a narrow model
         most = max(1, width // (64 if width >= 128 else 32))
         heads = next(n for n in range(most, 0, -1) if width % (2 * n) == 0 or n == 1)
-    context = config.data.block_size or min(context, max(1, characters // 20))
+    context = config.data.block_size or max(1, min(context, longest))
     return {
         "data.block_size": context,
         "model.n_layer": layers,

@@ -599,10 +599,8 @@ def test_patience_ends_a_run_and_more_patience_resumes_it(parts, tmp_path, caplo
         assert "stopped: no lower held-out loss in 2 evaluations" in caplog.text
         assert train([], patience=2) == 5
         assert "to train longer, raise trainer.patience" in caplog.text
-        assert "too few evaluations" not in caplog.text
     assert train([1.9, 2.0, 2.0, 1.95], patience=3) == 9
     assert train([1.9, 2.0, 2.0], "other", patience=4, eval_every_steps=3) == 9
-    assert "trainer.patience=4: too few evaluations to end the run" in caplog.text
     # Evaluations are counted as they happen: a shorter interval counts none of the earlier steps.
     assert train([2.0], "other", patience=4, max_steps=10) == 10
     with pytest.raises(UserError, match="there is nothing to evaluate"):

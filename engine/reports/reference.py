@@ -39,12 +39,16 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
     if run.diverged:
         reason = run.diverged.get("diverged", "the loss is not finite")
         problems.append(f"The run diverges: step {run.diverged['step']}: {reason}.")
+    is_compared = False
     if reference is not None:
         for split in ("val", "train"):
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
+            is_compared = is_compared or bool(sentence)
+        if not is_compared:
+            remarks.append("No step of the reference was logged: the run is judged on its own.")
     is_early = run.step < FIRST_JUDGED
-    if reference is None or any(problems):
+    if not is_compared or any(problems):
         (remarks if is_early else problems).append(loss_warning(run))
     changed = (
         f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
@@ -116,7 +120,7 @@ def overfitting_warning(run: Run) -> str:
     guessing = run.starts[-1].get("frequency_loss", math.inf)
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
     diverges = rise >= 0.25
-    if not diverges and (last - lowest < 0.02 or not has_learned):
+    if last - lowest < 0.02 or not (diverges or has_learned):
         return ""
     verdict, what_to_do = "diverges", "lower optimizer.learning_rate"
     if step == 0:

@@ -1,6 +1,5 @@
 """Evaluation: its schedule, and the exact held-out loss, the same for any world size."""
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
-log = logging.getLogger("gpt")
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # per rank and forward pass; other devices: cpu
 MIN_HALVED = 20  # steps of a run that is also evaluated halfway
 Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
@@ -39,16 +37,6 @@ class Evaluations:
         if self.config.patience is not None and not self.has_dataset:
             raise UserError(
                 f"trainer.patience={self.config.patience}: there is nothing to evaluate"
-            )
-
-    def check_patience(self) -> None:
-        """Warns if the run has too few evaluations for its patience to end it."""
-        # Before the last step.
-        number = (self.plan.total_steps - 1) // self.interval + self.at_start
-        patience = self.config.patience
-        if patience is not None and number <= patience:
-            log.warning(
-                f"trainer.patience={patience}: too few evaluations to end the run; set a lower trainer.eval_every_steps"
             )
 
     @property

@@ -88,6 +88,7 @@ class TrainingLog:
                 "trainer.patience=3 ends the run sooner, and experiment=auto without trainer.max_steps plans fewer"
             )
         self.started_at = self.lap_step = step
+        self.paused_s = 0.0
         self.lap_started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -97,7 +98,9 @@ class TrainingLog:
             torch.get_device_module(self.world.device).synchronize()
         started = time.perf_counter()
         yield
-        self.lap_started += time.perf_counter() - started
+        paused_s = time.perf_counter() - started
+        self.lap_started += paused_s
+        self.paused_s += paused_s
 
     def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
         """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
@@ -107,12 +110,10 @@ class TrainingLog:
         if step > total:
             log.warning("this run has %d steps, more than the %d asked for", step, total)
             return
-        key = (
-            "trainer.max_steps, max_epochs or max_minutes" if step == total else "trainer.patience"
-        )
+        limit = "its limit (trainer.max_steps, max_epochs or max_minutes)"
         log.info(
             "this run is finished: it has %d steps of %d; to train longer, raise %s",
-            step, total, key,
+            step, total, limit if step == total else "trainer.patience",
         )  # fmt: skip
 
     def log_stopped(self, step: int, signal: str, path: str, resume: str) -> None:
@@ -150,7 +151,9 @@ class TrainingLog:
         if self.peak_flops:
             mfu = rate * self.flops_per_character / (self.peak_flops * self.world.size)
             mfu_shown = f" | MFU {mfu:.0%}"
-        left = duration(seconds * (self.plan.total_steps - step))
+        # Speed from recent steps; pauses as so far, on average.
+        with_pauses = seconds + self.paused_s / (step - self.started_at)
+        left = duration(with_pauses * (self.plan.total_steps - step))
         norm, lr = grad_norm.item(), self.learning_rate(step - 1)
         self.metrics.log(
             step, self.plan.epoch(step), "train", loss,
