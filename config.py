@@ -52,19 +52,13 @@ class Config:
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies a pretrained model's `architecture`; the context is the smaller of both."""
         source = GPTConfig.recorded(architecture).complete()
-        asked = self.data.block_size
         block_size = min(self.data.block_size or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
-        smaller = ""
-        if asked not in (None, source.block_size):
-            smaller = (
-                f", the smaller of the model's, {source.block_size}, and data.block_size={asked}"
-            )
         log.info(
-            "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d%s",
-            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
+            "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d of its %d",
+            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size,
         )  # fmt: skip
 
 
@@ -140,14 +134,10 @@ def help_text() -> str:
     for group in GROUPS:
         files = sorted(os.listdir(os.path.join(CONF, group)))
         lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
-    lines += [
-        "",
-        "Fields (python main.py KEY=VALUE) and their defaults. A recipe changes many of them; one is",
-    ]
-    lines += [
-        "used unless experiment=null. python main.py --cfg job prints the values of a run.",
-        "",
-    ]
+    lines.append(
+        "\nFields (python main.py KEY=VALUE) and their defaults. A recipe changes many of them; one is\n"
+        "used unless experiment=null. python main.py --cfg job prints the values of a run.\n"
+    )
     for f in dataclasses.fields(Config):
         if dataclasses.is_dataclass(f.type):
             lines += [field_table(f.type, f"{f.name}."), ""]
