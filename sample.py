@@ -32,7 +32,6 @@ import torch
 import torch.nn.functional as F
 
 from char_dataset import CharDataset, DataConfig, encode
-from engine import portable
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, check_range, one_line
 from engine.kernels import execution
@@ -340,7 +339,6 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
 
 
 def main(arguments: list[str]) -> None:
-    portable.escape_unencodable()
     config = parse(SampleConfig, arguments)
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
     snapshots = [load_full(path) for path in paths]

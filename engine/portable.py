@@ -1,8 +1,7 @@
-"""Portability: file locks, signals, terminals, memory, a check of argparse."""
+"""Portability: file locks, signals, memory, a check of argparse."""
 
 import argparse
 import contextlib
-import io
 import signal
 import sys
 from typing import Any
@@ -58,10 +57,3 @@ def patch_argparse() -> None:
     """Disables Python 3.14's check of help texts, which refuses one of Hydra 1.3 that is not a string."""
     if hasattr(argparse.ArgumentParser, "_check_help"):
         argparse.ArgumentParser._check_help = lambda parser, action: None
-
-
-def escape_unencodable() -> None:
-    """Escapes characters that the terminal cannot encode; Python would raise an error."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and out.isatty() and out.errors == "strict":
-        out.reconfigure(errors="backslashreplace")

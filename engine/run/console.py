@@ -11,7 +11,7 @@ from typing import NoReturn
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from engine import portable, signals
+from engine import signals
 from engine.config.overrides import explain
 from engine.errors import UserError
 from engine.parallel import distributed
@@ -55,7 +55,6 @@ def command_line() -> Iterator[None]:
     """A process started from the command line: its signals, log and rank, and one line for an error that
     a user can correct. Others keep their traceback.
     """
-    portable.escape_unencodable()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raises errors instead of printing them
     signals.interruptible()
     log_to_console()
