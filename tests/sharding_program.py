@@ -43,8 +43,8 @@ def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[li
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        mean = distributed.all_reduce_sum(loss.detach().clone(), world) / world.size
-        results.append([mean.item() if share else loss.item(), norm.item()])
+        mean = sum(distributed.all_gather(loss.item(), world)) / world.size
+        results.append([mean if share else loss.item(), norm.item()])
     return results
 
 

@@ -201,13 +201,6 @@ def all_gather(value: Any, world: World) -> list[Any]:
     return values
 
 
-def all_reduce_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Sums `tensor` over all ranks, in place; returns it."""
-    if world.size > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def check_replicas(model: nn.Module, step: int, world: World) -> None:
     """Checksum: warns if the weights of a rank differ from those of rank 0, which are saved. DDP synchronizes
     gradients alone. Waits for the device.

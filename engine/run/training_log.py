@@ -171,9 +171,7 @@ class TrainingLog:
 
     def _mean(self, rank_loss: torch.Tensor) -> float:
         """The mean over the ranks."""
-        # On the host: not every device has float64.
-        total = distributed.all_reduce_sum(rank_loss.cpu().double(), self.world)
-        return total.item() / self.world.size
+        return sum(distributed.all_gather(rank_loss.item(), self.world)) / self.world.size
 
     def _draw_samples(self, step: int) -> list[str]:
         """Texts for the line of `step`: for lines 1, 4, 16, 64, ... and the last."""
