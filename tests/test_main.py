@@ -455,6 +455,16 @@ def test_too_little_free_memory_is_a_warning(tmp_path):
     assert "=32768" in lines[0] and "micro_batch_size" not in lines[1]
 
 
+def test_the_estimate_of_memory_is_near_what_was_measured(monkeypatch, caplog):
+    """3.4 GB in float32: the growth of the peak in two steps."""
+    monkeypatch.setattr("engine.machine.hardware.free_memory", lambda: 0)
+    monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda device: False)
+    sizes = {"n_layer": 4, "n_head": 12, "n_embd": 384, "vocab_size": 65, "block_size": 1024}
+    memory.warn_if_too_little(GPTConfig(**sizes), TrainerConfig(batch_size=4), ALONE)
+    needed = re.match(r"training needs about (\d\.\d) GB of memory", caplog.messages[0])
+    assert needed and 3 < float(needed[1]) < 4
+
+
 def test_a_model_larger_than_memory_gets_one_line(tmp_path):
     def limit_memory():
         resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))

@@ -443,6 +443,12 @@ def falls(step: int) -> float:
             False,
             "The run diverges: the held-out",
         ),
+        (  # a noisy training loss
+            {"losses": lambda s: 1 + (s > 900) / 2, "held_out": lambda s: 1.6 + s / 90000},
+            False,
+            True,
+            "There is no reference",
+        ),
         (  # it rises by no more than noise
             {"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 90000},
             False,
@@ -469,6 +475,15 @@ def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_pat
     run.starts[-1]["total_steps"] = 20
     assert "worse than guessing" in loss_warning(run)
     assert check(run, {})[0] == "too few steps to tell"
+
+
+def test_a_run_without_a_step_of_its_reference_is_judged_on_its_own(tmp_path, card):
+    run = some_run(tmp_path / "run", held_out=lambda s: 1.6 + s / 2000)
+    for line in (*run.val, *run.train):
+        line["step"] += 1
+    verdict, words = check(run, card)
+    assert verdict == OFF_TRACK and "No step of the reference was logged" in words[-1]
+    assert any("the held-out loss was lowest at" in sentence for sentence in words)
 
 
 def test_a_rising_loss_within_the_band_is_on_track(tmp_path, card):
@@ -600,6 +615,6 @@ def test_a_report_replaces_a_report_and_no_other_file(tmp_path):
     notes = tmp_path / "notes.md"
     notes.write_text("mine")
     for path in (notes, tmp_path):
-        with pytest.raises(UserError, match="already exists"):
+        with pytest.raises(UserError, match="exists and is not a report"):
             report.main([f"run_dir={run}", f"out={path}"])
     assert notes.read_text() == "mine"

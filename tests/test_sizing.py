@@ -103,6 +103,36 @@ def test_steps_and_evaluations_fit_into_the_time(characters, minutes, flops):
     assert held_out > context  # a window fits into the held-out part
 
 
+def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
+    """Seconds of a step and of an evaluation."""
+    layers, width = chosen["model.n_layer"], chosen["model.n_embd"]
+    context = chosen["data.block_size"]
+    character_s = (72 * layers * width**2 + 12 * layers * width * context + 390 * width) / flops
+    held_out = characters - int(characters * chosen["data.train_split"])
+    step_s = chosen["trainer.batch_size"] * context * character_s
+    return step_s, held_out * sizing.EVALUATION_COST * character_s
+
+
+def test_the_evaluation_halfway_fits_into_the_time():
+    settings = ("data.train_split=0.5", "trainer.eval_every_steps=100000")
+    chosen, _ = choose(*settings, characters=10_000_000, minutes=3, flops=1e12)
+    step_s, evaluation_s = costs(chosen, 10_000_000, 1e12)
+    used = chosen["trainer.max_steps"] * step_s + 2 * evaluation_s
+    assert 100 < used <= 180 and evaluation_s > 20
+
+
+def test_given_steps_are_evaluated_as_often_as_they_pay_for():
+    chosen, _ = choose("trainer.max_steps=200", characters=1_000_000, minutes=60)
+    step_s, evaluation_s = costs(chosen, 1_000_000, 1e11)
+    evaluations_s = evaluation_s * -(-200 // chosen["trainer.eval_every_steps"])
+    assert evaluations_s < 0.15 * 200 * step_s
+
+
+def test_the_context_fits_into_a_given_held_out_part():
+    chosen, _ = choose("data.train_split=0.97", characters=3000)
+    assert 1 <= chosen["data.block_size"] < 3000 - int(3000 * 0.97)
+
+
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(nproc, tmp_path, begin):
     text = tmp_path / "a book.txt"

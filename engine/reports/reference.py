@@ -45,9 +45,9 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
             is_compared = is_compared or bool(sentence)
-        if not is_compared:
-            remarks.append("No step of the reference was logged: the run is judged on its own.")
     is_early = run.step < FIRST_JUDGED
+    if reference is not None and not (is_compared or is_early):
+        remarks.append("No step of the reference was logged: the run is judged on its own.")
     if not is_compared or any(problems):
         (remarks if is_early else problems).append(loss_warning(run))
     changed = (
