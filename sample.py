@@ -22,6 +22,7 @@ import itertools
 import logging
 import math
 import operator
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -138,6 +139,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     if unknown := [character for character in stop if character not in vocabulary]:
         hint = "; for a newline: stop=$'\\n'" if "\\n" in stop else ""
         raise UserError(f"stop={config.stop!r}: not in the vocabulary: {unknown[0]!r}{hint}")
+    if "\\n" in stop:
+        log.warning("stop=%s: a backslash and a letter; for a newline: stop=$'\\n'", stop)
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
@@ -164,9 +167,9 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
     yield from held
 
 
-def copied_share(texts: list[str], snapshot: Snapshot) -> float:
-    """The share of characters of `texts` that are copied: in a substring of length `COPIED` of the training text, or in
-    a shorter text equal to one of its lines. Raises `UserError` if that text is missing or has changed.
+def copied_share(texts: list[tuple[str, str]], snapshot: Snapshot) -> float:
+    """The share of the characters after the prompt in `texts` (prompt, rest) that are copied: in a substring of length
+    `COPIED` of the training text, or in a shorter line of it. Raises `UserError` if that text is missing or changed.
     """
     if "data" not in snapshot.config:
         raise UserError("copied=true: the snapshot does not say which text it was trained on")
@@ -180,13 +183,17 @@ def copied_share(texts: list[str], snapshot: Snapshot) -> float:
     source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
     copied = total = 0
     lines = f"\n{source}\n".replace("\r\n", "\n")
-    for text in texts:
-        line = text.removesuffix("\r")
-        is_copied = np.full(len(text), len(text) < COPIED and f"\n{line}\n" in lines)
-        for start in range(len(text) - COPIED + 1):
+    for prompt, rest in texts:
+        text, first = prompt + rest, len(prompt)
+        is_copied = np.zeros(len(text), bool)
+        for line in re.finditer(r"[^\n]+\n?", text):
+            short = line[0].rstrip("\r\n")
+            if line.end() > first and len(short) < COPIED and f"\n{short}\n" in lines:
+                is_copied[line.start() : line.end()] = True
+        for start in range(max(0, first - COPIED + 1), len(text) - COPIED + 1):
             if text[start : start + COPIED] in source:
                 is_copied[start : start + COPIED] = True
-        copied, total = copied + int(is_copied.sum()), total + len(text)
+        copied, total = copied + int(is_copied[first:].sum()), total + len(rest)
     return copied / max(total, 1)
 
 
@@ -354,8 +361,8 @@ def main(arguments: list[str]) -> None:
             print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
-    """Prints texts, on a terminal character by character; returns them without the prompt."""
+def print_texts(texts: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
+    """Prints texts, on a terminal character by character; returns (prompt, rest) of each."""
     printed = []
     for i, text in enumerate(texts):
         if i:
@@ -365,7 +372,7 @@ def print_texts(texts: Iterable[Iterable[str]]) -> list[str]:
             pieces.append(piece)
             print(piece, end="", flush=sys.stdout.isatty())
         print(flush=True)
-        printed.append("".join(pieces[1:]))
+        printed.append((pieces[0], "".join(pieces[1:])))
     return printed
 
 

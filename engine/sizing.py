@@ -31,6 +31,7 @@ from engine.parallel.distributed import World
 from engine.run import memory, plan
 from engine.run.evaluation import MIN_HALVED
 from engine.run.metrics import duration
+from engine.text import unit_of
 
 log = logging.getLogger("gpt")
 
@@ -56,7 +57,7 @@ MIN_CHARACTERS = 1000  # per text
 # Seconds of GPU training: compiling takes about 20 s in the trial, and makes steps a quarter shorter.
 COMPILE_PAYS_FROM_S = 100.0
 COMPILE_AGAIN_S = 6.0  # seconds to compile after the trial
-TRIAL_S = 1.0  # seconds of steps to time
+TRIAL_S = 1.2  # seconds of steps to time, more than the `PERIOD` after which threads adapt
 
 
 def get(config: Any, key: str) -> Any:
@@ -105,7 +106,6 @@ def choose_sizes(
         trial.model = sized_model(trial)
         warn_if_too_little(trial)
         trial.trainer.max_steps, trial.trainer.max_epochs = 30, None
-        trial.trainer.threads = torch.get_num_threads()
         step_s = time_steps(make_trainer(trial, text.with_config(trial.data).split()))
         hardware.free_unused(world.device)  # a Trainer is part of a reference cycle
         return step_s
@@ -125,7 +125,7 @@ def choose_sizes(
             own = (f"{override_key(override)}=" for override in chosen)
             others = ("run_name=", "run_dir=", "trainer.resume=")
             typed = without(HydraConfig.get().overrides.task, *own, *others)
-            name = re.sub(r"[^\w-]", "_", config.run_name)
+            name = re.sub(r"[^a-zA-Z0-9_-]+", "_", config.run_name)
             chosen = ["python", "main.py", *typed, *chosen, f"run_name={name}_again"]
         log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
@@ -134,13 +134,17 @@ def choose_sizes(
 
 def time_steps(trainer: Any) -> float:
     """Median time of a training step, seconds, on the slowest rank, over about `TRIAL_S` seconds or all remaining
-    steps. Updates the model.
+    steps; on a busy machine, of the steps with fewer threads. Updates the model.
     """
-    times = [0.0]
+    times, threads = [0.0], torch.get_num_threads()
     with contextlib.closing(trainer.steps()) as steps:
         started = time.perf_counter()
         for loss, _ in steps:
             loss.item()  # waits for the device
+            if torch.get_num_threads() < threads:
+                times, threads = [0.0], torch.get_num_threads()
+                started = time.perf_counter()
+                continue
             times.append(time.perf_counter() - started)
             times[-1] = max(distributed.all_gather(times[-1], trainer.world))
             # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
@@ -269,6 +273,7 @@ def choose_model(
 ) -> None:
     """Chooses the null fields of `CHOSEN`, except for `choose_rates`; see `choose`."""
     trainer, data, model = config.trainer, config.data, config.model
+    unit = unit_of(data.encoding)
     usable = round(characters * (1 - data.final_split))
     if usable < MIN_CHARACTERS:
         beside = f" beside data.final_split={data.final_split:g}" if data.final_split else ""
@@ -292,10 +297,10 @@ def choose_model(
     step = rule.step_size(usable, 1024 if is_timed else 128, math.inf, on_gpu)
     fill(reference, sizes_of(config, longest, *rule.REFERENCE, step, world.size))
     steps = planned_steps(reference, characters)
-    limit = f"{steps:,.0f} steps"
+    limit = "the given steps"
     if is_timed:
         step_s, seconds = seconds_per_step(reference), max(seconds_left(), 0.0)
-        speed = f"{step_characters(reference) / step_s:,.0f} characters/s at width {reference.model.n_embd}"
+        speed = f"{step_characters(reference) / step_s:,.0f} {unit}s/s at width {reference.model.n_embd}"
         if seconds / step_s < steps:
             steps = seconds / step_s
             limit = f"{duration(seconds)} of training (this machine: {speed})"
@@ -317,8 +322,9 @@ def choose_model(
     fill(config, dict.fromkeys(DROPOUT, rule.dropout(training, passes)))
     fill(config, {"model.ngram_rows": rule.ngram_rows(training)})
     log.info(
-        "sizing      %d layers, width %d, context %d, dropout %g, n-gram rows %d: for a text of %s characters and %s",
-        model.n_layer, model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows, f"{usable:,}", limit,
+        "sizing      %d layers, width %d, context %d, dropout %g, n-gram rows %d: for a text of %s %ss and %s",
+        model.n_layer, model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows, f"{characters:,}", unit,
+        limit,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
 LARGE = 64 * 2**20  # bytes
-FORMAT = 3  # version of the cache files
+FORMAT = 4  # version of the cache files
 CHUNK = 2**18  # ids rewritten at once
 UNSEEN = 2**32 - 1
 
@@ -67,7 +67,8 @@ def file_errors(name: str) -> Iterator[None]:
         raise Unreadable(f"{name}: is a directory; for the files in it: '{name}/*'") from error
     except Exception as error:  # each remote file system raises its own
         if isinstance(error, FileNotFoundError) and error.__cause__ is None:
-            raise Unreadable(f"{name}: no such file") from error
+            hint = "; a pattern needs a *" if re.search(r"[?[]", name) and "*" not in name else ""
+            raise Unreadable(f"{name}: no such file{hint}") from error
         # The cause is, say, a refused connection; of a missing package, fsspec says which.
         reason = one_line(error if isinstance(error, ImportError) else error.__cause__ or error)
         raise Unreadable(f"{name}: cannot be read: {reason}") from error
@@ -317,11 +318,15 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     dtype, length = np.dtype(np.uint8), 0  # of the ids in the file
     points = np.empty(0, np.uint32)  # code points by id, in the order of first appearance
     id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
-    file_ends = []
+    file_ends, tail = [], ""  # the last two characters
+    newlines = {"lines": 1, "paragraphs": 2}.get(shuffle, 0)  # that end an item
     for text in pieces:
         if text == FILE_END:
             file_ends.append(length)
             continue
+        if file_ends[-1:] == [length]:  # items end where a file ends
+            text = "\n" * (newlines - (len(tail) - len(tail.rstrip("\n")))) + text
+        tail = (tail + text)[-2:]
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = id_of.take(codes)
         if len(unseen := codes[ids == UNSEEN]):

@@ -353,8 +353,8 @@ def test_the_copied_share_is_printed(run_dir):
     train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
     own = train.decode(train.data[100:150]), "#" * 50
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
-    assert sampling.copied_share(list(own), snapshot) == 0.5
-    assert sampling.copied_share([held_out.decode(held_out.data[:100])], snapshot) == 0
+    assert sampling.copied_share([("", text) for text in own], snapshot) == 0.5
+    assert sampling.copied_share([("", held_out.decode(held_out.data[:100]))], snapshot) == 0
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -366,8 +366,19 @@ def test_a_short_sample_is_copied_if_it_is_a_line(tmp_path, end):
     snapshot.text_digest = data.digest
     snapshot.config["data"] = {"path": str(path), "block_size": 8}
     for ending in ("", "\r"):  # where the sample stops
-        assert sampling.copied_share([f"Ada{ending}", f"Dith{ending}"], snapshot) < 0.6
-        assert sampling.copied_share([f"Ada{ending}"], snapshot) == 1
+        assert sampling.copied_share([("", f"Ada{ending}"), ("", f"Dith{ending}")], snapshot) < 0.6
+        assert sampling.copied_share([("", f"Ada{ending}")], snapshot) == 1
+
+
+def test_lines_are_copied_in_longer_samples_and_after_a_prompt(tmp_path):
+    path = tmp_path / "names.txt"
+    path.write_text("Ada\nGrace\nEdith\n" * 40)
+    data = CharDataset(DataConfig(path=str(path), block_size=8))
+    snapshot = model_snapshot(data.vocabulary)
+    snapshot.text_digest = data.digest
+    snapshot.config["data"] = {"path": str(path), "block_size": 8}
+    assert sampling.copied_share([("\n", "Ada\nEhe\nGrace\n")], snapshot) == 10 / 14
+    assert sampling.copied_share([("Gr", "ace"), ("Gr", "ada")], snapshot) == 0.5
 
 
 def test_a_byte_model_reads_and_writes_text(tmp_path):
@@ -391,7 +402,7 @@ def test_the_copied_share_needs_the_training_text(run_dir):
     snapshot = load(f"{run_dir}/gpt_snapshot.pt")
     snapshot.text_digest = "0" * 64
     with pytest.raises(UserError, match="is not the text that was trained on"):
-        sampling.copied_share(["a"], snapshot)
+        sampling.copied_share([("", "a")], snapshot)
 
 
 def test_a_stop_string_outside_the_vocabulary_is_refused(run_dir):

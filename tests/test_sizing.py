@@ -371,6 +371,17 @@ def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
     assert sizing.time_steps(trainer) == 30 and next(clock) == 150
 
 
+def test_a_trial_on_a_busy_machine_times_steps_with_fewer_threads(monkeypatch):
+    clock = itertools.chain([0, 5, 9], itertools.count(9.4, 0.4))  # two slow steps, then fast ones
+    threads = itertools.chain([2, 2], itertools.repeat(1))  # fewer from the second on
+    monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(sizing.torch, "get_num_threads", lambda: next(threads))
+    steps = ((torch.zeros(()), torch.zeros(())) for _ in range(9))
+    requests = SimpleNamespace(finish=lambda: None)
+    trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
+    assert sizing.time_steps(trainer) == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(
     "characters, minutes, says",
     [

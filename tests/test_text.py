@@ -420,6 +420,16 @@ def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
     )
 
 
+@pytest.mark.parametrize("separator", ["\n", "\n\n"])
+def test_items_end_where_a_file_ends(tmp_path, separator):
+    for name in "abc":
+        (tmp_path / f"{name}.part").write_text(separator.join(f"{name}{i}" for i in range(9)))
+    shuffle = "lines" if separator == "\n" else "paragraphs"
+    data = CharDataset(DataConfig(path=f"{tmp_path}/*.part", block_size=2, shuffle=shuffle))
+    items = data.decode(data.data).rstrip("\n").split(separator)
+    assert sorted(items) == sorted(f"{name}{i}" for name in "abc" for i in range(9))
+
+
 def test_a_text_without_items_is_not_shuffled(make):
     with pytest.raises(UserError, match=r"data\.shuffle=lines: the text has fewer than two lines"):
         CharDataset(make("one line " * 20, shuffle="lines"))

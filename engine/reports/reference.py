@@ -4,6 +4,7 @@ The file (`docs/reference.json`, made by `benchmarks/reference.py`) has, for eac
 for either split, rows of [step, mean, half-width of the band], nats per character.
 """
 
+import itertools
 import json
 import math
 import operator
@@ -119,7 +120,8 @@ def overfitting_warning(run: Run) -> str:
     # A training loss above a unigram model's is no overfitting.
     guessing = run.starts[-1].get("frequency_loss", math.inf)
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
-    diverges = rise >= 0.25
+    changes = [abs(b["loss"] - a["loss"]) for a, b in itertools.pairwise(run.train)]
+    diverges = rise >= 0.25 + (statistics.median(changes) if changes else 0.0)  # more than noise
     if last - lowest < 0.02 or not (diverges or has_learned):
         return ""
     verdict, what_to_do = "diverges", "lower optimizer.learning_rate"

@@ -84,8 +84,8 @@ class TrainingLog:
         )
         if number > MANY_PASSES:
             log.warning(
-                f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept, "
-                "trainer.patience=3 ends the run sooner, and experiment=auto without trainer.max_steps plans fewer"
+                f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
+                "trainer.max_steps or max_epochs, or a trainer.patience, save time"
             )
         self.started_at = self.lap_step = step
         self.paused_s = 0.0
