@@ -344,7 +344,8 @@ def choose_rates(config: Any, characters: int) -> None:
         decay = rule.weight_decay(passes, weights, optimizer.learning_rate * steps)
         ngrams = rule.ngram_decay(passes, step / training, optimizer.learning_rate)
     else:
-        fill(config, {"optimizer.learning_rate": rule.fine_tuning_rate(passes, model.n_embd)})
+        rate = rule.fine_tuning_rate(training, model.n_embd, passes)
+        fill(config, {"optimizer.learning_rate": rate})
         decay = rule.fine_tuning_decay(optimizer.learning_rate * steps)
         ngrams = 2.0  # more would forget the pretrained tables
     fill(config, {"optimizer.weight_decay": decay, "optimizer.ngram_decay": ngrams})

@@ -58,9 +58,10 @@ def learning_rate(characters: int, width: int, steps: float) -> float:
     return rounded(min(0.008 * (128 / width) ** 0.5 * factor, 0.1))
 
 
-def fine_tuning_rate(passes: float, width: int) -> float:
-    """Peak learning rate for pretrained weights: lower for more passes."""
-    return rounded(0.008 * (128 / width) ** 0.5 * (2 / max(passes, 2.0)) ** 1.5, least=0.001)
+def fine_tuning_rate(characters: int, width: int, passes: float) -> float:
+    """Peak learning rate for pretrained weights: lower for more passes, and for a training text of fewer characters."""
+    factor = (2 / max(passes, 2.0)) ** 1.5 * min(characters / 100_000, 1.0) ** 0.5
+    return rounded(0.008 * (128 / width) ** 0.5 * factor, least=0.001)
 
 
 def weight_decay(passes: float, weights: int, rate_sum: float) -> float:
