@@ -186,7 +186,7 @@ def check_same(run_dir: Path, reference: Path) -> None:
         assert equal(*(settle(load(str(d / name))) for d in (run_dir, reference))), (
             f"{name} differs"
         )
-    extra = RUN_FILES | {"gpt_snapshot.prev.pt", "tensorboard"}
+    extra = RUN_FILES | {"tensorboard"}
     stray = {
         p.name
         for p in run_dir.iterdir()

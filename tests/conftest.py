@@ -80,6 +80,7 @@ RUN_FILES = {
     "environment.jsonl",
     "gpt_snapshot.pt",
     "gpt_snapshot.best.pt",
+    "gpt_snapshot.prev.pt",
     "main.log",
     "metrics.jsonl",
 }
