@@ -91,11 +91,10 @@ class TrainerConfig:
         check_option("trainer.strategy", self.strategy, ("ddp", "fsdp"))
         check_option("trainer.snapshot_format", self.snapshot_format, ("single", "sharded"))
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
-        positive = (
-            "max_epochs max_steps micro_batch_size grad_norm_clip save_every save_every_steps"
-        )
-        positive += " keep_snapshots max_save_failures eval_every_steps patience log_every_steps"
-        for name in positive.split():
+        for name in (
+            "max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every", "save_every_steps",
+            "keep_snapshots", "max_save_failures", "eval_every_steps", "patience", "log_every_steps",
+        ):  # fmt: skip
             check_range(f"trainer.{name}", getattr(self, name), above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
@@ -252,10 +251,9 @@ class Trainer:
         batches = self._batches()
         self.optimizer.zero_grad()
         self.model.train()
-        on_cpu = self.world.device.type == "cpu"
-        may_adapt = on_cpu and self.world.size == 1 and self.config.threads is None
-        may_adapt = may_adapt and not self.choices["compile"]  # compiled for one thread count
-        threads = AdaptiveThreads(may_adapt, self._may_have_threads)
+        is_alone_on_cpu = self.world.device.type == "cpu" and self.world.size == 1
+        is_fixed = self.config.threads is not None or self.choices["compile"]
+        threads = AdaptiveThreads(is_alone_on_cpu and not is_fixed, self._may_have_threads)
         try:
             while self.step < self.plan.total_steps:
                 threads.adapt()

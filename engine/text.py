@@ -398,8 +398,9 @@ def line_ends(is_newline: np.ndarray, shuffle: str) -> np.ndarray:
     """The positions after each line, or each paragraph with the empty lines that follow it."""
     ends = np.flatnonzero(is_newline) + 1
     if shuffle == "paragraphs":  # ends after a newline that follows one, and is followed by none
-        after = np.append(is_newline, False)
-        ends = ends[after[ends - 2] & (ends > 1) & ~after[ends]]
+        follows_one = np.insert(is_newline, 0, False)[ends - 1]
+        precedes_one = np.append(is_newline, False)[ends]
+        ends = ends[follows_one & ~precedes_one]
     return ends
 
 
