@@ -36,11 +36,7 @@ def file_lock(path: str) -> Iterator[None]:
     """File lock: one process at a time runs the block, also of several hosts with a shared disk. Raises OSError."""
     with open(path, "a") as file:
         portable.lock(file, wait=True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # Windows keeps a file that is open
-                os.remove(path)
+        yield  # the file stays: others may wait for its lock
 
 
 def is_page_of(path: str, program: str) -> bool:

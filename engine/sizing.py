@@ -7,7 +7,6 @@ follow from the step time of that model; learning rate and weight decays follow 
 import contextlib
 import copy
 import dataclasses
-import itertools
 import logging
 import math
 import re
@@ -22,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from engine import sizing_rule as rule
 from engine.config import auto
-from engine.config.overrides import override_key, without
+from engine.config.overrides import override_key, quoted, without
 from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.machine import hardware
@@ -49,11 +48,12 @@ EVALUATION_SHARE = 0.04  # share of the time for evaluations
 EVALUATION_COST = 0.4  # per character, relative to training
 MIN_HELD_OUT = 20_000  # characters, if the text has ten times as many
 # Seconds to open the run's files, for the report and process exit.
-FINISH_S = {"cpu": 1.5, "cuda": 2.5}
+FINISH_S = 2.0
 SAVED_PER_S = 2e8  # bytes of a snapshot
 # Seconds per layer to sample a text on a GPU: about 25 launches per layer and character.
 DRAW_S = 0.1
 MIN_CHARACTERS = 1000  # per text
+MIN_CONTEXT = 64  # characters, for a short held-out part
 # Seconds of GPU training: compiling takes about 20 s in the trial, and makes steps a quarter shorter.
 COMPILE_PAYS_FROM_S = 100.0
 COMPILE_AGAIN_S = 6.0  # seconds to compile after the trial
@@ -125,8 +125,9 @@ def choose_sizes(
             own = (f"{override_key(override)}=" for override in chosen)
             others = ("run_name=", "run_dir=", "trainer.resume=")
             typed = without(HydraConfig.get().overrides.task, *own, *others)
-            name = re.sub(r"[^a-zA-Z0-9_-]+", "_", config.run_name)
-            chosen = ["python", "main.py", *typed, *chosen, f"run_name={name}_again"]
+            name = re.sub(r"[^\w-]", "_", config.run_name) + "_again"
+            named = f"run_name={name}" if name.isascii() else quoted("run_name", name)
+            chosen = ["python", "main.py", *typed, *chosen, named]
         log.info("sizing      to repeat this choice: %s", shlex.join(chosen))
     config.model = sized_model(config)
     warn_if_too_little(config)
@@ -136,25 +137,22 @@ def time_steps(trainer: Any) -> float:
     """Median time of a training step, seconds, on the slowest rank, over about `TRIAL_S` seconds or all remaining
     steps; on a busy machine, of the steps with fewer threads. Updates the model.
     """
-    times, threads = [0.0], torch.get_num_threads()
+    taken: list[tuple[int, float]] = []  # threads and seconds of each step
     with contextlib.closing(trainer.steps()) as steps:
-        started = time.perf_counter()
+        last = time.perf_counter()
         for loss, _ in steps:
             loss.item()  # waits for the device
-            if torch.get_num_threads() < threads:
-                times, threads = [0.0], torch.get_num_threads()
-                started = time.perf_counter()
-                continue
-            times.append(time.perf_counter() - started)
-            times[-1] = max(distributed.all_gather(times[-1], trainer.world))
+            before, last = last, time.perf_counter()
+            seconds = max(distributed.all_gather(last - before, trainer.world))
+            taken.append((torch.get_num_threads(), seconds))
+            timed = [seconds for threads, seconds in taken if threads == min(taken)[0]]
             # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
             on_gpu = trainer.world.device.type == "cuda"
-            fewest = 18 if on_gpu else 4 if times[-1] < 4 * TRIAL_S else 2
-            if len(times) > fewest and times[-1] > TRIAL_S:
+            fewest = 18 if on_gpu else 4 if sum(timed) < 4 * TRIAL_S else 2
+            if len(timed) >= fewest and sum(timed) > TRIAL_S:
                 break
     trainer.requests.finish()  # of `steps`, which was closed early
-    steady = times[1:] if len(times) > 2 else times  # the first step allocates and loads
-    return statistics.median(b - a for a, b in itertools.pairwise(steady))
+    return statistics.median(timed[1:] or timed)  # the first step allocates and loads
 
 
 def sized_model(config: Any) -> Any:
@@ -288,8 +286,9 @@ def choose_model(
         )
     is_timed, on_gpu = trainer.max_minutes is not None, world.device.type == "cuda"
     longest = usable // 20  # context
-    if data.train_split is not None:
-        longest = min(longest, int(held_out_characters(config, characters)) - 1)
+    if data.train_split is not None:  # a held-out part that is too short is refused later
+        held_out = int(held_out_characters(config, characters))
+        longest = min(longest, max(held_out - 1, MIN_CONTEXT))
     reference = copy.deepcopy(config)
     reference.trainer.compile = "false"  # not worth it for a trial
     fill(reference, {"data.train_split": 0.8 * (1 - data.final_split)})
@@ -384,9 +383,8 @@ def held_out_characters(config: Any, characters: int) -> float:
 def other_seconds(config: Any, steps: float, world: World) -> float:
     """Seconds besides `steps` and their evaluations: saving and exit; on a GPU, compiling again and sampling."""
     saved = 12 * memory.weights(config.model)  # with two moment estimates, in float32
-    on_cpu = world.device.type == "cpu"
-    seconds = FINISH_S["cpu" if on_cpu else "cuda"] + saved / SAVED_PER_S
-    if on_cpu:
+    seconds = FINISH_S + saved / SAVED_PER_S
+    if world.device.type == "cpu":
         return seconds
     draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
     draw_s = DRAW_S * (config.model.n_layer + 1) * config.samples

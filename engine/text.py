@@ -1,7 +1,7 @@
 """Text: its sources, and its encoding as ids.
 
 Sources: a text is the concatenation of its files, which fsspec finds, opens and decompresses. They are streamed, as
-a text may be larger than memory (unless `data.shuffle` is set).
+a text may be larger than memory. With `data.shuffle`, it is read whole, and a line ends where a file ends.
 
 Encoding: one streaming pass assigns ids in the order of first appearance; one rewrite replaces them by positions in the
 sorted vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into a cache file,
@@ -190,8 +190,9 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
         raise UserError(f"data.path={path}: must end as data.url={url}, which is not converted")
     files[0].compression = None
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with file_lock(f"{path}.lock"):
+        folder, name = os.path.split(os.path.abspath(path))
+        os.makedirs(folder, exist_ok=True)
+        with file_lock(os.path.join(folder, f".{name}.lock")):
             if os.path.exists(path):
                 return
             with atomic_write(path, "wb") as target:
@@ -324,7 +325,7 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
         if text == FILE_END:
             file_ends.append(length)
             continue
-        if file_ends[-1:] == [length]:  # items end where a file ends
+        if length and file_ends[-1:] == [length]:  # items end where a file ends
             text = "\n" * (newlines - (len(tail) - len(tail.rstrip("\n")))) + text
         tail = (tail + text)[-2:]
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)

@@ -373,7 +373,7 @@ def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
 
 def test_a_trial_on_a_busy_machine_times_steps_with_fewer_threads(monkeypatch):
     clock = itertools.chain([0, 5, 9], itertools.count(9.4, 0.4))  # two slow steps, then fast ones
-    threads = itertools.chain([2, 2], itertools.repeat(1))  # fewer from the second on
+    threads = itertools.chain([2], itertools.repeat(1))  # fewer from the second on
     monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(sizing.torch, "get_num_threads", lambda: next(threads))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(9))

@@ -276,7 +276,7 @@ def test_an_incomplete_download_is_refused(site, tmp_path):
     target = tmp_path / "new" / "text.txt"
     with pytest.raises(UserError, match=r"cut.txt: cannot be read: ."):
         prepare_text(DataConfig(path=str(target), url=f"{site}/cut.txt"))
-    assert list(target.parent.iterdir()) == []
+    assert [p.name for p in target.parent.iterdir()] == [".text.txt.lock"]
 
 
 def test_processes_that_start_together_download_a_text_once(site, tmp_path, spawn):
@@ -286,7 +286,7 @@ def test_processes_that_start_together_download_a_text_once(site, tmp_path, spaw
     code = f"from char_dataset import *; prepare_text(DataConfig(**{settings!r}))"
     both = [spawn([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(timeout=60) for process in both] == [0, 0]
-    assert [p.name for p in target.parent.iterdir()] == ["text.txt"]
+    assert sorted(p.name for p in target.parent.iterdir()) == [".text.txt.lock", "text.txt"]
 
 
 def test_a_text_is_downloaded_once_checked_and_renamed(text_file, tmp_path):
@@ -294,7 +294,7 @@ def test_a_text_is_downloaded_once_checked_and_renamed(text_file, tmp_path):
     path = tmp_path / "new" / "input.txt"
     config = DataConfig(path=str(path), url=str(text_file), sha256=digest)
     assert prepare_text(config) == config and path.read_bytes() == text_file.read_bytes()
-    assert [p.name for p in path.parent.iterdir()] == ["input.txt"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [".input.txt.lock", "input.txt"]
     text_file.unlink()
     assert prepare_text(config) == config  # is there: no download
     assert CharDataset(config).digest == digest
@@ -422,6 +422,7 @@ def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])
 def test_items_end_where_a_file_ends(tmp_path, separator):
+    (tmp_path / "_.part").touch()
     for name in "abc":
         (tmp_path / f"{name}.part").write_text(separator.join(f"{name}{i}" for i in range(9)))
     shuffle = "lines" if separator == "\n" else "paragraphs"
@@ -544,7 +545,7 @@ def test_two_processes_encode_a_text_once(make, passes, spawn):
         "text_files.LARGE = 1000\n"
         "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"
     )
-    with open(os.path.join(config.cache_dir, ".lock"), "a") as lock:
+    with open(os.path.join(config.cache_dir, ".cache.lock"), "a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         process = spawn([sys.executable, "-c", script, config.path, config.cache_dir])
         read_until(process, "encoding ")

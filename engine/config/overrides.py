@@ -152,8 +152,8 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
 
 
 def quoted(key: str, value: str) -> str:
-    """The override KEY=VALUE with the value quoted for Hydra, and all of it for the shell."""
-    return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
+    """The override KEY=VALUE with the value quoted for Hydra."""
+    return f"{key}={QuotedString(value, Quote.double).with_quotes()}"
 
 
 def explain(error: Exception) -> str:
@@ -171,13 +171,13 @@ def explain(error: Exception) -> str:
         if value.endswith(","):
             how = "no space may follow a comma"
         elif value.strip() and key.strip() == key and value[0] not in "\"'[{ ":
-            how = f"quote the value for Hydra, and all of it for the shell: {quoted(key, value)}"
+            how = f"quote the value for Hydra, and all of it for the shell: {shlex.quote(quoted(key, value))}"
         return f"{error.override}: {how}"
     if ambiguous := re.search("Ambiguous value for argument '(.*?)'", str(error)):
         key, _, value = ambiguous[1].partition("=")
         return (
             f"{ambiguous[1]}: a comma separates the values of a sweep (-m); write decimals with a point, lists in "
-            f"brackets, and a text with a comma in quotes, {quoted(key, value)}"
+            f"brackets, and a text with a comma in quotes, {shlex.quote(quoted(key, value))}"
         )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     return explain_value(cause) if getattr(cause, "full_key", None) else one_line(cause)

@@ -109,7 +109,7 @@ def loss_warning(run: Run) -> str:
 
 def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out or the training loss has risen, else "". The run overfits if its training loss fell,
-    diverges if that rose by 0.25 nats or more, and else gets worse. At step 0 the weights are pretrained ones.
+    diverges if that rose by 0.25 nats more than noise, and else gets worse. At step 0 the weights are pretrained ones.
     """
     if run.best is None or (is_too_early(run) and run.best["step"] > 0):
         return ""
@@ -122,7 +122,8 @@ def overfitting_warning(run: Run) -> str:
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
     changes = [abs(b["loss"] - a["loss"]) for a, b in itertools.pairwise(run.train)]
     diverges = rise >= 0.25 + (statistics.median(changes) if changes else 0.0)  # more than noise
-    if last - lowest < 0.02 or not (diverges or has_learned):
+    is_flat = last - lowest < 0.02 and not (diverges and run.val[-1]["step"] == step)
+    if is_flat or not (diverges or has_learned):
         return ""
     verdict, what_to_do = "diverges", "lower optimizer.learning_rate"
     if step == 0:

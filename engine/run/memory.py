@@ -132,21 +132,21 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     """
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
-    # With gradients and moment estimates; a save copies the weights and the estimates twice.
-    weight_bytes = 40 * weights(model)
+    weight_bytes = 16 * weights(model)  # with gradients and moment estimates
+    saved = 24 * weights(model)  # on rank 0: two copies of weights and moment estimates
     # Activations of all blocks, or of one, and the logits. Fused attention, without dropout, keeps no weights.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     in_bfloat16 = trainer.use_amp and hardware.computes_in_bfloat16(world.device)
     attention = 3.5 * model.n_head * model.block_size if model.attn_pdrop else 0
     kept = (2 if in_bfloat16 else 4) * (25 * model.n_embd + attention)  # bytes per block
     each = weight_bytes + characters * (blocks * kept + 12 * model.vocab_size)
-    needed, free = world.local_size * each, hardware.free_memory()
+    needed, free = world.local_size * each + saved, hardware.free_memory()
     if world.device.type != "cpu" or free is None or needed <= free:
         return False
     windows = characters // model.block_size
     tables = ", model.ngram_rows" * (model.ngram_rows > 0)
     advice = f"a smaller model (model.n_layer, model.n_embd{tables})"
-    if world.local_size * weight_bytes < free and windows > 1:
+    if world.local_size * weight_bytes + saved < free and windows > 1:
         advice = f"trainer.micro_batch_size={windows // 2} or less, or {advice}"
     log.warning(
         "training needs about %s GB of memory, but only %s GB are free: set %s",

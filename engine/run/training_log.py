@@ -92,7 +92,7 @@ class TrainingLog:
         self.lap_started = time.perf_counter()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, recurs: bool = True) -> Iterator[None]:
         """Context excluded from the step time: evaluation, saving, sampling."""
         if self.world.device.type != "cpu":  # finish the queued steps before the pause starts
             torch.get_device_module(self.world.device).synchronize()
@@ -100,7 +100,7 @@ class TrainingLog:
         yield
         paused_s = time.perf_counter() - started
         self.lap_started += paused_s
-        self.paused_s += paused_s
+        self.paused_s += paused_s if recurs else 0.0
 
     def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
         """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
@@ -128,6 +128,8 @@ class TrainingLog:
         """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Records the first
         gradient norm that is not finite, on the device, so that no step waits; see `check_finite`.
         """
+        if step == self.started_at + 1:
+            self.paused_s = 0.0  # evaluating pretrained weights
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
         self.bad = torch.where(is_first, noted, self.bad)
@@ -151,7 +153,7 @@ class TrainingLog:
         if self.peak_flops:
             mfu = rate * self.flops_per_character / (self.peak_flops * self.world.size)
             mfu_shown = f" | MFU {mfu:.0%}"
-        # Speed from recent steps; pauses as so far, on average.
+        # The speed of recent steps; evaluations and saves as often as so far.
         with_pauses = seconds + self.paused_s / (step - self.started_at)
         left = duration(with_pauses * (self.plan.total_steps - step))
         norm, lr = grad_norm.item(), self.learning_rate(step - 1)
@@ -179,7 +181,7 @@ class TrainingLog:
         is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
         if self.sample is None or not (is_power_of_4 or step == self.plan.total_steps):
             return []
-        with self.paused():
+        with self.paused(recurs=False):
             return self.sample()
 
     def log_evaluation(

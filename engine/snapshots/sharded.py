@@ -91,7 +91,10 @@ def read_shards(
     found = digests([*shards["files"]], folder, world)
     for name, expected in shards["files"].items():
         if found[name] != expected:
-            same = [p for p in SnapshotStorage(path).all() if load(p).shards == shards]
+            same = []
+            for other in SnapshotStorage(path).all():
+                with contextlib.suppress(UserError):  # damaged, too
+                    same += [other] * (load(other).shards == shards)
             raise SnapshotError(
                 f"{os.path.join(folder, name)}: damaged: size or SHA-256 differs from when it was written; "
                 f"move {', '.join(same)} away to resume from the snapshot before"
