@@ -549,6 +549,7 @@ def test_two_processes_encode_a_text_once(make, passes, spawn):
         fcntl.lockf(lock, fcntl.LOCK_EX)
         process = spawn([sys.executable, "-c", script, config.path, config.cache_dir])
         read_until(process, "encoding ")
+        time.sleep(1)  # encoding takes milliseconds
         assert cached(config) == []  # it waits for the lock
         fcntl.lockf(lock, fcntl.LOCK_UN)
     out, _ = process.communicate(timeout=60)
