@@ -52,15 +52,17 @@ class Config:
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies a pretrained model's `architecture`; the context is the smaller of both."""
         source = GPTConfig.recorded(architecture).complete()
-        asked = self.data.block_size or source.block_size
-        block_size = min(asked, source.block_size)
+        asked = self.data.block_size
+        block_size = min(asked or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
+        smaller = (
+            f", the smaller of {source.block_size} and data.block_size={asked}" if asked else ""
+        )
         log.info(
-            "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d: the smaller of %d and "
-            "data.block_size=%d",
-            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, source.block_size, asked,
+            "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d%s",
+            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
         )  # fmt: skip
 
 

@@ -237,7 +237,7 @@ def source_name(data: dict[str, Any]) -> str:
 
 def public_name(path: str) -> str:
     """A URL, or the last part of a local path, which is nobody else's business."""
-    return path if "://" in path else os.path.basename(path.rstrip("/"))
+    return os.path.basename(path.rstrip("/")) if is_local(path) else path
 
 
 if __name__ == "__main__":

@@ -145,7 +145,8 @@ def time_steps(trainer: Any) -> float:
             before, last = last, time.perf_counter()
             seconds = max(distributed.all_gather(last - before, trainer.world))
             taken.append((torch.get_num_threads(), seconds))
-            timed = [seconds for threads, seconds in taken if threads == min(taken)[0]]
+            fewest_threads = min(threads for threads, _ in taken)
+            timed = [seconds for threads, seconds in taken if threads == fewest_threads]
             # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
             on_gpu = trainer.world.device.type == "cuda"
             fewest = 18 if on_gpu else 4 if sum(timed) < 4 * TRIAL_S else 2

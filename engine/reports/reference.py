@@ -121,9 +121,10 @@ def overfitting_warning(run: Run) -> str:
     guessing = run.starts[-1].get("frequency_loss", math.inf)
     has_learned = step == 0 or not now or statistics.mean(now) < guessing
     changes = [abs(b["loss"] - a["loss"]) for a, b in itertools.pairwise(run.train)]
-    diverges = rise >= 0.25 + (statistics.median(changes) if changes else 0.0)  # more than noise
-    is_flat = last - lowest < 0.02 and not (diverges and run.val[-1]["step"] == step)
-    if is_flat or not (diverges or has_learned):
+    noise = statistics.median(changes) if changes else 0.0
+    has_risen, is_newest = last - lowest >= 0.02, run.val[-1]["step"] == step
+    diverges = rise >= 0.25 + noise and (has_risen or is_newest)
+    if not diverges and not (has_risen and has_learned):
         return ""
     verdict, what_to_do = "diverges", "lower optimizer.learning_rate"
     if step == 0:

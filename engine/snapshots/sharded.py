@@ -94,7 +94,8 @@ def read_shards(
             same = []
             for other in SnapshotStorage(path).all():
                 with contextlib.suppress(UserError):  # damaged, too
-                    same += [other] * (load(other).shards == shards)
+                    if load(other).shards == shards:
+                        same.append(other)
             raise SnapshotError(
                 f"{os.path.join(folder, name)}: damaged: size or SHA-256 differs from when it was written; "
                 f"move {', '.join(same)} away to resume from the snapshot before"
