@@ -47,7 +47,7 @@ from engine.run.directory import open_run
 from engine.run.memory import report_exhausted
 from engine.run.provenance import log_parts, record_run
 from engine.signals import Stopped
-from engine.sizing import choose_sizes
+from engine.sizing.choose import choose_sizes
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, probe_logits
 from model import build_model, create_optimizer

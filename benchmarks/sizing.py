@@ -1,4 +1,4 @@
-"""The grid of runs that the rule of engine/sizing_rule.py is fitted to.
+"""The grid of runs that the rule of engine/sizing/rule.py is fitted to.
 
     python benchmarks/sizing.py texts=DIRECTORY               trains what sizing.jsonl does not have yet
     python benchmarks/sizing.py texts=DIRECTORY workers=2     in two processes of one thread each
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,9 +30,11 @@ import torch
 import main
 import sample
 from config import Config, validate
-from engine import sizing, sizing_rule
 from engine.config.arguments import parse, run_program
 from engine.parallel.distributed import World
+from engine.sizing import rule
+from engine.sizing.choose import choose_model, choose_rates
+from engine.sizing.draft import Draft
 from engine.snapshots.sharded import load_full
 
 RESULTS = Path(__file__).resolve().parent / "sizing.jsonl"
@@ -99,26 +101,41 @@ def composed(text: str, *overrides: str) -> Config:
     return validate(main.configure("data=text", f"data.path={text}", *overrides))
 
 
+class Reference:
+    """Instead of a `Trial`: the reference model trains on a character per second, for so many `characters`."""
+
+    world, on_gpu = World.alone(torch.device("cpu")), False
+
+    def __init__(self, characters: float):
+        self.characters = characters
+
+    def seconds_left(self, minutes: float) -> float:
+        return self.characters
+
+    def seconds_per_step(self, draft: Draft) -> float:
+        return draft.step_characters
+
+
 def chosen(text: str, characters: int, millions: float) -> Settings:
     """The rule's choice."""
     config: Any = composed(text, "trainer.max_minutes=1")
     config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
-    alone = World.alone(torch.device("cpu"))
-    sizing.choose_model(config, characters, alone, lambda: 1e6 * millions, sizing.step_characters)
+    draft = Draft(config, characters)
+    choose_model(draft, cast(Any, Reference(1e6 * millions)))
     settings: Settings = {
         "layers": config.model.n_layer,
         "width": config.model.n_embd,
         "heads": config.model.n_head,
         "context": config.data.block_size,
-        "batch": sizing.step_characters(config),
+        "batch": draft.step_characters,
         "dropout": config.model.resid_pdrop,
         "ngrams": config.model.ngram_rows,
         "split": config.data.train_split,
     }
     trained = 1e6 * millions / cost(settings, config.model.vocab_size)
-    trained = min(trained, sizing_rule.USEFUL_PASSES * characters * config.data.train_split)
+    trained = min(trained, rule.USEFUL_PASSES * characters * config.data.train_split)
     config.trainer.max_steps = round(trained / settings["batch"])
-    sizing.choose_rates(config, characters)
+    choose_rates(draft)
     return settings | {
         "decay": config.optimizer.weight_decay,
         "rate": config.optimizer.learning_rate,
@@ -156,7 +173,7 @@ def cost(settings: Settings, vocabulary: int) -> float:
     )
     narrow = 3.0 if width <= 32 else 1.75 if width <= 64 else 1.25 if width < 128 else 1.0
     slow = (1.4 if settings["dropout"] else 1.0) * (1.06 if settings["ngrams"] else 1.0)
-    return flops / sizing_rule.REFERENCE_FLOPS * narrow * slow
+    return flops / rule.REFERENCE_FLOPS * narrow * slow
 
 
 def train(text: str, characters: int, millions: float, settings: Settings, seed: int) -> Settings:
@@ -172,7 +189,7 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
     if settings:
         limit = min(
             limit / cost(settings, len(known)),
-            sizing_rule.USEFUL_PASSES * settings["split"] * characters,
+            rule.USEFUL_PASSES * settings["split"] * characters,
         )
         if "passes" in settings:
             limit = settings["passes"] * settings["split"] * characters

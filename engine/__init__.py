@@ -13,7 +13,7 @@ imports a program of the root (tests/test_architecture.py):
     generation               sampling from a model, with a KV cache
     snapshots                the state of a run: saved atomically, verified, restored
     run                      the run directory: its lock, log, metrics, trackers, evaluation, provenance
-    sizing_rule, sizing      the model and the steps for a text and a time limit
+    sizing                   the model and the steps for a text, a machine and a time limit
     interop                  Transformers and back; pretrained weights; a page that runs a model
     reports                  the page of a run, its verdict, the table of a sweep
 """

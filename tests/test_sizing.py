@@ -1,6 +1,8 @@
 """Sizing: null fields are chosen for a text and a time limit; given values and the choice are kept."""
 
+import copy
 import dataclasses
+import functools
 import itertools
 import shlex
 from types import SimpleNamespace
@@ -10,13 +12,16 @@ import torch
 import yaml
 from conftest import ALONE, metrics, read_until, start
 
-from config import validate
-from engine import sizing, sizing_rule
+from config import Config, validate
 from engine.config import auto
 from engine.config.overrides import text_name
 from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.parallel.distributed import World
+from engine.sizing import choose as sizing
+from engine.sizing import draft, rule, trial
+from engine.sizing.draft import Draft
+from engine.sizing.recall import recall
 from main import configure
 
 OWN = [
@@ -27,8 +32,36 @@ OWN = [
     "samples=false",
 ]
 
-CPU = World.alone(torch.device("cpu"))
 SMALL = ["data.block_size=16", "model.n_layer=1", "model.n_embd=16"]
+
+
+@functools.cache
+def compose(*overrides: str) -> Config:
+    return validate(configure(*overrides))
+
+
+def settings(*overrides: str, recipe: str = "auto") -> Config:
+    own = ["data=text", "data.path=x.txt"] * (recipe == "auto")
+    return copy.deepcopy(compose(f"experiment={recipe}", *own, *overrides))
+
+
+class FakeTrial:
+    """A machine of so many floating-point operations a second, whose clock stands still. Records the
+    `trainer.compile` of the steps that were timed.
+    """
+
+    def __init__(self, flops: float, device: str = "cpu"):
+        self.flops, self.timed = flops, []
+        self.world, self.on_gpu = World.alone(torch.device(device)), device == "cuda"
+
+    def seconds_left(self, minutes: float) -> float:
+        return 60 * minutes
+
+    def seconds_per_step(self, draft: Draft) -> float:
+        compiled = draft.config.trainer.compile
+        self.timed.append(compiled)
+        seconds = draft.step_characters * draft.character_flops / self.flops
+        return seconds * (0.7 if compiled == "true" else 1)
 
 
 def choose(
@@ -37,35 +70,19 @@ def choose(
     minutes: float = 1.5,
     flops: float = 1e11,
     device: str = "cpu",
-    seen: list[str] | None = None,
+    machine: FakeTrial | None = None,
 ) -> tuple[dict, list[str]]:
-    """The settings chosen on a machine of so many floating-point operations a second, whose clock stands
-    still, and the overrides that choose them.
-    """
-    composed = configure(
-        *("experiment=auto", "data=text", "data.path=x.txt", f"trainer.max_minutes={minutes}"),
-        *overrides,
-    )
-    config = validate(composed)
+    """The settings chosen, and the overrides that choose them."""
+    config = settings(f"trainer.max_minutes={minutes:g}", *overrides)
     config.model.vocab_size = 65
-
-    def seconds_per_step(config):
-        compiled = config.trainer.compile
-        if seen is not None:
-            seen.append(compiled)
-        seconds = sizing.step_characters(config) * sizing.character_flops(config) / flops
-        return seconds * (0.7 if compiled == "true" else 1)
-
-    world = World.alone(torch.device(device))
-    overrides = sizing.choose(config, characters, world, lambda: 60 * minutes, seconds_per_step)
+    overrides = sizing.choose(Draft(config, characters), machine or FakeTrial(flops, device))
     return flatten(dataclasses.asdict(config)), overrides
 
 
 def test_everything_is_chosen_and_the_printed_overrides_repeat_it():
     chosen, overrides = choose()
-    assert [key for key in (*sizing.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
-    composed = configure("experiment=auto", "data=text", "data.path=x.txt", *overrides)
-    again = flatten(dataclasses.asdict(validate(composed)))
+    assert [key for key in (*draft.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
+    again = flatten(dataclasses.asdict(settings(*overrides)))
     differ = {key for key in chosen if chosen[key] != again[key]}
     # The time is null; the others follow from the text and data.block_size.
     assert differ == {"trainer.max_minutes", "model.vocab_size", "model.block_size"}
@@ -83,7 +100,7 @@ def test_given_values_are_kept(key, value):
     chosen, _ = choose(f"{key}={value}")
     assert chosen[key] == value
     assert chosen["model.n_embd"] % (2 * chosen["model.n_head"]) == 0
-    assert None not in [chosen[key] for key in sizing.CHOSEN]
+    assert None not in [chosen[key] for key in draft.CHOSEN]
 
 
 @pytest.mark.parametrize("characters", [1_000, 30_000, 1_000_000, 100_000_000])
@@ -97,7 +114,7 @@ def test_steps_and_evaluations_fit_into_the_time(characters, minutes, flops):
     character_s = (72 * layers * width**2 + 12 * layers * width * context) / flops
     held_out = characters * (1 - chosen["data.train_split"])
     seconds = steps * batch * context * character_s
-    evaluations_s = -(-steps // every) * held_out * sizing.EVALUATION_COST * character_s
+    evaluations_s = -(-steps // every) * held_out * draft.EVALUATION_COST * character_s
     assert seconds + evaluations_s <= 60 * minutes
     assert evaluations_s <= 0.1 * (seconds + evaluations_s) or steps < 50
     assert held_out > context  # a window fits into the held-out part
@@ -110,12 +127,12 @@ def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
     character_s = (72 * layers * width**2 + 12 * layers * width * context + 390 * width) / flops
     held_out = characters - int(characters * chosen["data.train_split"])
     step_s = chosen["trainer.batch_size"] * context * character_s
-    return step_s, held_out * sizing.EVALUATION_COST * character_s
+    return step_s, held_out * draft.EVALUATION_COST * character_s
 
 
 def test_the_evaluation_halfway_fits_into_the_time():
-    settings = ("data.train_split=0.5", "trainer.eval_every_steps=100000")
-    chosen, _ = choose(*settings, characters=10_000_000, minutes=3, flops=1e12)
+    typed = ("data.train_split=0.5", "trainer.eval_every_steps=100000")
+    chosen, _ = choose(*typed, characters=10_000_000, minutes=3, flops=1e12)
     step_s, evaluation_s = costs(chosen, 10_000_000, 1e12)
     used = chosen["trainer.max_steps"] * step_s + 2 * evaluation_s
     assert 100 < used <= 180 and evaluation_s > 20
@@ -162,8 +179,8 @@ def resumed(chosen: dict, *overrides: str, characters: int = 10**9) -> dict:
     for key, value in chosen.items():
         group, _, name = key.partition(".")
         recorded.get(group, {})[name] = value
-    config = validate(configure("experiment=auto", "data=text", "data.path=x.txt", *overrides))
-    sizing.recall(config, recorded, characters)
+    config = settings(*overrides)
+    recall(Draft(config, characters), recorded)
     return flatten(dataclasses.asdict(config))
 
 
@@ -189,7 +206,7 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
 def test_the_final_part_is_not_training_text_and_its_scoring_time_is_counted():
     whole, _ = choose(characters=300_000)
     part, _ = choose("data.final_split=0.4", characters=500_000)
-    for key in sizing.SIZES:
+    for key in draft.SIZES:
         assert part[key] == whole[key]
     assert part["data.train_split"] == pytest.approx(0.6 * whole["data.train_split"], abs=1e-6)
     assert part["trainer.max_steps"] < whole["trainer.max_steps"]
@@ -225,7 +242,7 @@ def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
     chosen, _ = choose(*limit)
     for minutes in (1.5, 4.5, 1.7, 0.31):
         again = resumed(chosen, f"trainer.max_minutes={minutes}", *limit)
-        assert [key for key in sizing.CHOSEN if again[key] != chosen[key]] == []
+        assert [key for key in draft.CHOSEN if again[key] != chosen[key]] == []
         assert again["trainer.max_steps"] == round(chosen["trainer.max_steps"] * minutes / 1.5)
         same = resumed(again | {"data.path": "x.txt"}, f"trainer.max_minutes={minutes}", *limit)
         assert same == again
@@ -235,8 +252,8 @@ def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
 def test_the_same_time_gives_the_same_steps_at_every_start(minutes, steps):
     recorded = {"trainer": {"max_steps": steps, "max_minutes": minutes}}
     for _ in range(4):
-        config = validate(configure("experiment=overfit", f"trainer.max_minutes={minutes}"))
-        sizing.recall(config, recorded, 10**9)
+        config = settings(f"trainer.max_minutes={minutes}", recipe="overfit")
+        recall(Draft(config, 10**9), recorded)
         assert config.trainer.max_steps == steps
         recorded = {"trainer": dataclasses.asdict(config.trainer)}
 
@@ -246,13 +263,12 @@ def test_a_longer_time_adds_no_passes_that_overfit():
     again = resumed(chosen, "trainer.max_minutes=60", characters=200_000)
     trained = again["trainer.max_steps"] * again["trainer.batch_size"] * again["data.block_size"]
     passes = trained / (200_000 * again["data.train_split"])
-    assert passes == pytest.approx(sizing_rule.USEFUL_PASSES, abs=0.1)
+    assert passes == pytest.approx(rule.USEFUL_PASSES, abs=0.1)
     # The steps are in proportion to the time that is recorded with them.
     for minutes in (60, again["trainer.max_minutes"], 1.5):
-        settings = again | {"data.path": "x.txt"}
-        steps = resumed(settings, f"trainer.max_minutes={minutes}", characters=200_000)[
-            "trainer.max_steps"
-        ]
+        limit = f"trainer.max_minutes={minutes}"
+        same_text = again | {"data.path": "x.txt"}
+        steps = resumed(same_text, limit, characters=200_000)["trainer.max_steps"]
         expected = chosen if minutes == 1.5 else again
         assert steps == pytest.approx(expected["trainer.max_steps"], abs=1)
     # Steps that the user gives are not limited.
@@ -280,12 +296,10 @@ def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
 
 
 def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
-    config = validate(
-        configure("experiment=nanogpt_cpu", "trainer.max_minutes=1", "trainer.max_epochs=1")
-    )
+    config = settings("trainer.max_minutes=1", "trainer.max_epochs=1", recipe="nanogpt_cpu")
     config.trainer.max_steps = config.trainer.eval_every_steps = None
     config.model.vocab_size = 65
-    sizing.choose(config, 20_000, CPU, lambda: 60.0, lambda _: 0.001)
+    sizing.choose(Draft(config, 20_000), FakeTrial(2e12))
     windows = int(20_000 * config.data.train_split) - config.data.block_size
     assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
     assert config.trainer.eval_every_steps < config.trainer.max_steps
@@ -293,20 +307,17 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
 
 def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start():
     recorded = {"trainer": {"max_steps": 10, "max_minutes": None, "eval_every_steps": 100}}
-    config = validate(configure("experiment=nanogpt_cpu", "trainer.eval_every_steps=null"))
-    sizing.recall(config, recorded, 30_000)
+    config = settings("trainer.eval_every_steps=null", recipe="nanogpt_cpu")
+    recall(Draft(config, 30_000), recorded)
     assert config.trainer.eval_every_steps is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_max_minutes_with_a_named_recipe_sets_only_the_steps(device):
-    composed = configure("experiment=nanogpt_cpu", "trainer.max_minutes=1")
-    config = validate(composed)
+    config = settings("trainer.max_minutes=1", recipe="nanogpt_cpu")
     config.model.vocab_size = 65
     before = flatten(dataclasses.asdict(config))
-    sizing.choose(
-        config, 1_000_000, World.alone(torch.device(device)), lambda: 60.0, lambda _: 0.01
-    )
+    sizing.choose(Draft(config, 1_000_000), FakeTrial(4e11, device))
     after = flatten(dataclasses.asdict(config))
     assert {key for key in after if after[key] != before[key]} == {
         "trainer.max_steps",
@@ -340,16 +351,14 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
     characters, minutes, typed, compiled, timed, monkeypatch
 ):
     monkeypatch.setattr(auto, "missing_to_compile", lambda device: None)
-    seen = []
+    machine = FakeTrial(1e13, "cuda")
     chosen, overrides = choose(
         *([] if typed == "auto" else [f"trainer.compile={typed}"]),
         characters=characters,
         minutes=minutes,
-        flops=1e13,
-        device="cuda",
-        seen=seen,
+        machine=machine,
     )
-    assert seen == timed
+    assert machine.timed == timed
     assert chosen["trainer.compile"] == compiled
     assert (f"trainer.compile={compiled}" in overrides) == (typed == "auto")
 
@@ -364,22 +373,22 @@ def test_time_to_sample_is_reserved_on_a_gpu():
 
 def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
     clock = itertools.chain([0], itertools.count(90, 30))  # the first step takes longer
-    monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(4))
     requests = SimpleNamespace(finish=lambda: None)
     trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
-    assert sizing.time_steps(trainer) == 30 and next(clock) == 150
+    assert trial.time_steps(trainer) == 30 and next(clock) == 150
 
 
 def test_a_trial_on_a_busy_machine_times_steps_with_fewer_threads(monkeypatch):
     clock = itertools.chain([0, 5, 9], itertools.count(9.4, 0.4))  # two slow steps, then fast ones
-    threads = itertools.chain([2], itertools.repeat(1))  # fewer from the second on
-    monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(sizing.torch, "get_num_threads", lambda: next(threads))
+    threads = itertools.chain([2, 2], itertools.repeat(1))  # fewer from the second step on
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(trial.torch, "get_num_threads", lambda: next(threads))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(9))
     requests = SimpleNamespace(finish=lambda: None)
     trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
-    assert sizing.time_steps(trainer) == pytest.approx(0.4)
+    assert trial.time_steps(trainer) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -403,16 +412,16 @@ def test_a_learning_rate_is_not_chosen_for_another_optimizer():
 
 
 def test_a_run_without_max_minutes_refuses_it_later(tmp_path):
-    config = validate(configure("experiment=nanogpt_cpu", "trainer.max_minutes=1"))
+    config = settings("trainer.max_minutes=1", recipe="nanogpt_cpu")
     recorded: dict = {"data": {"path": config.data.path}}
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}
     for steps in (None, 11):
         config.trainer.max_steps = steps
         with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
-            sizing.recall(config, recorded, 30_000)
+            recall(Draft(config, 30_000), recorded)
     config.trainer.max_steps = None
-    sizing.recall(
-        config, recorded | {"data": {"path": "another.txt"}}, 30_000
+    recall(
+        Draft(config, 30_000), recorded | {"data": {"path": "another.txt"}}
     )  # refused by the Trainer
     assert config.trainer.max_steps == 10
 

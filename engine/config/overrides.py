@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, OmegaConf
@@ -154,6 +155,18 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
 def quoted(key: str, value: str) -> str:
     """The override KEY=VALUE with the value quoted for Hydra."""
     return f"{key}={QuotedString(value, Quote.double).with_quotes()}"
+
+
+def repeating_command(overrides: list[str], run_name: str) -> str:
+    """Shell command that repeats a run with what was chosen for it, as `overrides`; under Hydra with what was typed."""
+    if not HydraConfig.initialized():
+        return shlex.join(overrides)
+    own = (f"{override_key(override)}=" for override in overrides)
+    others = ("run_name=", "run_dir=", "trainer.resume=")
+    typed = without(HydraConfig.get().overrides.task, *own, *others)
+    name = re.sub(r"[^\w-]", "_", run_name) + "_again"
+    named = f"run_name={name}" if name.isascii() else quoted("run_name", name)
+    return shlex.join(["python", "main.py", *typed, *overrides, named])
 
 
 def explain(error: Exception) -> str:

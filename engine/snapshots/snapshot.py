@@ -210,7 +210,7 @@ def check_can_resume(
     changes["processes"] = (snapshot.processes, world.size)
     changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
     for key, (was, now) in changes.items():
-        # The minutes follow from the steps: see `sizing.recall`.
+        # The minutes follow from the steps: see `recall`.
         if was != now and key not in ("trainer.resume", "trainer.max_minutes"):
             was, now = as_typed(was), as_typed(now)
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)

@@ -1,4 +1,4 @@
-"""Sizing rule: best settings for a text and a compute budget, fitted to runs (benchmarks/sizing.md)."""
+"""Rule: the best settings for a text and a compute budget, fitted to runs (benchmarks/sizing.md)."""
 
 # Reference model, timed to measure the speed of a machine: layers, width, context.
 REFERENCE = (4, 128, 128)

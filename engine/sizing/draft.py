@@ -1,0 +1,100 @@
+"""Draft: a configuration of which some fields are null until they are chosen for a text."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from engine.run import plan
+from engine.sizing.rule import USEFUL_PASSES
+
+# The fields that are chosen if null. Snapshots and config.yaml store them.
+SIZES = ("data.block_size", "model.n_layer", "model.n_head", "model.n_embd", "trainer.batch_size")
+DROPOUT = ("model.embd_pdrop", "model.resid_pdrop")
+CHOSEN = (
+    *SIZES, *DROPOUT, "model.ngram_rows", "optimizer.ngram_decay", "data.train_split", "optimizer.weight_decay",
+    "optimizer.learning_rate",
+)  # fmt: skip
+
+NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
+EVALUATION_COST = 0.4  # per character, relative to training
+
+
+@dataclass
+class Draft:
+    """A configuration, and the length of its text in characters."""
+
+    config: Any
+    characters: int
+
+    def get(self, key: str) -> Any:
+        """The value of the field `key`, `group.name`."""
+        group, name = key.split(".")
+        return getattr(getattr(self.config, group), name)
+
+    def fill(self, values: dict[str, Any]) -> None:
+        """Sets those fields of `values` that are null."""
+        for key, value in values.items():
+            if self.get(key) is None:
+                group, name = key.split(".")
+                setattr(getattr(self.config, group), name, value)
+
+    def copy(self) -> "Draft":
+        return Draft(copy.deepcopy(self.config), self.characters)
+
+    @property
+    def nulls(self) -> list[str]:
+        """The null fields of `CHOSEN`."""
+        return [key for key in CHOSEN if self.get(key) is None]
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a field must be chosen; a time limit stands for the steps."""
+        return self.config.trainer.max_minutes is not None or bool(self.nulls)
+
+    @property
+    def usable(self) -> int:
+        """Characters without those of the final part."""
+        return round(self.characters * (1 - self.config.data.final_split))
+
+    @property
+    def training(self) -> int:
+        """Characters to train on."""
+        return max(1, int(self.characters * self.config.data.train_split))
+
+    @property
+    def held_out(self) -> float:
+        """Characters of the held-out part."""
+        return self.characters * (1 - self.config.data.final_split) - self.training
+
+    @property
+    def step_characters(self) -> int:
+        """Characters of a step."""
+        return self.config.trainer.batch_size * self.config.data.block_size
+
+    @property
+    def character_flops(self) -> float:
+        """Floating-point operations of training on a character, as `GPT.flops_per_token`."""
+        model = self.config.model
+        layers, width = model.n_layer, model.n_embd
+        head = 6 * width * model.vocab_size
+        return 72 * layers * width**2 + 12 * layers * width * self.config.data.block_size + head
+
+    @property
+    def planned_steps(self) -> float:
+        """Steps that `max_steps` and `max_epochs` allow, or inf."""
+        # Too short a text is refused when it is split.
+        windows = max(self.training - self.config.data.block_size, 1)
+        return plan.planned_steps(self.config.trainer, windows)
+
+    @property
+    def useful_steps(self) -> int:
+        """Steps for at most `USEFUL_PASSES` over the text."""
+        return max(1, USEFUL_PASSES * self.training // self.step_characters)
+
+    def scoring_steps(self, characters: float) -> float:
+        """The number of training steps that take as long as scoring so many characters."""
+        return EVALUATION_COST * characters / self.step_characters
+
+    def passes(self, steps: float) -> float:
+        """Passes over the training text in so many steps."""
+        return steps * self.step_characters / self.training
