@@ -253,10 +253,7 @@ def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float
     each part.
     """
     seen, scored = (
-        sum(
-            ids.long().bincount(minlength=train.vocab_size)
-            for ids in dataset.data[:MAX_COUNTED].cpu().split(2**20)
-        )
+        sum(ids.long().bincount(minlength=train.vocab_size) for ids in dataset.data[:MAX_COUNTED].cpu().split(2**20))
         for dataset in (train, held_out)
     )
     share = scored.double() / scored.sum()
@@ -389,9 +386,7 @@ class MicroBatches:
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 
 
-def prefetch(
-    batches: MicroBatches, first: int, last: int, workers: int, device: torch.device
-) -> Generator[MicroBatch]:
+def prefetch(batches: MicroBatches, first: int, last: int, workers: int, device: torch.device) -> Generator[MicroBatch]:
     """Prefetch: yields micro-batches `first` to `last` (exclusive) on `device`, prepared up to two per thread ahead, or
     on demand without `workers`. Closing the generator ends its threads.
     """

@@ -57,9 +57,7 @@ class Config:
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
-        smaller = (
-            f", the smaller of {source.block_size} and data.block_size={asked}" if asked else ""
-        )
+        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" if asked else ""
         log.info(
             "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d%s",
             source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
@@ -104,9 +102,7 @@ def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
         if getattr(config, name) is not None and not getattr(config, name).strip():
             raise UserError(f"{name}: must not be empty")
     if "/" in config.run_name or config.run_name in (".", ".."):
-        raise UserError(
-            f"run_name={config.run_name}: must be a name without a slash; run_dir= may be any directory"
-        )
+        raise UserError(f"run_name={config.run_name}: must be a name without a slash; run_dir= may be any directory")
     path = config.trainer.snapshot_path
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:

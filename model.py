@@ -89,16 +89,12 @@ class GPTConfig:
             if rest:
                 raise UserError(f"{what}: must be divisible by model.n_head={self.n_head}")
             if self.arch == "modern" and width % 2:
-                raise UserError(
-                    f"{what}: the head size, {width}, is odd; rotary positions need an even one"
-                )
+                raise UserError(f"{what}: the head size, {width}, is odd; rotary positions need an even one")
         for name in ("bias", "tie_weights"):
             if getattr(self, name) is None:
                 setattr(self, name, self.arch == "gpt2")
             elif getattr(self, name) and self.arch == "modern":
-                raise UserError(
-                    f"model.{name}=true: model.arch=modern does not support it; leave it null"
-                )
+                raise UserError(f"model.{name}=true: model.arch=modern does not support it; leave it null")
 
     def _resolve_sizes(self) -> None:
         """Resolves None sizes from `model_type`, which becomes None."""
@@ -131,9 +127,7 @@ class GPTConfig:
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
             if getattr(self, name) is None:
-                raise UserError(
-                    f"model.{name} is missing (vocab_size and block_size come from the dataset)"
-                )
+                raise UserError(f"model.{name} is missing (vocab_size and block_size come from the dataset)")
         return self
 
 
@@ -141,9 +135,7 @@ class GPTConfig:
 NOT_ARCHITECTURE = {
     "model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_checkpointing",
 }  # fmt: skip
-ARCHITECTURE = tuple(
-    field.name for field in fields(GPTConfig) if field.name not in NOT_ARCHITECTURE
-)
+ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not in NOT_ARCHITECTURE)
 
 
 class Linear(nn.Linear):
@@ -231,9 +223,7 @@ rotary_table = functools.lru_cache(4)(rotary)
 
 
 @ops.fused  # dispatches to a fused kernel while this code is unedited; optional
-def causal_attention(
-    qkv: Tensor, n_head: int, rotation, cache: LayerCache | None, pdrop: float
-) -> Tensor:
+def causal_attention(qkv: Tensor, n_head: int, rotation, cache: LayerCache | None, pdrop: float) -> Tensor:
     """Causal attention: softmax(q k' / sqrt(D)) v, where each position attends to itself and earlier ones. Maps
     queries, keys and values (B, S, 3 C) to (B, S, C). With a `cache`, the S characters follow the cached ones; with
     `rotation`, queries and keys are rotated and normalized.
@@ -351,9 +341,7 @@ class GPT(nn.Module):
                     full = self.initial_weights(name, parameter.shape)
                     parameter.copy_(sharding.shard_like(full, parameter))
             elif parameter.is_meta:
-                raise UserError(
-                    f"{name}: FSDP constructs parameters without values; set its own in GPT.init_weights"
-                )
+                raise UserError(f"{name}: FSDP constructs parameters without values; set its own in GPT.init_weights")
 
     def initial_weights(self, name: str, shape: torch.Size) -> Tensor:
         """Initial weights of a parameter, unsharded, on the CPU: the same on any device and world size. Norms are 1,

@@ -27,12 +27,7 @@ from engine.kernels import execution
 from engine.parallel.distributed import World
 from engine.reports.history import Run
 from engine.reports.page import render
-from engine.reports.reference import (
-    OFF_TRACK,
-    check,
-    load_references,
-    loss_warning,
-)
+from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics

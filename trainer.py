@@ -103,9 +103,7 @@ class TrainerConfig:
         check_range("trainer.seed", self.seed, 0, 2**63 - 1)
         check_range("trainer.max_minutes", self.max_minutes, above=0, high=1e6)
         if self.max_epochs is None and self.max_steps is None and self.max_minutes is None:
-            raise UserError(
-                "trainer.max_epochs, max_steps and max_minutes are all null: one must end the run"
-            )
+            raise UserError("trainer.max_epochs, max_steps and max_minutes are all null: one must end the run")
         if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):
             raise UserError(
                 f"trainer.snapshot_path={self.snapshot_path}: a sharded snapshot needs a folder that all hosts see"
@@ -168,9 +166,7 @@ class Trainer:
         own["data"] = getattr(train_dataset, "config", None)
         own = {name: value for name, value in own.items() if is_dataclass(value)}
         self.run_config = run_config = as_plain(own | (run_config or {}))
-        self.plan = plan = Plan.make(
-            config, len(train_dataset), train_dataset.block_size, world.size
-        )
+        self.plan = plan = Plan.make(config, len(train_dataset), train_dataset.block_size, world.size)
         self.step = 0
         self.is_updating = False  # the weights; a step that fails then cannot be repeated
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
@@ -216,10 +212,7 @@ class Trainer:
             self.training_log.log_finished(self.step, self.evaluations.last)
             return self.evaluations.last_loss
         steps = self.steps()
-        with (
-            self.requests,
-            report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"),
-        ):
+        with self.requests, report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"):
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
                 self.training_log.start(self.step, self.choices)

@@ -155,9 +155,7 @@ def generate_table(figures: dict) -> list[list[str]]:
         one, cached, many = (column(rounds, name) for name in ("uncached", "cached", "cached_64"))
         gain = statistics.median(b / a for a, b in zip(one, cached, strict=True))
         share = spread(column(rounds, "cached_64_memory"), "{:.0%}")
-        rows.append(
-            [*key.split(", "), spread(one), spread(cached), f"{gain:.1f}", spread(many), share]
-        )
+        rows.append([*key.split(", "), spread(one), spread(cached), f"{gain:.1f}", spread(many), share])
     return rows
 
 

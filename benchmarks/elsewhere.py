@@ -107,9 +107,7 @@ def report(done: list[dict]) -> None:
         cells = []
         for name, kind in columns:
             found = [
-                line["lowest"]
-                for line in done
-                if (line["text"], line["settings"], line["same"]) == (text, name, kind)
+                line["lowest"] for line in done if (line["text"], line["settings"], line["same"]) == (text, name, kind)
             ]
             cells.append(f"{statistics.mean(found):.3f}" if found else "-")
         print(f"| {text} | {' | '.join(cells)} |")

@@ -116,9 +116,7 @@ def loss(recipe: str, seed: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         run_dir, environment = Path(folder, "run"), {"XDG_CACHE_HOME": folder}
         seconds, _ = _python(
-            *("main.py", *named),
-            *(f"trainer.seed={seed}", f"run_dir={run_dir}"),
-            environment=environment,
+            *("main.py", *named), *(f"trainer.seed={seed}", f"run_dir={run_dir}"), environment=environment
         )
         config: Any = OmegaConf.load(run_dir / "config.yaml")
         if config.data.url is None:
@@ -144,9 +142,7 @@ def nanogpt(directory: str) -> dict:
         "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
     )
     with tempfile.TemporaryDirectory() as folder:
-        seconds, printed = _python(
-            "train.py", *arguments.split(), f"--out_dir={folder}", directory=directory
-        )
+        seconds, printed = _python("train.py", *arguments.split(), f"--out_dir={folder}", directory=directory)
     last = [line for line in printed.splitlines() if "val loss" in line][-1]
     plan = "2000 steps = 1,536,000 characters"
     return {"seconds": seconds, "loss": float(last.split()[-1]), "window": 64, "plan": plan}
@@ -162,9 +158,7 @@ def start(caches: str) -> dict:
         command = [sys.executable, "main.py", f"run_dir={folder}/run", "trainer.log_every_steps=1"]
         metrics = Path(folder, "run", "metrics.jsonl")
         began = time.perf_counter()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
         try:
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None:
@@ -347,9 +341,7 @@ def _with_transformers(model, dataset, batch_size, steps, bfloat16, tick) -> Non
             report_to=[],
             disable_tqdm=True,
         )
-        transformers.Trainer(
-            model=model, args=arguments, train_dataset=dataset, callbacks=[Ticks()]
-        ).train()
+        transformers.Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[Ticks()]).train()
 
 
 def _with_accelerate(model, dataset, batch_size, steps, bfloat16, tick) -> None:
@@ -397,11 +389,7 @@ def _with_lightning(model, dataset, batch_size, steps, bfloat16, tick) -> None:
     ).fit(Module(), torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=True))
 
 
-PEERS = {
-    "Transformers Trainer": _with_transformers,
-    "Accelerate": _with_accelerate,
-    "Lightning": _with_lightning,
-}
+PEERS = {"Transformers Trainer": _with_transformers, "Accelerate": _with_accelerate, "Lightning": _with_lightning}
 
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -66,9 +66,7 @@ def make_reference(runs: list[Run]) -> tuple[str, dict[str, Any]]:
     name, start = runs[0].recipe or "", runs[0].starts[-1]
     for run in runs:
         if run.recipe != name:
-            raise UserError(
-                f"run_dir={run.path}: is a run of {recipe_name(run)}, not of {name or 'a recipe'}"
-            )
+            raise UserError(f"run_dir={run.path}: is a run of {recipe_name(run)}, not of {name or 'a recipe'}")
         if run.step != run.total_steps:
             raise UserError(f"run_dir={run.path}: is at step {run.step} of {run.total_steps}")
         if run.changes:

@@ -135,9 +135,7 @@ def measured(processes: int, strategy: str, size: Size) -> tuple[float, float]:
         peaks, totals = [], []
         for steps in (2, 6):  # what is sent at the start and the end cancels out
             before = loopback()
-            run = train(
-                *settings, f"data.path={text}", f"trainer.max_steps={steps}", processes=processes
-            )
+            run = train(*settings, f"data.path={text}", f"trainer.max_steps={steps}", processes=processes)
             totals.append(loopback() - before)
             peaks.append(run["peak_bytes"])
     return peaks[-1], (totals[1] - totals[0]) / 4 / processes
@@ -180,9 +178,7 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> torch.Tensor:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
         full = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}.get(func.name())
         if full is not None:
             self.calls.append(("gr"[full], args[full].nbytes))
@@ -196,9 +192,7 @@ class Collectives(TorchDispatchMode):
         return result
 
 
-def simulated(
-    processes: int, strategy: str, accumulation: int, size: Size
-) -> tuple[int, list[tuple[str, int]]]:
+def simulated(processes: int, strategy: str, accumulation: int, size: Size) -> tuple[int, list[tuple[str, int]]]:
     """The second step of rank 0 of `processes`, in float32, on torch's fake process group, which returns at once: bytes
     of weights that the rank keeps, and the collectives in order.
     """
@@ -243,9 +237,7 @@ def simulate() -> None:
     print(*(kind for kind, _ in simulated(8, "fsdp", 1, size)[1]), sep="")
 
 
-def formula(
-    processes: int, strategy: str, accumulation: int, size: Size
-) -> tuple[float, float, float]:
+def formula(processes: int, strategy: str, accumulation: int, size: Size) -> tuple[float, float, float]:
     """Bytes in float32 of a rank's weights, and of the full tensors gathered and reduced in a step."""
     weights = 4.0 * size.parameters
     if strategy == "ddp":

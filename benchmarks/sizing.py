@@ -168,9 +168,7 @@ def neighbours(settings: Settings) -> list[Settings]:
 def cost(settings: Settings, vocabulary: int) -> float:
     """Seconds for a character of training, relative to the reference model, as measured on two cores of a Zen 4."""
     layers, width = settings["layers"], settings["width"]
-    flops = (
-        72 * layers * width**2 + 12 * layers * width * settings["context"] + 6 * vocabulary * width
-    )
+    flops = 72 * layers * width**2 + 12 * layers * width * settings["context"] + 6 * vocabulary * width
     narrow = 3.0 if width <= 32 else 1.75 if width <= 64 else 1.25 if width < 128 else 1.0
     slow = (1.4 if settings["dropout"] else 1.0) * (1.06 if settings["ngrams"] else 1.0)
     return flops / rule.REFERENCE_FLOPS * narrow * slow
@@ -187,10 +185,7 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
     assert len(rest) > SCORED / 2
     limit = 1e6 * millions
     if settings:
-        limit = min(
-            limit / cost(settings, len(known)),
-            rule.USEFUL_PASSES * settings["split"] * characters,
-        )
+        limit = min(limit / cost(settings, len(known)), rule.USEFUL_PASSES * settings["split"] * characters)
         if "passes" in settings:
             limit = settings["passes"] * settings["split"] * characters
         windows = max(1, round(settings["batch"] / settings["context"]))
@@ -231,19 +226,12 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
 
 def run(job: tuple[str, Settings, Settings]) -> Settings:
     text, cell, settings = job
-    return {
-        **cell,
-        **settings,
-        **train(text, cell["characters"], cell["millions"], settings, cell["seed"]),
-    }
+    return {**cell, **settings, **train(text, cell["characters"], cell["millions"], settings, cell["seed"])}
 
 
 def recipe_of() -> Settings:
     """What tells a run of the default recipe of today from older ones."""
-    return {
-        "kind": "recipe",
-        "ngrams": main.configure("experiment=shakespeare_cpu").model.ngram_rows,
-    }
+    return {"kind": "recipe", "ngrams": main.configure("experiment=shakespeare_cpu").model.ngram_rows}
 
 
 def settings_of(choice: Settings) -> list[tuple[str, Settings]]:

@@ -114,11 +114,7 @@ def stream(
 
 
 def pick(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generators: list[np.random.Generator],
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[np.random.Generator]
 ) -> Tensor:
     """One id (B,) per row of `logits` (B, V), drawn with the row's generator, or the likeliest if
     there are no generators; see `stream`.
@@ -140,6 +136,4 @@ def pick(
     times = np.empty(logits.shape)
     for generator, row in zip(generators, times, strict=True):
         generator.standard_exponential(out=row)
-    return (logits.softmax(dim=-1) / torch.from_numpy(times).float().to(logits.device)).argmax(
-        dim=-1
-    )
+    return (logits.softmax(dim=-1) / torch.from_numpy(times).float().to(logits.device)).argmax(dim=-1)

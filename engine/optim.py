@@ -117,9 +117,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
         return AdamW(groups, **adamw)
     muon = {name: getattr(config, name) for name in ("momentum", "weight_decay", "normalize")}
     if not hidden:
-        raise UserError(
-            "optimizer.name=muon: the model has no matrices in `blocks`; set optimizer.name=adamw"
-        )
+        raise UserError("optimizer.name=muon: the model has no matrices in `blocks`; set optimizer.name=adamw")
     return MuonWithAdamW(hidden, groups, {"lr": config.learning_rate, **muon}, adamw)
 
 

@@ -35,9 +35,7 @@ from engine.files import atomic_write, file_lock
 log = logging.getLogger("gpt")
 
 # Tiny Shakespeare, the default text.
-SHAKESPEARE_URL = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no download
 PIECE = 2**18  # bytes read at once
 FILE_END = ""  # follows the pieces of each file
@@ -134,9 +132,7 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
             raise EOFError(f"{count} of {size} bytes received")
 
 
-def read_text(
-    files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8"
-) -> Iterator[str]:
+def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8") -> Iterator[str]:
     """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks; with the
     `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file.
 
@@ -374,9 +370,7 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     }
 
 
-def chunks(
-    file: BinaryIO, length: int, dtype: np.dtype, backwards: bool = False
-) -> Iterator[tuple[int, np.ndarray]]:
+def chunks(file: BinaryIO, length: int, dtype: np.dtype, backwards: bool = False) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (position, ids) for pieces of the first `length` ids in `file`, of type `dtype`."""
     starts = range(0, length, CHUNK)
     for start in reversed(starts) if backwards else starts:

@@ -183,14 +183,10 @@ def check_same(run_dir: Path, reference: Path) -> None:
     """Raises AssertionError unless the two finished runs are equal, but for the clock."""
     assert metrics(run_dir) == metrics(reference), "the metrics differ"
     for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
-        assert equal(*(settle(load(str(d / name))) for d in (run_dir, reference))), (
-            f"{name} differs"
-        )
+        assert equal(*(settle(load(str(d / name))) for d in (run_dir, reference))), f"{name} differs"
     extra = RUN_FILES | {"tensorboard"}
     stray = {
-        p.name
-        for p in run_dir.iterdir()
-        if p.name not in extra and not re.search(r"\.(damaged|old|step)\d+", p.name)
+        p.name for p in run_dir.iterdir() if p.name not in extra and not re.search(r"\.(damaged|old|step)\d+", p.name)
     }
     assert not stray, f"left behind: {stray}"
     assert len(list(run_dir.glob("*.step*.pt"))) == 2
@@ -291,9 +287,7 @@ def main() -> None:
         given[key] = int(value)
     print(f"python tests/chaos.py {' '.join(f'{k}={v}' for k, v in given.items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        tried, survived = chaos(
-            Path(folder), **given, steps=1500, say=lambda text: print(text, flush=True)
-        )
+        tried, survived = chaos(Path(folder), **given, steps=1500, say=lambda text: print(text, flush=True))
     print("\n| fault | tried | survived |\n|---|---|---|")
     for name in (f.__name__ for f in FAULTS):
         if survived[name]:

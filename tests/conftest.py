@@ -113,9 +113,7 @@ def start(
     )
 
 
-def command(
-    *arguments: str, nproc: int = 0, script: str = "main.py", launcher: tuple[str, ...] = ()
-) -> list[str]:
+def command(*arguments: str, nproc: int = 0, script: str = "main.py", launcher: tuple[str, ...] = ()) -> list[str]:
     """The program's command line, under torchrun if `nproc`, or under the module `launcher`."""
     if nproc:
         launcher = ("torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}")
@@ -234,16 +232,8 @@ def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
 def some_snapshot(step: int = 5) -> Snapshot:
     """A small snapshot that `step` decides."""
     generator = torch.Generator().manual_seed(step)
-    weights = {
-        "a.weight": torch.randn(4, 3, generator=generator),
-        "b": torch.randn(7, generator=generator),
-    }
-    state = {
-        "a.weight": {
-            "step": torch.tensor(float(step)),
-            "exp_avg": torch.randn(4, 3, generator=generator),
-        }
-    }
+    weights = {"a.weight": torch.randn(4, 3, generator=generator), "b": torch.randn(7, generator=generator)}
+    state = {"a.weight": {"step": torch.tensor(float(step)), "exp_avg": torch.randn(4, 3, generator=generator)}}
     return Snapshot(
         weights,
         state,
@@ -277,9 +267,7 @@ def small_gpt(arch: str = "gpt2", pdrop: float = 0.0, std: float | None = None, 
 def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
     """The snapshot of a small model that has learned something: none of its weights is zero."""
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
-    config = GPTConfig(
-        arch=arch, model_type=None, vocab_size=len(vocabulary), **{**sizes, **settings}
-    )
+    config = GPTConfig(arch=arch, model_type=None, vocab_size=len(vocabulary), **{**sizes, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         weights = GPT(config).state_dict()
@@ -330,9 +318,7 @@ def small_disk(folder: Path, size: str | int):
 def text_file(tmp_path: Path) -> Path:
     """A text of 2,000 characters, 27 of them distinct."""
     path = tmp_path / "text.txt"
-    path.write_text(
-        "".join(chr(97 + (i * i + i // 7) % 26) + " " * (i % 5 == 0) for i in range(2000))[:2000]
-    )
+    path.write_text("".join(chr(97 + (i * i + i // 7) % 26) + " " * (i % 5 == 0) for i in range(2000))[:2000])
     return path
 
 

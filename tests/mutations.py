@@ -34,9 +34,7 @@ def read(record: str) -> Mutation:
     return Mutation(file, what, test, old, new)
 
 
-MUTATIONS = [
-    read(record) for record in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n")
-]
+MUTATIONS = [read(record) for record in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n")]
 
 
 def fails(copy: Path, test: str) -> bool | None:
@@ -78,10 +76,7 @@ def main() -> None:
             caught = fails(copy, mutation.test)
             path.write_text(whole)
             name = mutation.test.partition("::")[2]
-            print(
-                f"{'caught' if caught else 'LIVES '}  {mutation.file}: {mutation.what} ({name})",
-                flush=True,
-            )
+            print(f"{'caught' if caught else 'LIVES '}  {mutation.file}: {mutation.what} ({name})", flush=True)
             if not caught:
                 alive.append(mutation)
     print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")

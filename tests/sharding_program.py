@@ -52,8 +52,7 @@ def difference(shared: GPT, plain: GPT) -> float:
     """The largest difference of a weight."""
     own = plain.state_dict()
     return max(
-        (sharding.full_tensor(value) - own[name]).abs().max().item()
-        for name, value in shared.state_dict().items()
+        (sharding.full_tensor(value) - own[name]).abs().max().item() for name, value in shared.state_dict().items()
     )
 
 

@@ -45,9 +45,7 @@ def test_imports_follow_the_order_of_packages():
         for other in imported:
             if other.split(".")[0] in PROGRAMS:
                 wrong.append(f"{name} imports {other}")
-            if other.startswith("engine.") and PACKAGES.index(other.split(".")[1]) > PACKAGES.index(
-                package
-            ):
+            if other.startswith("engine.") and PACKAGES.index(other.split(".")[1]) > PACKAGES.index(package):
                 wrong.append(f"{name} imports {other}, which comes later")
     assert wrong == []
 

@@ -15,9 +15,7 @@ def test_the_tables_in_the_docs_are_those_of_results_json():
 
 
 def test_a_measurement_runs_and_unknown_arguments_are_refused():
-    run = start(
-        "growth", "width", "64", script="benchmarks/measure.py", env={"PYTHONPATH": str(ROOT)}
-    )
+    run = start("growth", "width", "64", script="benchmarks/measure.py", env={"PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr
     figures = json.loads(run.stdout.splitlines()[-1])
     assert figures["characters_per_s"] > 0 and figures["peak_bytes"] > 2**20

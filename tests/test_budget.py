@@ -57,9 +57,7 @@ def flash_attention(q, k, v, dropout_p, is_causal):
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
-def test_a_gpu_step_stays_within_its_budget_of_launches_and_bytes_without_synchronizing(
-    monkeypatch,
-):
+def test_a_gpu_step_stays_within_its_budget_of_launches_and_bytes_without_synchronizing(monkeypatch):
     monkeypatch.setattr(ops, "rms_norm", FusedRMSNorm.apply)
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash_attention)
     monkeypatch.setattr(model_module, "causal_attention", ops._torch_attention)

@@ -44,9 +44,7 @@ def test_windows_are_stride_1_and_targets_are_one_character_later(text_file):
 
 def test_the_text_is_truncated_then_cut_once_before_windowing(text_file):
     text = text_file.read_text()[:1000]
-    data = CharDataset(
-        DataConfig(path=str(text_file), block_size=8, truncate=0.5, train_split=0.83)
-    )
+    data = CharDataset(DataConfig(path=str(text_file), block_size=8, truncate=0.5, train_split=0.83))
     train, test = data.split()
     assert train.decode(train.data) == text[:830] and test.decode(test.data) == text[830:]
     assert train.vocabulary == test.vocabulary == "".join(sorted(set(text)))
@@ -54,9 +52,7 @@ def test_the_text_is_truncated_then_cut_once_before_windowing(text_file):
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 8, 199])
-def test_evaluation_windows_score_every_held_out_character_but_the_first_once(
-    text_file, block_size
-):
+def test_evaluation_windows_score_every_held_out_character_but_the_first_once(text_file, block_size):
     _, test = CharDataset(DataConfig(path=str(text_file), block_size=block_size)).split()
     x, y = test.eval_windows(0, test.num_eval_windows)
     assert x.shape == y.shape == (test.num_eval_windows, block_size)
@@ -70,9 +66,7 @@ def test_evaluation_windows_score_every_held_out_character_but_the_first_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 50), st.sampled_from([1, 7, 64])
-)
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 50), st.sampled_from([1, 7, 64]))
 @example(1, 0, 0, 1024)
 @example(961, 0, 0, 63)  # a square, and a stride that does not divide it
 def test_every_epoch_is_a_permutation_of_all_windows(num_windows, seed, epoch, stride):
@@ -102,9 +96,7 @@ def test_the_order_is_a_function_of_the_position_alone(num_windows, stride, size
     """Positions asked for in blocks, or one by one, give what they give together."""
     positions = np.arange(700) + first
     whole = window_order(positions, num_windows, 3, stride)
-    parts = [
-        window_order(positions[i : i + size], num_windows, 3, stride) for i in range(0, 700, size)
-    ]
+    parts = [window_order(positions[i : i + size], num_windows, 3, stride) for i in range(0, 700, size)]
     assert np.array_equal(np.concatenate(parts), whole)
     assert window_order(positions[77:78], num_windows, 3, stride)[0] == whole[77]
 
@@ -112,10 +104,7 @@ def test_the_order_is_a_function_of_the_position_alone(num_windows, stride, size
 @pytest.mark.parametrize("stride", [1, 64])
 def test_epochs_and_seeds_are_ordered_differently_and_well_mixed(stride):
     n = 100_000
-    orders = [
-        window_order(np.arange(n) + start, n, seed, stride)
-        for start, seed in ((0, 1), (n, 1), (0, 2))
-    ]
+    orders = [window_order(np.arange(n) + start, n, seed, stride) for start, seed in ((0, 1), (n, 1), (0, 2))]
     natural = np.arange(n)
     for i, a in enumerate(orders):
         for b in [natural, *orders[:i]]:
@@ -164,8 +153,7 @@ def test_a_billion_windows_are_mixed_without_repeats(stride):
 
 
 @pytest.mark.parametrize(
-    "length, train_split, part",
-    [(16, 0.5, "training part"), (80, 0.9, "held-out part"), (8, 0.5, "text")],
+    "length, train_split, part", [(16, 0.5, "training part"), (80, 0.9, "held-out part"), (8, 0.5, "text")]
 )
 def test_a_part_shorter_than_a_window_is_refused_by_name(length, train_split, part, tmp_path):
     with pytest.raises(UserError, match=f"data.block_size=8: the {part}.* has 8 characters"):
@@ -204,9 +192,7 @@ def test_the_final_part_is_in_neither_part_of_the_split(text_file):
 def test_unseen_share_and_unigram_loss(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("aaab" * 10 + "abcd" * 5)
-    train, held_out = CharDataset(
-        DataConfig(path=str(path), block_size=4, train_split=2 / 3)
-    ).split()
+    train, held_out = CharDataset(DataConfig(path=str(path), block_size=4, train_split=2 / 3)).split()
     unseen, loss = compare_characters(train, held_out)
     assert unseen == 0.5
     counts = [31, 11, 1, 1]  # one more than seen

@@ -14,19 +14,7 @@ from pathlib import Path
 
 import chaos
 import pytest
-from conftest import (
-    LONG,
-    ROOT,
-    TINY,
-    command,
-    equal,
-    lines,
-    metrics,
-    read_until,
-    small_disk,
-    start,
-    wait_until,
-)
+from conftest import LONG, ROOT, TINY, command, equal, lines, metrics, read_until, small_disk, start, wait_until
 
 from engine.snapshots.storage import load
 
@@ -130,10 +118,7 @@ def test_waiting_for_a_missing_rank_times_out(tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     result = start(*TINY, "trainer.timeout_s=3", f"run_dir={tmp_path}", env=env, timeout=60)
     assert result.returncode == 1
-    assert (
-        "error (rank 0): the 2 processes could not be connected (trainer.timeout_s=3)"
-        in result.stderr
-    )
+    assert "error (rank 0): the 2 processes could not be connected (trainer.timeout_s=3)" in result.stderr
 
 
 def files(folder: Path) -> int:

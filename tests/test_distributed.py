@@ -39,9 +39,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         ("2 accumulating", 2, ["trainer.micro_batch_size=2"]),
     ):
         run_dirs[name] = folder / name
-        result = start(
-            *TINY, *EXACT, *extra, "trainer.batch_size=16", f"run_dir={run_dirs[name]}", nproc=nproc
-        )
+        result = start(*TINY, *EXACT, *extra, "trainer.batch_size=16", f"run_dir={run_dirs[name]}", nproc=nproc)
         assert result.returncode == 0, result.stderr
         (run_dirs[name] / "stdout").write_text(result.stdout)
     return run_dirs
@@ -66,9 +64,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs):
 
 
 def test_evaluation_scores_the_split_once_at_any_number_of_processes(runs):
-    held_out = int(
-        runs["1"].joinpath("stdout").read_text().split(" held out")[0].split()[-1].replace(",", "")
-    )
+    held_out = int(runs["1"].joinpath("stdout").read_text().split(" held out")[0].split()[-1].replace(",", ""))
     for name, run in runs.items():
         for line in metrics(run, "val"):
             assert line["tokens"] == held_out - 1
@@ -85,10 +81,7 @@ def test_rank_0_alone_prints_and_writes(runs):
         assert out.count("plan ") == 1 and out.count("step 6/6 | loss") == 1
         assert len(list(run.glob("tensorboard/*"))) == is_installed("tensorboard")
     out = (runs["2 accumulating"] / "stdout").read_text()
-    assert (
-        "16 windows = 2 processes x 2 micro-batch x 4 accumulated; x 16 characters = 256 "
-        "characters per step" in out
-    )
+    assert "16 windows = 2 processes x 2 micro-batch x 4 accumulated; x 16 characters = 256 characters per step" in out
     assert "3 processes x 5 or 6 micro-batch x 1 accumulated" in (runs["3"] / "stdout").read_text()
 
 
@@ -192,9 +185,7 @@ trainer.Trainer._train_step = drifting
     result = start(*TINY, *settings, nproc=2, script=script)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if "the weights of rank" in line]
-    assert (
-        len(lines) == 1 and "step 6: the weights of rank 1 differ from those of rank 0" in lines[0]
-    )
+    assert len(lines) == 1 and "step 6: the weights of rank 1 differ from those of rank 0" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -263,9 +254,7 @@ def test_the_number_of_threads_is_the_one_that_was_set(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
-@pytest.mark.parametrize(
-    "processes, earlier, workers", [(4, {}, "4"), (32, {}, "1"), (4, {COMPILERS: "7"}, "7")]
-)
+@pytest.mark.parametrize("processes, earlier, workers", [(4, {}, "4"), (32, {}, "1"), (4, {COMPILERS: "7"}, "7")])
 def test_processes_of_a_host_share_its_cores_to_compile(monkeypatch, processes, earlier, workers):
     environment = {"RANK": "0", "WORLD_SIZE": str(processes), **earlier}
     monkeypatch.setattr(os, "environ", environment)
@@ -288,9 +277,7 @@ def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monk
 
     monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # one window at a time
     gathered, polls = [], [0, 0]
-    monkeypatch.setattr(
-        distributed, "all_gather", lambda value, _: [gathered.append(value) or value]
-    )
+    monkeypatch.setattr(distributed, "all_gather", lambda value, _: [gathered.append(value) or value])
 
     def poll(rank):
         polls[rank] += 1

@@ -25,9 +25,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 # line ends, controls, spaces and marks of every kind, and characters of one to four bytes
-VOCABULARY = "".join(
-    sorted("\0\t\n\r !'0AZ_az\x7f\x85\xa0e\u0301é\u200d\u2028\u3000漢\ufeff😀\U0010ffff")
-)
+VOCABULARY = "".join(sorted("\0\t\n\r !'0AZ_az\x7f\x85\xa0e\u0301é\u200d\u2028\u3000漢\ufeff😀\U0010ffff"))
 MODELS = {
     "gpt2": {"arch": "gpt2"},
     "without biases": {"arch": "gpt2", "bias": False},
@@ -126,9 +124,7 @@ def test_the_unknown_token_is_never_the_likeliest_and_never_drawn(exported):
 def test_the_tokenizer_round_trips_and_an_unknown_character_is_one_token(exported):
     _, snapshot, out = exported
     tokenizer = AutoTokenizer.from_pretrained(out)
-    text = (
-        VOCABULARY + "".join(reversed(VOCABULARY)) + "\r\n  \n z ' z 0 .\u0301"[:-2] + "e\u0301 é"
-    )
+    text = VOCABULARY + "".join(reversed(VOCABULARY)) + "\r\n  \n z ' z 0 .\u0301"[:-2] + "e\u0301 é"
     ids = tokenizer(text)["input_ids"]
     assert ids == [snapshot.vocabulary.index(character) for character in text]
     assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
@@ -182,9 +178,7 @@ def test_generation_modes_that_token_shift_does_not_support_are_refused(setting,
     arguments = {"attn_implementation": setting} if setting == "flex_attention" else {}
     idx = torch.tensor([[1, 2, 3, 1, 2, 3]])
     with pytest.raises(ValueError, match=r"token shift|stateful|does not support"):
-        theirs = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "model", trust_remote_code=True, **arguments
-        )
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True, **arguments)
         cache = transformers.DynamicCache(config=theirs.config)
         if setting == "static":
             cache = transformers.StaticCache(config=theirs.config, max_cache_len=20)
@@ -343,9 +337,7 @@ def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported)
 
 
 def test_source_names_contain_no_local_path():
-    assert (
-        export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
-    )
+    assert export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
     assert export.public_name("/home/me/runs/mine/") == "mine"
 
 

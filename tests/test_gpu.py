@@ -45,9 +45,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(graph, tmp_path):
 def test_a_cuda_graph_trains_like_separate_launches(accumulated, tmp_path):
     steps = ["trainer.max_steps=30", f"trainer.micro_batch_size={accumulated}"]
     losses = [
-        train(
-            configure(*SMALL, f"run_dir={tmp_path}/{graph}", f"trainer.cuda_graph={graph}", *steps)
-        )
+        train(configure(*SMALL, f"run_dir={tmp_path}/{graph}", f"trainer.cuda_graph={graph}", *steps))
         for graph in ("true", "false")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
@@ -55,9 +53,7 @@ def test_a_cuda_graph_trains_like_separate_launches(accumulated, tmp_path):
 
 def test_a_model_that_changes_from_step_to_step_is_refused(tmp_path, monkeypatch):
     forward, dice = MLP.forward, random.Random(0)
-    monkeypatch.setattr(
-        MLP, "forward", lambda self, x: forward(self, x) if dice.random() < 0.5 else 0 * x
-    )
+    monkeypatch.setattr(MLP, "forward", lambda self, x: forward(self, x) if dice.random() < 0.5 else 0 * x)
     with pytest.raises(UserError, match="changes from step to step"):
         weights(tmp_path, "trainer.max_steps=100")
 
@@ -69,8 +65,6 @@ def test_float16_trains_with_a_loss_scale(tmp_path):
 
 
 def test_an_optimizer_that_counts_steps_on_the_cpu_resumes_under_a_graph(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        main, "create_optimizer", lambda model, _: torch.optim.AdamW(model.parameters())
-    )
+    monkeypatch.setattr(main, "create_optimizer", lambda model, _: torch.optim.AdamW(model.parameters()))
     weights(tmp_path, "trainer.max_steps=9")
     assert weights(tmp_path, "trainer.max_steps=20")

@@ -50,16 +50,9 @@ def test_free_memory_is_positive_and_at_most_the_hosts():
 
 def test_an_accelerator_without_float64_trains_resumes_and_samples_as_the_cpu(tmp_path):
     """MPS and XPU, not available here, are used in the same way."""
-    settings = [
-        *TINY,
-        "model=modern",
-    ]  # which ties no weights: tests/accelerator.py does not keep ties
+    settings = [*TINY, "model=modern"]  # which ties no weights: tests/accelerator.py does not keep ties
     fake = {"script": "tests/accelerator.py"}
-    for run_dir, device, steps, how in (
-        ("cpu", "cpu", 8, {}),
-        ("fake", "fake", 6, fake),
-        ("fake", "fake", 8, fake),
-    ):
+    for run_dir, device, steps, how in (("cpu", "cpu", 8, {}), ("fake", "fake", 6, fake), ("fake", "fake", 8, fake)):
         arguments = [*settings, f"trainer.device={device}", f"trainer.max_steps={steps}"]
         program = ["main.py"] if how else []
         result = start(*program, *arguments, f"run_dir={tmp_path / run_dir}", **how)
@@ -70,8 +63,5 @@ def test_an_accelerator_without_float64_trains_resumes_and_samples_as_the_cpu(tm
     for line in on_cpu:
         assert losses[line["split"], line["step"]] == pytest.approx(line["loss"], rel=1e-5)
     arguments = [f"run_dir={tmp_path / 'fake'}", "max_new_tokens=20"]
-    texts = [
-        start("sample.py", *arguments, "device=fake", **fake).stdout,
-        start(*arguments, script="sample.py").stdout,
-    ]
+    texts = [start("sample.py", *arguments, "device=fake", **fake).stdout, start(*arguments, script="sample.py").stdout]
     assert texts[0] == texts[1] and len(texts[0]) > 20

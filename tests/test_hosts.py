@@ -59,11 +59,7 @@ class Host:
         inside = ["sh", "-c", f'{script} && exec "$@"', "sh", self.name, self.folder / self.name]
         with open(self.folder / f"{self.name}.out", "a") as output:
             process = subprocess.Popen(
-                [
-                    *f"ip netns exec {self.namespace} unshare --uts --mount".split(),
-                    *inside,
-                    *command,
-                ],
+                [*f"ip netns exec {self.namespace} unshare --uts --mount".split(), *inside, *command],
                 cwd=ROOT,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
@@ -274,10 +270,7 @@ def test_a_disconnected_host_is_dropped_and_rejoins(hosts, tmp_path):
     whole = tmp_path / "whole"
     result = start(*endless, f"trainer.max_steps={stopped.step}", f"run_dir={whole}", timeout=240)
     assert result.returncode == 0, result.stderr
-    losses = [
-        {(line["step"], line["split"]): line["loss"] for line in metrics(path)}
-        for path in (whole, run)
-    ]
+    losses = [{(line["step"], line["split"]): line["loss"] for line in metrics(path)} for path in (whole, run)]
     assert len(losses[1]) > 20 and set(losses[1]) <= set(losses[0])
     for key, loss in losses[1].items():
         assert loss == pytest.approx(losses[0][key], abs=2e-3), key

@@ -172,9 +172,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     (folder / "one.txt").write_text(text[:150_000])
     (folder / "other.txt").write_text(text[200_000:260_000] + "éß" * 20)
-    learn(
-        folder / "one.txt", folder / "one", "trainer.max_steps=300", "trainer.eval_every_steps=300"
-    )
+    learn(folder / "one.txt", folder / "one", "trainer.max_steps=300", "trainer.eval_every_steps=300")
     return folder
 
 
@@ -188,9 +186,7 @@ SIZES = ["model=modern", "model.n_layer=2", "model.n_head=2", "model.n_embd=48"]
 
 def learn(text, run_dir, *settings, **kwargs) -> str:
     sizes = [] if any(s.startswith("init_from") for s in settings) else SIZES
-    result = start(
-        *SETTINGS, *sizes, f"data.path={text}", f"run_dir={run_dir}", *settings, **kwargs
-    )
+    result = start(*SETTINGS, *sizes, f"data.path={text}", f"run_dir={run_dir}", *settings, **kwargs)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -214,10 +210,7 @@ def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_pa
 def test_pretrained_weights_are_the_best_snapshot_if_training_only_worsens_them(trained, tmp_path):
     settings = ["optimizer.learning_rate=1", "trainer.max_steps=10", f"init_from={trained / 'one'}"]
     said = learn(trained / "one.txt", tmp_path / "worse", *settings)
-    assert (
-        "The run is worse than its pretrained weights: the held-out loss was lowest at step 0"
-        in said
-    )
+    assert "The run is worse than its pretrained weights: the held-out loss was lowest at step 0" in said
     best = load(str(tmp_path / "worse" / "gpt_snapshot.best.pt"))
     source = load(str(trained / "one" / "gpt_snapshot.best.pt"))
     assert best.step == 0 and best.best_loss == pytest.approx(source.best_loss, abs=1e-5)
@@ -234,8 +227,7 @@ def test_a_stop_during_the_first_evaluation_does_not_lose_it(trained, tmp_path, 
     )
     with monkeypatch.context() as patch:
         patch.setattr(
-            "trainer.Trainer.evaluate",
-            lambda self: signal.raise_signal(signal.SIGTERM) or self.requests.check(),
+            "trainer.Trainer.evaluate", lambda self: signal.raise_signal(signal.SIGTERM) or self.requests.check()
         )
         with pytest.raises(Stopped):
             train(composed)

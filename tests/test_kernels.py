@@ -32,9 +32,7 @@ def on(dtype: torch.dtype, *values):
     """A test's parameter; the test is skipped where there can be no kernels for `dtype`."""
     missing = shutil.which("cc") is None or building.instructions(dtype) is None
     reason = f"needs a C compiler (cc) and a CPU with kernels for {dtype}"
-    return pytest.param(
-        dtype, *values, marks=pytest.mark.skipif(missing, reason=reason), id=str(dtype)[6:]
-    )
+    return pytest.param(dtype, *values, marks=pytest.mark.skipif(missing, reason=reason), id=str(dtype)[6:])
 
 
 both = pytest.mark.parametrize("dtype", [on(torch.float32), on(torch.bfloat16)])
@@ -130,9 +128,7 @@ def scattered(*shape: int) -> torch.Tensor:
 
 @both
 @pytest.mark.parametrize("turned, size", [(True, 1), (True, 8), (False, 1), (False, 4)])
-@pytest.mark.parametrize(
-    "B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 48)]
-)
+@pytest.mark.parametrize("B, T, H, D", [(2, 128, 4, 32), (2, 50, 2, 32), (1, 7, 2, 64), (1, 1, 1, 32), (2, 33, 3, 48)])
 def test_attention_and_its_gradient_match_float64(dtype, B, T, H, D, turned, size):
     torch.manual_seed(0)
     x, g = size * torch.randn(B, T, 3 * H * D).to(dtype), scattered(B, T, H * D).to(dtype)
@@ -163,8 +159,7 @@ def test_attention_weights_in_backward_sum_to_one_for_large_scores(dtype, size):
 @both
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
-    "B, past, H, D",
-    [(2, 49, 2, 32), (1, 0, 2, 64), (3, 15, 1, 48), (2, 16, 2, 32), (64, 70, 4, 32)],
+    "B, past, H, D", [(2, 49, 2, 32), (1, 0, 2, 64), (3, 15, 1, 48), (2, 16, 2, 32), (64, 70, 4, 32)]
 )
 def test_attention_with_a_cache_equals_the_last_row_of_full_attention(dtype, B, past, H, D, turned):
     """It changes its own place in the cache, and no other."""
@@ -196,16 +191,8 @@ OPERATIONS = {
         lambda x, weight, bias=None: F.layer_norm(x, x.shape[-1:], weight, bias),
         [1, 2],
     ),
-    "token_shift": (
-        kernels.token_shift,
-        lambda x, weight: x + weight * F.pad(x, (0, 0, 1, -1)),
-        [1],
-    ),
-    "attention": (
-        lambda x: kernels.attention(x, 2, None),
-        lambda x: plain_attention(x, 2, None),
-        [0],
-    ),
+    "token_shift": (kernels.token_shift, lambda x, weight: x + weight * F.pad(x, (0, 0, 1, -1)), [1]),
+    "attention": (lambda x: kernels.attention(x, 2, None), lambda x: plain_attention(x, 2, None), [0]),
     "attention with rotary positions": (
         lambda x: kernels.attention(x, 2, ROTATION),
         lambda x: plain_attention(x, 2, ROTATION),
@@ -215,9 +202,7 @@ OPERATIONS = {
 
 
 @both
-@pytest.mark.parametrize(
-    "name, weights", [(name, n) for name in list(OPERATIONS)[:5] for n in OPERATIONS[name][2]]
-)
+@pytest.mark.parametrize("name, weights", [(name, n) for name in list(OPERATIONS)[:5] for n in OPERATIONS[name][2]])
 def test_operations_and_all_their_gradients_match_float64(dtype, name, weights):
     torch.manual_seed(0)
     kernel, plain, _ = OPERATIONS[name]
@@ -243,10 +228,7 @@ def test_nan_and_inf_propagate(dtype, name, value):
     assert y[0].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "dtype, relative, absolute",
-    [on(torch.float32, 1e-6, 5e-7), on(torch.bfloat16, 2**-8, 1e-30)],
-)
+@pytest.mark.parametrize("dtype, relative, absolute", [on(torch.float32, 1e-6, 5e-7), on(torch.bfloat16, 2**-8, 1e-30)])
 def test_gelu_is_exact_far_from_zero(dtype, relative, absolute):
     x = torch.tensor([-300.0, -13.0, -5.0, -3.0, -0.01, 0.0, 0.01, 3.0, 5.0, 300.0]).to(dtype)
     x = F.pad(x, (0, 6))
@@ -337,9 +319,7 @@ def test_a_linear_layer_matches_float64_and_its_rows_are_independent(dtype, rows
 @only_bfloat16
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows, columns, width", [(8, 32, 32), (72, 96, 160), (776, 128, 64)])
-def test_a_linear_layer_in_bfloat16_and_its_gradients_match_float64(
-    dtype, rows, columns, width, has_bias
-):
+def test_a_linear_layer_in_bfloat16_and_its_gradients_match_float64(dtype, rows, columns, width, has_bias):
     torch.manual_seed(0)
     x = torch.randn(4, rows // 4, width).to(dtype).transpose(0, 1)  # neither is dense
     g = torch.randn(4, rows // 4, columns).to(dtype).transpose(0, 1)
@@ -419,9 +399,7 @@ def test_unsupported_tensors_fall_back_to_torch(dtype, monkeypatch):
     attention = model_module.causal_attention
     for n_head, width in ((1, 33), (2, 40), (4, 16)):
         qkv = torch.randn(1, 40, 3 * n_head * width).to(dtype)
-        found.append(
-            (attention(qkv, n_head, None, None, 0.0), plain_attention(qkv.double(), n_head, None))
-        )
+        found.append((attention(qkv, n_head, None, None, 0.0), plain_attention(qkv.double(), n_head, None)))
     qkv, (cos, sin) = torch.randn(1, 40, 192).to(dtype), ROTATION
     right = plain_attention(qkv.double(), 2, ROTATION)
     for other in (cos.double(), cos.t().contiguous().t(), cos.clone().requires_grad_()):
@@ -462,10 +440,7 @@ def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path, compiler)
 # --- an edited model.py ---
 
 EDITS = {
-    "a window of 4": (
-        ".triu(1 + T - S)",
-        ".triu(1 + T - S) - (1 / torch.zeros(S, T)).tril(T - S - 4)",
-    ),
+    "a window of 4": (".triu(1 + T - S)", ".triu(1 + T - S) - (1 / torch.zeros(S, T)).tril(T - S - 4)"),
     "another scale": ("D**-0.5", "D**-0.1"),
     "no queries normalized": ("v = qkv[2]", "q, k = ops.rotate(qkv[:2], *rotation); v = qkv[2]"),
     "another epsilon": ("ops.rotate(qkv[:2], *rotation))", "ops.rotate(qkv[:2], *rotation), 1.0)"),
@@ -493,9 +468,7 @@ def logits_and_text(module, dtype: torch.dtype) -> list[torch.Tensor]:
     """Logits of a training step, without and with a cache, and a text."""
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 19, "block_size": 40}
-    model = module.GPT(
-        module.GPTConfig("modern", embd_pdrop=0, resid_pdrop=0, attn_pdrop=0, **sizes)
-    )
+    model = module.GPT(module.GPTConfig("modern", embd_pdrop=0, resid_pdrop=0, attn_pdrop=0, **sizes))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     idx = torch.randint(0, 19, (2, 40))

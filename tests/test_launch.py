@@ -18,12 +18,7 @@ def test_a_recipe_in_another_directory_and_a_directory_given_to_hydra_are_used(t
     (recipes / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(recipe))
     settings = [s for s in TINY if not s.startswith("experiment")]
     result = start(
-        *[
-            f"--config-dir={recipes.parent}",
-            *settings,
-            "experiment=mine",
-            "++trainer.use_amp=false",
-        ],
+        *[f"--config-dir={recipes.parent}", *settings, "experiment=mine", "++trainer.use_amp=false"],
         "trainer.log_every_steps=${trainer.eval_every_steps}",
         f"hydra.run.dir={tmp_path / 'run'}",
         cwd=tmp_path,

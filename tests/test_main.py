@@ -261,10 +261,7 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
     [
         ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("optimizer.lr=1", "optimizer.lr: unknown key; did you mean optimizer.learning_rate?"),
-        (
-            "model.droput=0",
-            "did you mean model.resid_pdrop, model.embd_pdrop and model.attn_pdrop?",
-        ),
+        ("model.droput=0", "did you mean model.resid_pdrop, model.embd_pdrop and model.attn_pdrop?"),
         ("data.file=x", "data.file: unknown key; did you mean data.path?"),
         ("trainer.quux=1", "trainer.quux: unknown key; python main.py --help lists all"),
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
@@ -317,14 +314,7 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
     ],
 )
 def test_a_bad_setting_gets_one_line(override, says, tmp_path):
-    refuse(
-        "experiment=overfit",
-        "data=pydoc",
-        f"run_dir={tmp_path / 'run'}",
-        override,
-        says=says,
-        cwd=tmp_path,
-    )
+    refuse("experiment=overfit", "data=pydoc", f"run_dir={tmp_path / 'run'}", override, says=says, cwd=tmp_path)
     left = set(os.listdir(tmp_path / "run")) if (tmp_path / "run").exists() else set()
     assert left <= {".lock", ".gpt_snapshot.pt.lock", "main.log"}
 
@@ -373,11 +363,7 @@ def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(
-        command(*TINY, f"run_dir={tmp_path}"),
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
+        command(*TINY, f"run_dir={tmp_path}"), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
@@ -430,9 +416,7 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
     config = Config()
     config.data = DataConfig(path=str(text_file), block_size=8)
     other = {"data": {"sha256": "of another text"}}
-    monkeypatch.setattr(
-        "config.all_gather", lambda own, _: [own, own | {"data": own["data"] | other["data"]}]
-    )
+    monkeypatch.setattr("config.all_gather", lambda own, _: [own, own | {"data": own["data"] | other["data"]}])
     with pytest.raises(UserError, match=r"data\.sha256: the ranks differ, \w+ and of another text"):
         main.load_text(config, None, ALONE)
 
@@ -445,9 +429,7 @@ def test_too_little_free_memory_is_a_warning(tmp_path):
     config.model.vocab_size = 100
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
-        patch.setattr(
-            "engine.run.memory.log.warning", lambda text, *values: lines.append(text % values)
-        )
+        patch.setattr("engine.run.memory.log.warning", lambda text, *values: lines.append(text % values))
         memory.warn_if_too_little(config.model, config.trainer, ALONE)
         config.model.n_embd = 2**20  # whose weights alone are too large
         memory.warn_if_too_little(config.model, config.trainer, ALONE)

@@ -156,10 +156,7 @@ def wandb_rows(run_dir: Path) -> dict[str, list[tuple[int, dict]]]:
             if kind in (1, 4):  # a whole record, or the last part of one
                 record, parts = Record.FromString(parts), b""
                 if record.WhichOneof("record_type") == "history":
-                    row = {
-                        "/".join(x.nested_key) or x.key: json.loads(x.value_json)
-                        for x in record.history.item
-                    }
+                    row = {"/".join(x.nested_key) or x.key: json.loads(x.value_json) for x in record.history.item}
                     rows.append((record.history.step.num, row))
     return runs
 
@@ -230,9 +227,7 @@ def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "gpt")
     monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     log_run(tmp_path, ["tensorboard"], 0, range(1, 4))
-    assert caplog.messages == [
-        "tensorboard is not installed (pip install tensorboard): not logging to it"
-    ]
+    assert caplog.messages == ["tensorboard is not installed (pip install tensorboard): not logging to it"]
 
 
 def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monkeypatch, caplog):

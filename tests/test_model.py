@@ -109,9 +109,7 @@ def test_ignored_targets_do_not_count():
     targets = torch.randint(11, (2, 12))
     targets[0, 5:] = -1
     logits, loss = model(idx, targets)
-    expected = F.cross_entropy(
-        torch.cat((logits[0, :5], logits[1])), torch.cat((targets[0, :5], targets[1]))
-    )
+    expected = F.cross_entropy(torch.cat((logits[0, :5], logits[1])), torch.cat((targets[0, :5], targets[1])))
     assert loss.item() == pytest.approx(expected.item())
 
 
@@ -186,13 +184,7 @@ def test_n_gram_embeddings_depend_on_the_last_three_and_four_characters():
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 7}])
 def test_cached_generation_equals_uncached_also_past_block_size(arch, path, options, monkeypatch):
     model = tiny(arch, **take(path, monkeypatch))
     idx = torch.randint(11, (3, 4))
@@ -214,9 +206,7 @@ def test_a_full_context_is_encoded_again_from_its_last_half(length):
         seen += 1
 
 
-@pytest.mark.parametrize(
-    "dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cached_logits_equal_uncached_logits(arch, path, dtype, error, monkeypatch):
@@ -249,15 +239,12 @@ def test_top_k_and_top_p_keep_only_the_likeliest():
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {0, 1} and drawn(top_k=100) == {0, 1, 2, 3}
-    assert (
-        drawn(top_p=0.79) == {0, 1} and drawn(top_p=0.81) == {0, 1, 2} and drawn(top_p=1e-9) == {0}
-    )
+    assert drawn(top_p=0.79) == {0, 1} and drawn(top_p=0.81) == {0, 1, 2} and drawn(top_p=1e-9) == {0}
     assert drawn(temperature=1e-3) == {0}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": -1.0}],
+    "options", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": -1.0}]
 )
 def test_impossible_sampling_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -284,9 +271,7 @@ def test_dropout_of_embeddings_and_residual_stream_has_the_configured_rate(arch)
     block.attn.attn_pdrop = 0
     idx = torch.randint(11, (4, 40))
     for name, module in (("block", block), ("attn", block.attn), ("mlp", block.mlp)):
-        module.register_forward_hook(
-            lambda _, given, made, name=name: seen.update({name: (given, made)})
-        )
+        module.register_forward_hook(lambda _, given, made, name=name: seen.update({name: (given, made)}))
     model.train()(idx)
     embedded = model.tok_emb(idx)
     if arch == "gpt2":

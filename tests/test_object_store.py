@@ -22,11 +22,7 @@ fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class Network(socketserver.ThreadingTCPServer):
@@ -153,13 +149,7 @@ def names() -> list[str]:
 def test_a_store_gets_the_same_files_as_a_disk(files):
     for step in (1, 2, 3):
         write(files, step, best=step == 2)
-    assert names() == [
-        "s.best.pt",
-        "s.prev.pt",
-        "s.pt",
-        "s.step00000002.pt",
-        "s.step00000003.pt",
-    ]
+    assert names() == ["s.best.pt", "s.prev.pt", "s.pt", "s.step00000002.pt", "s.step00000003.pt"]
     assert [load(path).step for path in files.all()] == [3, 2, 2, 3, 2]
     assert equal(load(files.path), some_snapshot(3))
     assert set_aside(files.all())[0] == "s3://bucket/lr=[1]*/s.old1.pt"
@@ -274,9 +264,7 @@ def test_a_run_on_a_fresh_disk_resumes_from_the_store(network, tmp_path):
         ("s3://nowhere/run/gpt.pt", {}, "nowhere"),
     ],
 )
-def test_a_store_that_cannot_be_used_gets_one_line_before_training(
-    network, tmp_path, path, environment, says
-):
+def test_a_store_that_cannot_be_used_gets_one_line_before_training(network, tmp_path, path, environment, says):
     env = {k: v for k, v in (os.environ | environment).items() if v}
     missing = {k: None for k, v in environment.items() if not v}
     result = subprocess.run(

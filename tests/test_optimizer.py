@@ -29,9 +29,7 @@ def test_muon_takes_the_steps_of_torchs_muon(bfloat16, tolerance, monkeypatch):
 
 
 @pytest.mark.parametrize("bfloat16, tolerance", [(True, 0.01), (False, 1e-5)])
-def test_a_normalized_update_has_equal_row_norms_and_an_orthogonal_matrixs_norm(
-    bfloat16, tolerance, monkeypatch
-):
+def test_a_normalized_update_has_equal_row_norms_and_an_orthogonal_matrixs_norm(bfloat16, tolerance, monkeypatch):
     monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: bfloat16)
     torch.manual_seed(0)
     for shape in ((24, 8), (8, 24), (8, 8), (1, 8)):

@@ -64,9 +64,7 @@ def test_an_edit_that_affects_only_late_positions_is_refused(tmp_path, monkeypat
     snapshot = model_snapshot(LETTERS, "modern", block_size=96)
     attend = model.causal_attention
 
-    def windowed(
-        qkv, n_head, rotation, cache, pdrop
-    ):  # without the first character, from the 81st on
+    def windowed(qkv, n_head, rotation, cache, pdrop):  # without the first character, from the 81st on
         y = attend(qkv, n_head, rotation, cache, pdrop)
         return torch.cat((y[:, :80], attend(qkv[:, 1:], n_head, None, None, pdrop)[:, 79:]), dim=1)
 
@@ -141,9 +139,7 @@ class Page:
         return WebDriverWait(self.browser, 60, 0.05).until(lambda _: true())
 
     def set(self, name, value):
-        self.browser.execute_script(
-            "document.getElementById(arguments[0]).value = arguments[1]", name, str(value)
-        )
+        self.browser.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
 
     def press(self, name):
         self.all(f"#{name}")[0].click()
@@ -189,9 +185,7 @@ def test_a_page_computes_as_pytorch_and_shows_that(browser, served):
         weights = page.rounded(snapshot.model_state)
         model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
         ids = torch.randint(len(LETTERS), (20,))
-        looked = opened.ask(
-            number, {"kind": "look", "ids": ids.tolist(), "layer": 1, "head": 2}, "looked"
-        )
+        looked = opened.ask(number, {"kind": "look", "ids": ids.tolist(), "layer": 1, "head": 2}, "looked")
         logits, attention = last_attention(model, ids, layer=1, head=2)
         assert looked["logits"] == pytest.approx(logits.tolist(), abs=1e-3)
         assert looked["weights"] == pytest.approx(attention.tolist(), abs=1e-3)

@@ -14,9 +14,7 @@ from packaging.requirements import Requirement
 import export
 from engine.snapshots.storage import load
 
-BLOCKS = re.findall(
-    r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-)
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in BLOCKS
@@ -38,9 +36,7 @@ def finished(tmp_path_factory):
 def test_a_command_of_the_readme_runs(line, tmp_path, request):
     words, launcher = shlex.split(line), ()
     if words[0] == "make":
-        result = subprocess.run(
-            ["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
+        result = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         return
     for package in ("wandb",):
@@ -51,17 +47,10 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
         return
     if words[0] == "torchrun":
         nproc = next(w.split("=")[1] for w in words if w.startswith("--nproc_per_node="))
-        nproc, arguments = (
-            (2 if nproc == "gpu" else int(nproc)),
-            words[words.index("main.py") + 1 :],
-        )
+        nproc, arguments = ((2 if nproc == "gpu" else int(nproc)), words[words.index("main.py") + 1 :])
     elif words[0] == "accelerate":
         at = words.index("main.py")
-        launcher, nproc, arguments = (
-            ("accelerate.commands.launch", *words[2:at]),
-            0,
-            words[at + 1 :],
-        )
+        launcher, nproc, arguments = (("accelerate.commands.launch", *words[2:at]), 0, words[at + 1 :])
     else:
         assert words[0] == "python", line
         nproc, arguments = 0, words[2:]
@@ -91,12 +80,7 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
         (tmp_path / "books").mkdir()
         for book in ("book.txt", "books/one.txt", "books/two.txt"):
             (tmp_path / book).write_text("A text of one's own, long enough for a window. " * 200)
-        short = [
-            "trainer.max_steps=2",
-            "trainer.device=cpu",
-            "trainer.compile=false",
-            f"run_dir={run}",
-        ]
+        short = ["trainer.max_steps=2", "trainer.device=cpu", "trainer.compile=false", f"run_dir={run}"]
         if not any(a.startswith("data") for a in arguments):
             short += ["data=pydoc", "data.truncate=0.02"]
         result = start(*arguments, *short, nproc=nproc, launcher=launcher, cwd=tmp_path)
@@ -106,9 +90,7 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(
-    nproc, tmp_path, monkeypatch
-):
+def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(nproc, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "from-mingpt-ddp.md").read_text()
     program = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     (tmp_path / "mine.py").write_text(program.replace("max_steps=200", "max_steps=3"))
@@ -120,9 +102,7 @@ def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(
     printed = re.findall("^held-out loss [0-9.]+$|^ROMEO:", result.stdout, re.MULTILINE)
     assert len(printed) == 2 and printed[1] == "ROMEO:"  # once, on rank 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
-    of_a_snapshot = re.search(r"^```python\n(from sample .*?)^```", page, re.MULTILINE | re.DOTALL)[
-        1
-    ]
+    of_a_snapshot = re.search(r"^```python\n(from sample .*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(of_a_snapshot, names)
@@ -153,7 +133,5 @@ def test_the_notebook_runs(tmp_path):
     result = run_python(code, cwd=tmp_path, timeout=240)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("held-out loss") >= 2 and (tmp_path / "play.html").exists()
-    first, edited = (
-        load(str(tmp_path / f"runs/{n}/gpt_snapshot.pt")) for n in ("notebook", "edited")
-    )
+    first, edited = (load(str(tmp_path / f"runs/{n}/gpt_snapshot.pt")) for n in ("notebook", "edited"))
     assert first.step == edited.step and first.loss != edited.loss

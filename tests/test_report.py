@@ -143,9 +143,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     (tmp_path / "report.html").mkdir()
     result = start(*TINY, "report=true", f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
-    warnings = [
-        x for x in result.stdout.splitlines() if x.startswith("warning: cannot write report.html")
-    ]
+    warnings = [x for x in result.stdout.splitlines() if x.startswith("warning: cannot write report.html")]
     assert len(warnings) == 1 and "Is a directory" in warnings[0]
 
 
@@ -259,9 +257,7 @@ def test_samples_and_pointer_values_show_at_any_width(page, width):
     assert seen["overflow"] <= 0 and seen["letters"] >= 11 and seen["apart"] > 4
 
 
-def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(
-    tmp_path, capsys, monkeypatch
-):
+def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(tmp_path, capsys, monkeypatch):
     for rate, loss in ((4e-3, 2.5), (8e-3, 1.5), (16e-3, 3.5)):
         changed = {"optimizer__learning_rate": rate, "trainer__save_every_steps": round(rate * 1e4)}
         some_run(tmp_path / f"rate={rate}", held_out=lambda step, loss=loss: loss, **changed)
@@ -304,9 +300,7 @@ def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
     some_run(tmp_path / "unfinished", steps=1000, trainer__seed=3)
     for patience in (1, 2):  # evaluated at steps 500 and 1000; the first was better
         patient = {"trainer__seed": 4 + patience, "trainer__patience": patience}
-        some_run(
-            tmp_path / f"p{patience}", lambda s: 2, lambda s: 2 + s / 1e4, steps=1000, **patient
-        )
+        some_run(tmp_path / f"p{patience}", lambda s: 2, lambda s: 2 + s / 1e4, steps=1000, **patient)
     some_run(tmp_path / "deep", trainer__seed=4, model__n_layer=9)
     html = render([Run(str(path)) for path in sorted(tmp_path.iterdir())], {})
     row = ["mean of 4 seeds: &lt;u&gt;1, p1, &lt;u&gt;2, &lt;u&gt;0", "2.0875", "1.5000 to 2.5000"]
@@ -354,9 +348,7 @@ def test_a_long_run_has_a_small_page(tmp_path):
     assert all(y == pytest.approx(run.train[0]["loss"]) for _, y in curves[0])
 
 
-@pytest.mark.parametrize(
-    "low, high", [(0, 1500), (1.41, 4.2), (1.4601, 1.4602), (0, 8e-3), (0, 3), (0, 1e6)]
-)
+@pytest.mark.parametrize("low, high", [(0, 1500), (1.41, 4.2), (1.4601, 1.4602), (0, 8e-3), (0, 3), (0, 1e6)])
 def test_ticks_are_few_round_and_inside(low, high):
     found = ticks(low, high)
     assert 2 <= len(found) <= 6 and all(low - 1e-9 <= tick <= high for tick, _ in found)
@@ -394,37 +386,12 @@ def falls(step: int) -> float:
         ({}, True, True, "step 1500 is 1.5017, within the reference, 1.5017 ± 0.0252."),
         ({"steps": 700}, True, True, "held-out loss at step 500 is 1.7463, within"),
         ({"steps": 300}, True, True, "training loss at step 300"),
-        (
-            {"held_out": lambda s: falls(s) + 0.2},
-            True,
-            False,
-            "1500 is 1.7017, above the reference",
-        ),
+        ({"held_out": lambda s: falls(s) + 0.2}, True, False, "1500 is 1.7017, above the reference"),
         ({"held_out": lambda s: falls(s) - 0.2}, True, True, "1500 is 1.3017, below the reference"),
-        (
-            {"held_out": lambda s: 4.17},
-            True,
-            False,
-            "held-out loss at step 1500, 4.1700, is worse than guessing",
-        ),
-        (
-            {"losses": lambda s: 4.17, "steps": 400},
-            True,
-            False,
-            "training loss at step 400, 4.1700, is worse",
-        ),
-        (
-            {"losses": lambda s: None if s == 900 else 2.0},
-            True,
-            False,
-            "The run diverges: step 900: the",
-        ),
-        (
-            {"held_out": lambda s: 1.6 + s / 2000},
-            True,
-            False,
-            "The run overfits: the held-out loss was",
-        ),
+        ({"held_out": lambda s: 4.17}, True, False, "held-out loss at step 1500, 4.1700, is worse than guessing"),
+        ({"losses": lambda s: 4.17, "steps": 400}, True, False, "training loss at step 400, 4.1700, is worse"),
+        ({"losses": lambda s: None if s == 900 else 2.0}, True, False, "The run diverges: step 900: the"),
+        ({"held_out": lambda s: 1.6 + s / 2000}, True, False, "The run overfits: the held-out loss was"),
         (
             {"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 2000},
             False,
@@ -464,9 +431,7 @@ def test_the_verdict_of_a_run(tmp_path, card, changed, has_reference, on_track, 
 
 
 def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_path):
-    run = some_run(
-        tmp_path / "run", losses=lambda s: 3.4 - s / 1e5, held_out=lambda s: 3.4 + s / 9e3
-    )
+    run = some_run(tmp_path / "run", losses=lambda s: 3.4 - s / 1e5, held_out=lambda s: 3.4 + s / 9e3)
     _, words = check(run, {})
     assert any("worse than guessing" in sentence for sentence in words)
     assert not any("overfits" in sentence for sentence in words)
@@ -509,9 +474,7 @@ def test_overrides_that_affect_the_loss_are_named_first(tmp_path, card):
         (["model=gpt2"], "cd", "model=gpt2, another text"),
     ],
 )
-def test_a_run_that_is_not_comparable_is_not_compared_with_the_reference(
-    tmp_path, card, overrides, text, says
-):
+def test_a_run_that_is_not_comparable_is_not_compared_with_the_reference(tmp_path, card, overrides, text, says):
     run = some_run(tmp_path / "run", held_out=lambda step: 2.5)
     run.starts[-1]["text_sha256"] = text
     run.starts[-1]["overrides"] += overrides

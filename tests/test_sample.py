@@ -39,19 +39,11 @@ def test_sampling_needs_only_the_snapshot(run_dir, tmp_path):
     result = sample(f"snapshot={copy}", "max_new_tokens=30", "num_samples=2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.split("-" * 40 + "\n")
-    assert (
-        len(first) == len(second) == 32 and first[0] == second[0] == "\n"
-    )  # newline, 30, the one that print adds
+    assert len(first) == len(second) == 32 and first[0] == second[0] == "\n"  # newline, 30, the one that print adds
 
 
 def test_a_prompt_is_verbatim_and_a_seed_repeats(run_dir):
-    arguments = [
-        f"run_dir={run_dir}",
-        "max_new_tokens=40",
-        "top_k=10",
-        "top_p=0.9",
-        "temperature=0.9",
-    ]
+    arguments = [f"run_dir={run_dir}", "max_new_tokens=40", "top_k=10", "top_p=0.9", "temperature=0.9"]
     prompt = 'prompt=a: b, (c) = [d] "e" #1.3 + %'
     a, b, c = (sample(*arguments, prompt, f"seed={seed}").stdout for seed in (1, 1, 2))
     assert a == b != c and a.startswith(prompt.removeprefix("prompt="))
@@ -144,11 +136,7 @@ def test_every_sampling_option_reaches_generate():
 
 def test_samples_without_a_seed_differ():
     config = SampleConfig(seed=None, max_new_tokens=60, num_samples=2, temperature=5.0)
-    texts = [
-        "".join(text)
-        for _ in range(2)
-        for text in sampling.sample(config, model_snapshot(VOCABULARY))
-    ]
+    texts = ["".join(text) for _ in range(2) for text in sampling.sample(config, model_snapshot(VOCABULARY))]
     assert len(set(texts)) == 4
 
 
@@ -175,12 +163,7 @@ def test_score_prints_its_figures(run_dir, tmp_path):
     (tmp_path / "text.txt").write_text("some of the words in it")
     result = sample(f"run_dir={run_dir}", f"score={tmp_path / 'text.txt'}")
     names, values = zip(*(line.rsplit(None, 1) for line in result.stdout.splitlines()), strict=True)
-    assert names == (
-        "characters scored",
-        "nats per character",
-        "bits per character",
-        "perplexity",
-    )
+    assert names == ("characters scored", "nats per character", "bits per character", "perplexity")
     characters, nats, bits, perplexity = map(float, values)
     assert characters == 22
     assert bits == pytest.approx(nats / math.log(2), abs=1e-5)
@@ -269,8 +252,7 @@ def test_an_ensemble_is_labelled(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "what, vocabulary, settings",
-    [("vocabulary", VOCABULARY[::-1], {}), ("context", VOCABULARY, {"block_size": 12})],
+    "what, vocabulary, settings", [("vocabulary", VOCABULARY[::-1], {}), ("context", VOCABULARY, {"block_size": 12})]
 )
 def test_an_ensemble_of_other_models_is_refused(what, vocabulary, settings, tmp_path):
     several = [model_snapshot(VOCABULARY), model_snapshot(vocabulary, **settings)]
@@ -390,10 +372,7 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=größer", "max_new_tokens=9")
     assert result.stdout.startswith("größer"), result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=Ü")
-    assert (
-        "prompt: byte 0x9c at position 1 is not among the 8 bytes of the training text"
-        in result.stderr
-    )
+    assert "prompt: byte 0x9c at position 1 is not among the 8 bytes of the training text" in result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")
     assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout
 

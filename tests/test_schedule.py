@@ -16,9 +16,7 @@ TABLE = [  # schedule, warm-up, floor, cool-down, {step of 100: factor}
 
 @pytest.mark.parametrize("schedule, warmup, floor, cooldown, points", TABLE)
 def test_learning_rate_schedules(schedule, warmup, floor, cooldown, points):
-    config = OptimizerConfig(
-        schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor, cooldown_ratio=cooldown
-    )
+    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor, cooldown_ratio=cooldown)
     for step, factor in points.items():
         assert config.learning_rate_factor(step, 100) == pytest.approx(factor)
 

@@ -47,9 +47,7 @@ def report(processes: int) -> dict:
 CASES = [f"{arch} {optimizer}" for arch in ("gpt2", "modern") for optimizer in ("adamw", "muon")]
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, "activation checkpointing", "token shift", "n-grams muon"]
-)
+@pytest.mark.parametrize("case", [*CASES, "activation checkpointing", "token shift", "n-grams muon"])
 def test_fsdp_takes_the_steps_of_an_unsharded_model(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
@@ -96,9 +94,7 @@ def alone(tmp_path_factory):
     return run
 
 
-def test_a_run_resumes_under_either_strategy_and_format_with_any_number_of_processes(
-    alone, tmp_path
-):
+def test_a_run_resumes_under_either_strategy_and_format_with_any_number_of_processes(alone, tmp_path):
     run = tmp_path / "run"
     stages = [
         (1, 2, [FSDP]),
@@ -131,9 +127,7 @@ def test_a_sharded_snapshot_is_exported_as_a_single_file(alone, tmp_path):
     for path in (snapshot, out):  # what sample, export and init_from read
         whole = load_full(str(path))
         assert not whole.shards and whole.model_state.keys() == single.model_state.keys()
-        assert all(
-            torch.equal(whole.model_state[n], single.model_state[n]) for n in whole.model_state
-        )
+        assert all(torch.equal(whole.model_state[n], single.model_state[n]) for n in whole.model_state)
     assert whole.config == single.config
     sampled = start(f"run_dir={run}", "max_new_tokens=3", script="sample.py")  # as the log says
     assert sampled.returncode == 0, sampled.stderr

@@ -24,13 +24,7 @@ from engine.sizing.draft import Draft
 from engine.sizing.recall import recall
 from main import configure
 
-OWN = [
-    "data=text",
-    "trainer.threads=1",
-    "trainer.log_every_steps=1",
-    "report=false",
-    "samples=false",
-]
+OWN = ["data=text", "trainer.threads=1", "trainer.log_every_steps=1", "report=false", "samples=false"]
 
 SMALL = ["data.block_size=16", "model.n_layer=1", "model.n_embd=16"]
 
@@ -210,9 +204,7 @@ def test_the_final_part_is_not_training_text_and_its_scoring_time_is_counted():
         assert part[key] == whole[key]
     assert part["data.train_split"] == pytest.approx(0.6 * whole["data.train_split"], abs=1e-6)
     assert part["trainer.max_steps"] < whole["trainer.max_steps"]
-    with pytest.raises(
-        UserError, match=r"x\.txt: 500 characters beside data\.final_split=0\.9 are"
-    ):
+    with pytest.raises(UserError, match=r"x\.txt: 500 characters beside data\.final_split=0\.9 are"):
         choose("data.final_split=0.9", characters=5000)
 
 
@@ -282,17 +274,12 @@ def test_steps_that_were_fewer_than_the_time_allowed_can_be_raised():
         again = resumed(chosen, "trainer.max_minutes=1.5", f"trainer.max_steps={steps}")
         assert again["trainer.max_steps"] == steps
     # The steps that were typed are no limit for a time that is given later.
-    capped = resumed(chosen, "trainer.max_minutes=10", "trainer.max_steps=9") | {
-        "data.path": "x.txt"
-    }
+    capped = resumed(chosen, "trainer.max_minutes=10", "trainer.max_steps=9") | {"data.path": "x.txt"}
     longer = resumed(capped, "trainer.max_minutes=10")["trainer.max_steps"]
     assert longer == round(7 * 10 / chosen["trainer.max_minutes"]) > 1000
     epochs = resumed(chosen, "trainer.max_minutes=null", "trainer.max_epochs=300")
     assert epochs["trainer.max_steps"] is None
-    assert (
-        resumed(chosen | {"data.path": "x.txt"}, "trainer.max_minutes=1e-6")["trainer.max_steps"]
-        == 1
-    )
+    assert resumed(chosen | {"data.path": "x.txt"}, "trainer.max_minutes=1e-6")["trainer.max_steps"] == 1
 
 
 def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
@@ -365,9 +352,7 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
 
 def test_time_to_sample_is_reserved_on_a_gpu():
     gpu = {"characters": 10_000_000, "minutes": 0.5, "flops": 1e13, "device": "cuda"}
-    drawn, silent = (
-        choose(f"samples={samples}", **gpu)[0]["trainer.max_steps"] for samples in ("true", "false")
-    )
+    drawn, silent = (choose(f"samples={samples}", **gpu)[0]["trainer.max_steps"] for samples in ("true", "false"))
     assert 0.8 * silent < drawn < 0.95 * silent
 
 
@@ -404,9 +389,7 @@ def test_too_short_a_text_or_time_gets_one_line(characters, minutes, says):
 
 
 def test_a_learning_rate_is_not_chosen_for_another_optimizer():
-    with pytest.raises(
-        UserError, match=r"optimizer\.name=adamw: a learning rate is chosen for muon"
-    ):
+    with pytest.raises(UserError, match=r"optimizer\.name=adamw: a learning rate is chosen for muon"):
         choose("optimizer.name=adamw")
     assert choose("optimizer=adamw")[0]["optimizer.learning_rate"] == 3e-4
 
@@ -420,9 +403,7 @@ def test_a_run_without_max_minutes_refuses_it_later(tmp_path):
         with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
             recall(Draft(config, 30_000), recorded)
     config.trainer.max_steps = None
-    recall(
-        Draft(config, 30_000), recorded | {"data": {"path": "another.txt"}}
-    )  # refused by the Trainer
+    recall(Draft(config, 30_000), recorded | {"data": {"path": "another.txt"}})  # refused by the Trainer
     assert config.trainer.max_steps == 10
 
 

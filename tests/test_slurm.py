@@ -92,10 +92,7 @@ def test_torchrun_under_srun_takes_precedence():
 
 def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
     starts = [(job, step) for job in range(10**6, 10**6 + 50) for step in range(20)]
-    ports = {
-        adopted(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[5]
-        for job, step in starts
-    }
+    ports = {adopted(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[5] for job, step in starts}
     assert len(ports) == len(starts)
     assert all(1024 <= int(port) < 32768 for port in ports)
 

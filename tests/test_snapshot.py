@@ -193,9 +193,7 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
         resume({"model": {"gain": 3.0}}, "ab")
     now["model"]["n_layer"] = 3
     now["trainer"]["batch_size"] = 4
-    with pytest.raises(
-        UserError, match=r"model.n_layer was 2, is 3; trainer.batch_size was 8, is 4.*run_name="
-    ):
+    with pytest.raises(UserError, match=r"model.n_layer was 2, is 3; trainer.batch_size was 8, is 4.*run_name="):
         resume(now, "ab")
     with pytest.raises(UserError, match="text has SHA-256"):
         resume(saved.config, "cd")

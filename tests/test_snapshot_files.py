@@ -15,14 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
-from engine.snapshots.storage import (
-    SnapshotStorage,
-    beside,
-    load,
-    locate,
-    set_aside,
-    snapshot_path,
-)
+from engine.snapshots.storage import SnapshotStorage, beside, load, locate, set_aside, snapshot_path
 from trainer import TrainerConfig
 
 
@@ -120,9 +113,7 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         for step in (2, 3, 4):
             write(files, step, best=step == 3)
         if calls == 0:  # one process that forks is enough to learn all
-            server = spawn(
-                [sys.executable, "-c", FORKING, str(script)], stdin=subprocess.PIPE, stderr=None
-            )
+            server = spawn([sys.executable, "-c", FORKING, str(script)], stdin=subprocess.PIPE, stderr=None)
         server.stdin.write(f"{calls} {files.path}\n")
         server.stdin.flush()
         status = int(read_until(server, "\n"))
@@ -346,9 +337,7 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (0, 3, (6.0, 3))
     save(4, fails=True, best=True)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))
-    with pytest.raises(
-        UserError, match=r"step 5: 2 saves failed in a row .*No space left on device"
-    ):
+    with pytest.raises(UserError, match=r"step 5: 2 saves failed in a row .*No space left on device"):
         save(5, fails=True)
     assert load(path).step == 3
 
@@ -358,16 +347,12 @@ def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, m
     copy = snapshots.storage._copy
 
     def save(step: int, loss: float) -> None:
-        snapshots.save(
-            dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), True, True
-        )
+        snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), True, True)
         snapshots.wait()
 
     save(1, loss=1.5)
     with monkeypatch.context() as full:
-        full.setattr(
-            snapshots.storage, "_copy", lambda a, b: no_space() if b == path else copy(a, b)
-        )
+        full.setattr(snapshots.storage, "_copy", lambda a, b: no_space() if b == path else copy(a, b))
         save(2, loss=1.4)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, (1.4, 2))
     assert (load(path).step, load(snapshots.storage.best).step) == (1, 2)

@@ -80,10 +80,7 @@ def test_a_failed_job_is_in_the_table_and_in_the_status_and_stops_no_other(tmp_p
     result = start(*heads)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     rows = [line.split() for line in result.stdout.splitlines()[-3:-1]]
-    assert [(row[0], *row[-2:]) for row in rows] == [
-        ("n_head=4", "6", "finished"),
-        ("n_head=3", "0", "failed"),
-    ]
+    assert [(row[0], *row[-2:]) for row in rows] == [("n_head=4", "6", "finished"), ("n_head=3", "0", "failed")]
 
 
 def test_a_stopped_sweep_prints_its_table_and_keeps_the_status_of_its_job(tmp_path, begin):
@@ -116,10 +113,7 @@ def test_jobs_are_named_by_the_overrides_that_differ(tmp_path):
 
 def test_the_table_has_means_over_seeds(tmp_path):
     losses = {(0.2, 1): 2.0, (0.2, 2): 2.5, (3, 1): 1.0, (3, 2): 1.5, (4, 1): 0.5}
-    jobs = [
-        job(tmp_path, f"x.lr={rate}", f"trainer.seed={seed}", loss=loss)
-        for (rate, seed), loss in losses.items()
-    ]
+    jobs = [job(tmp_path, f"x.lr={rate}", f"trainer.seed={seed}", loss=loss) for (rate, seed), loss in losses.items()]
     shown = table(jobs)
     assert [" ".join(line.split()) for line in shown[len(jobs) + 1 :]] == [
         "mean of 2 seeds: lr=3 1.2500 1.0000 to 1.5000",

@@ -24,18 +24,7 @@ import chaos
 import fsspec
 import numpy as np
 import pytest
-from conftest import (
-    ALONE,
-    ROOT,
-    UNREAD,
-    command,
-    metrics,
-    read_until,
-    run_python,
-    small_disk,
-    start,
-    wait_until,
-)
+from conftest import ALONE, ROOT, UNREAD, command, metrics, read_until, run_python, small_disk, start, wait_until
 from omegaconf import OmegaConf
 
 import main
@@ -87,9 +76,7 @@ def make(tmp_path, monkeypatch):
         content = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
         cache_dir = str(tmp_path / "cache")
-        return DataConfig(
-            path=str(tmp_path / name), **{"cache_dir": cache_dir, "block_size": 8, **settings}
-        )
+        return DataConfig(path=str(tmp_path / name), **{"cache_dir": cache_dir, "block_size": 8, **settings})
 
     return make
 
@@ -212,10 +199,7 @@ def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_pa
             archive.writestr("text", letters)
         config = DataConfig(path=f"zip://text::{tmp_path / name}", cache_dir=str(tmp_path / "c"))
         assert text_files.open_text(config).vocabulary == letters
-    for letters in (
-        "a",
-        "b",
-    ):  # of the same size and time, which is all that a tar says of a file in it
+    for letters in ("a", "b"):  # of the same size and time, which is all that a tar says of a file in it
         with tarfile.open(tmp_path / "one.tar", "w") as archive:
             member = tarfile.TarInfo("text")
             member.size = 1
@@ -327,9 +311,7 @@ def test_a_url_of_several_files_is_refused(books):
         prepare_text(config)
 
 
-def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(
-    tmp_path, monkeypatch, caplog
-):
+def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(tmp_path, monkeypatch, caplog):
     default = OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml")
     assert default.url == SHAKESPEARE_URL
 
@@ -396,9 +378,7 @@ def test_with_encoding_bytes_every_byte_is_a_character(limit, make, monkeypatch)
 
 @pytest.mark.parametrize("shuffle", ["lines", "paragraphs", "files"])
 @pytest.mark.parametrize("limit", [1000, 2**20])
-def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
-    limit, shuffle, make, monkeypatch, tmp_path
-):
+def test_items_are_shuffled_whole_after_truncation_and_reproducibly(limit, shuffle, make, monkeypatch, tmp_path):
     monkeypatch.setattr(text_files, "LARGE", limit)
     separator = {"lines": "\n", "paragraphs": "\n\n", "files": ""}[shuffle]
     items = [f"<item {i}, a line{separator and '.' * (i % 7)}>{separator}" for i in range(90)]
@@ -415,9 +395,7 @@ def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
     assert text == again.decode(again.data) and len(text) == int(0.9 * sum(map(len, items)))
     whole = [item for item in items if item in text]
     assert len(whole) == "".join(items)[: len(text)].count(">" + separator)
-    assert [items.index(item) for item in sorted(whole, key=text.index)] != sorted(
-        items.index(item) for item in whole
-    )
+    assert [items.index(item) for item in sorted(whole, key=text.index)] != sorted(items.index(item) for item in whole)
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])
@@ -436,9 +414,7 @@ def test_a_text_without_items_is_not_shuffled(make):
         CharDataset(make("one line " * 20, shuffle="lines"))
 
 
-@pytest.mark.parametrize(
-    "name, is_cached", [("small.txt", False), ("small.gz", True), ("memory://small.txt", True)]
-)
+@pytest.mark.parametrize("name, is_cached", [("small.txt", False), ("small.gz", True), ("memory://small.txt", True)])
 def test_only_small_plain_local_files_are_encoded_in_memory(name, is_cached, make, passes):
     config = make("short text " * 9, name.removeprefix("memory://"))
     if name.startswith("memory"):

@@ -12,14 +12,7 @@ import torch
 from conftest import ALONE, equal, metrics, no_space, small_gpt
 
 import model as model_module
-from char_dataset import (
-    ORDER_STEPS,
-    CharDataset,
-    DataConfig,
-    MicroBatches,
-    prefetch,
-    window_order,
-)
+from char_dataset import ORDER_STEPS, CharDataset, DataConfig, MicroBatches, prefetch, window_order
 from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
@@ -108,9 +101,7 @@ def test_a_trainer_without_main_refuses_to_resume_on_another_part_of_the_text(tm
         train(**change)
 
 
-def test_the_first_step_and_evaluations_do_not_count_in_the_time_of_a_step(
-    parts, tmp_path, monkeypatch
-):
+def test_the_first_step_and_evaluations_do_not_count_in_the_time_of_a_step(parts, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     trainer = make(parts, tmp_path, log_every_steps=4, max_steps=8, eval_every_steps=3)
@@ -145,9 +136,7 @@ def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
     assert [line["lr"] for line in metrics(tmp_path, "train")] == [1e-2 * 0.5**k for k in range(6)]
 
 
-@pytest.mark.parametrize(
-    "amp_dtype, used", [("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)]
-)
+@pytest.mark.parametrize("amp_dtype, used", [("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)])
 def test_training_and_evaluation_compute_in_the_chosen_dtype(parts, tmp_path, amp_dtype, used):
     precision = {"use_amp": amp_dtype is not None, "amp_dtype": amp_dtype or "auto"}
     trainer = make(parts, tmp_path, **precision, eval_every_steps=6)
@@ -213,9 +202,7 @@ class Audit:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(
-    parts, size, accumulation
-):
+def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(parts, size, accumulation):
     epochs, batch = 2, 20  # of which 3 ranks have unequal shares
     config = TrainerConfig(batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
     plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
@@ -273,9 +260,7 @@ def test_another_seed_is_another_order(parts, tmp_path):
 def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
     batches = {}
     for workers in (0, 4):
-        trainer = make(
-            parts, tmp_path / str(workers), data_loader_workers=workers, max_steps=2 * ORDER_STEPS
-        )
+        trainer = make(parts, tmp_path / str(workers), data_loader_workers=workers, max_steps=2 * ORDER_STEPS)
         batches[workers] = list(trainer._batches())
     assert len(batches[0]) >= 2 * ORDER_STEPS
     for a, b in zip(batches[0], batches[4], strict=True):
@@ -342,10 +327,7 @@ def test_accumulation_equals_the_large_batch(parts, tmp_path):
     whole = make(parts, tmp_path / "a")
     pieces = make(parts, tmp_path / "b", micro_batch_size=4)
     assert (whole.plan.accumulation, pieces.plan.accumulation) == (1, 3)
-    for trainer in (
-        whole,
-        pieces,
-    ):  # AdamW would make large steps of a gradient that is rounding alone
+    for trainer in (whole, pieces):  # AdamW would make large steps of a gradient that is rounding alone
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
         trainer.train()
     assert torch.allclose(weights(whole), weights(pieces), atol=1e-6)
@@ -360,14 +342,9 @@ def test_a_micro_batch_that_does_not_divide_is_clamped_to_one_that_does(parts, t
 
 def test_float16_clips_the_true_gradients(parts, tmp_path):
     after = {}
-    for name, settings in {
-        "float32": {},
-        "float16": {"use_amp": True, "amp_dtype": "float16"},
-    }.items():
+    for name, settings in {"float32": {}, "float16": {"use_amp": True, "amp_dtype": "float16"}}.items():
         trainer = make(parts, tmp_path / name, grad_norm_clip=0.1, max_steps=3, **settings)
-        trainer.optimizer = torch.optim.SGD(
-            trainer.model.parameters(), lr=1.0
-        )  # does not hide a gradient's size
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # does not hide a gradient's size
         start = weights(trainer).clone()
         trainer.train()
         after[name] = weights(trainer) - start
@@ -392,9 +369,7 @@ def test_dropout_differs_by_step_and_rank_and_repeats_by_seed():
     assert len(draws) == 400 and first_draw(1, 2, 3) == first_draw(1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    "found_by, at", [("log_every_steps", 11), ("eval_every_steps", 11), ("save_every_steps", 12)]
-)
+@pytest.mark.parametrize("found_by, at", [("log_every_steps", 11), ("eval_every_steps", 11), ("save_every_steps", 12)])
 def test_divergence_ends_the_run_and_keeps_the_snapshot(parts, tmp_path, found_by, at):
     every = {"save_every_steps": 4, "log_every_steps": 20, "eval_every_steps": 20}
     if found_by != "save_every_steps":
@@ -408,8 +383,7 @@ def test_divergence_ends_the_run_and_keeps_the_snapshot(parts, tmp_path, found_b
 
     trainer.bare.forward = poisoned
     with pytest.raises(
-        UserError,
-        match=r"step 10: loss nan, gradient norm \S+ at learning rate 0.01.*optimizer.learning",
+        UserError, match=r"step 10: loss nan, gradient norm \S+ at learning rate 0.01.*optimizer.learning"
     ):
         trainer.train()
     assert trainer.step == at
@@ -469,17 +443,9 @@ def test_a_micro_batch_limits_the_windows_of_an_evaluation_too(parts, tmp_path):
 
 @pytest.mark.parametrize(
     "steps, every, evaluated",
-    [
-        (24, 100, [12, 24]),
-        (24, 24, [12, 24]),
-        (24, None, [12, 24]),
-        (24, 20, [20, 24]),
-        (8, 100, [8]),
-    ],
+    [(24, 100, [12, 24]), (24, 24, [12, 24]), (24, None, [12, 24]), (24, 20, [20, 24]), (8, 100, [8])],
 )
-def test_a_run_too_short_for_its_interval_is_evaluated_halfway(
-    parts, tmp_path, steps, every, evaluated
-):
+def test_a_run_too_short_for_its_interval_is_evaluated_halfway(parts, tmp_path, steps, every, evaluated):
     trainer = make(parts, tmp_path, max_steps=steps, eval_every_steps=every, batch_size=1)
     trainer.train()
     assert [line["step"] for line in metrics(tmp_path, "val")] == evaluated
@@ -513,9 +479,7 @@ def test_evaluation_does_not_affect_training(parts, tmp_path):
         pytest.param("modern", "muon", {"compile": "true"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    parts, tmp_path, arch, optimizer, settings
-):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts, tmp_path, arch, optimizer, settings):
     """A run that finishes, is extended, is killed, and resumes."""
     settings = {"save_every_steps": 4, "max_steps": 9, **settings}
 
@@ -543,9 +507,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert torch.equal(weights(whole), weights(resumed))
     for p, q in zip(whole.parameters, resumed.parameters, strict=True):
         for key, value in whole.optimizer.state[p].items():
-            assert torch.equal(
-                torch.as_tensor(value), torch.as_tensor(resumed.optimizer.state[q][key])
-            ), key
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(resumed.optimizer.state[q][key])), key
     assert whole.scaler.state_dict() == resumed.scaler.state_dict()
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
@@ -562,9 +524,7 @@ def test_a_finished_run_says_so_and_changes_nothing(parts, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("fails_at, best_step, best_loss", [(None, 2, 2.0), (2, 5, 2.2)])
-def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(
-    parts, tmp_path, fails_at, best_step, best_loss
-):
+def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path, fails_at, best_step, best_loss):
     """Of those that were written."""
     trainer = make(parts, tmp_path, max_steps=5, eval_every_steps=1, save_every_steps=100)
     losses = iter([3.0, 2.0, 2.5, 2.7, 2.2])
@@ -575,11 +535,7 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(
     )
     trainer.train()
     best, latest = (load(str(tmp_path / f"gpt_snapshot{x}.pt")) for x in (".best", ""))
-    assert (best.step, best.loss, trainer.snapshots.best) == (
-        best_step,
-        best_loss,
-        (best_loss, best_step),
-    )
+    assert (best.step, best.loss, trainer.snapshots.best) == (best_step, best_loss, (best_loss, best_step))
     assert (latest.step, latest.loss) == (5, 2.2)
     assert (latest.best_step, latest.best_loss) == (best_step, best_loss)
 
@@ -691,9 +647,7 @@ def test_minutes_without_steps_are_refused_outside_main(parts, tmp_path):
             make(parts, tmp_path, **{"max_steps": None, **settings})
 
 
-@pytest.mark.parametrize(
-    "max_epochs, save_every, steps", [(3, 2, [4, 6]), (3, 3, [6]), (1, None, [2])]
-)
+@pytest.mark.parametrize("max_epochs, save_every, steps", [(3, 2, [4, 6]), (3, 3, [6]), (1, None, [2])])
 def test_saves_at_epochs_and_at_the_end(parts, tmp_path, max_epochs, save_every, steps):
     n = len(parts[0])
     trainer = make(
@@ -810,22 +764,13 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
 
     setattr(owner, name, acting)
     if moment == "save":  # is another thread's: it may come late
-        trainer.snapshots.save = lambda *args, **named: (
-            save(*args, **named),
-            trainer.step == step and done.wait(30),
-        )
+        trainer.snapshots.save = lambda *args, **named: (save(*args, **named), trainer.step == step and done.wait(30))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    "moment, step", [("micro-batch", 5), ("evaluation", 3), ("evaluation", 9), ("save", 4)]
-)
-def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(
-    parts, tmp_path, monkeypatch, moment, step, number
-):
-    monkeypatch.setattr(
-        evaluation, "EVAL_CHARACTERS", {"cpu": 8}
-    )  # several batches in one evaluation
+@pytest.mark.parametrize("moment, step", [("micro-batch", 5), ("evaluation", 3), ("evaluation", 9), ("save", 4)])
+def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(parts, tmp_path, monkeypatch, moment, step, number):
+    monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # several batches in one evaluation
     settings = {"save_every_steps": 4, "max_steps": 9, "micro_batch_size": 4}
     whole = make(parts, tmp_path / "a", pdrop=0.2, **settings)
     whole.train()
@@ -911,8 +856,7 @@ def test_train_called_again_after_failed_saves_loses_nothing(parts, tmp_path, ca
     whole.train()
     for split in ("train", "val"):
         lines = [
-            {line["step"]: line["loss"] for line in metrics(folder, split)}
-            for folder in (tmp_path, tmp_path / "whole")
+            {line["step"]: line["loss"] for line in metrics(folder, split)} for folder in (tmp_path, tmp_path / "whole")
         ]
         assert lines[0] == lines[1]
 
@@ -922,9 +866,7 @@ def test_the_highest_of_several_signals_counts():
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
             signal.raise_signal(number)
         assert [requests.take(), requests.take()] == [REQUESTS.index("SIGTERM")] * 2
-    with Requests(
-        ALONE
-    ) as requests:  # SLURM's SIGTERM takes back no SIGUSR2, which has it come again
+    with Requests(ALONE) as requests:  # SLURM's SIGTERM takes back no SIGUSR2, which has it come again
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.raise_signal(number)
         assert requests.take() == REQUESTS.index("SIGUSR2")
@@ -934,9 +876,7 @@ def test_the_highest_of_several_signals_counts():
 
 
 @pytest.mark.parametrize("snapshot_format", ["single", "sharded"])
-def test_weights_that_do_not_fit_the_model_get_one_line(
-    parts, tmp_path, monkeypatch, snapshot_format
-):
+def test_weights_that_do_not_fit_the_model_get_one_line(parts, tmp_path, monkeypatch, snapshot_format):
     class MLP(model_module.MLP):
         def __init__(self, config):
             super().__init__(config)

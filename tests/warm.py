@@ -16,15 +16,11 @@ import threading
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch.utils.tensorboard", "hydra.main", "fsspec", "torch.distributed.launcher.api"]
-)
+CONTEXT.set_forkserver_preload(["torch.utils.tensorboard", "hydra.main", "fsspec", "torch.distributed.launcher.api"])
 PREFIXES = (sys.prefix, sys.base_prefix)
 
 
-def run(
-    command: list[str], cwd: Path, environment: dict[str, str], timeout: float
-) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], cwd: Path, environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` would of `python SCRIPT ARGUMENTS...` or `python -m MODULE ...`,
     without standard input.
     """

@@ -26,9 +26,7 @@ log = logging.getLogger("gpt")
 COMPILE_PAYS_FROM = {"cpu": 3e13, "cuda": 4e15}
 
 
-def resolve(
-    config: Any, device: torch.device, planned_flops: float, earlier: dict[str, Any]
-) -> dict[str, Any]:
+def resolve(config: Any, device: torch.device, planned_flops: float, earlier: dict[str, Any]) -> dict[str, Any]:
     """Resolves the `auto` settings. `planned_flops`: floating-point operations of the run, per GPU on GPUs."""
     amp_dtype = resolve_amp_dtype(config, device, earlier)
     pays = planned_flops > COMPILE_PAYS_FROM.get(device.type, math.inf)

@@ -124,9 +124,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
     """
     known = [*keys, *GROUPS]
     by_last_name = {key.rpartition(".")[2]: key for key in reversed(known)}
-    pretrained = [
-        a for a in arguments if override_key(a) == "init_from" and not a.endswith("=null")
-    ]
+    pretrained = [a for a in arguments if override_key(a) == "init_from" and not a.endswith("=null")]
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]
@@ -138,9 +136,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
             raise UserError(f"{argument}: must name a file in conf/{key}")
         elif pretrained and key in architecture and value != "null":
-            raise UserError(
-                f"{argument}: with init_from= the architecture is the pretrained model's; leave it out"
-            )
+            raise UserError(f"{argument}: with init_from= the architecture is the pretrained model's; leave it out")
         elif equals and not key.startswith("hydra"):
             if any(f"{name}.".startswith(f"{key}.") for name in known):
                 continue

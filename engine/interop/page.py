@@ -26,10 +26,7 @@ TOLERANCE = 0.01  # of a logit, for float16 weights
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the page, rounded to float16; integers unchanged."""
-    return {
-        name: weight.half().float() if weight.is_floating_point() else weight
-        for name, weight in weights.items()
-    }
+    return {name: weight.half().float() if weight.is_floating_point() else weight for name, weight in weights.items()}
 
 
 def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:

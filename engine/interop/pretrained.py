@@ -49,9 +49,7 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
     pretrained = run_long_on_rank_0(lambda: read_pretrained(source), world)
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
-        raise UserError(
-            f"init_from={source}: was trained with data.encoding={encoding}; set the same"
-        )
+        raise UserError(f"init_from={source}: was trained with data.encoding={encoding}; set the same")
     config.resolve_architecture(pretrained.model_config)
     return pretrained
 

@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
-    NanoChatConfig,
-    NanoChatForCausalLM,
-)
+from transformers import GenerationMixin, GPT2Config, GPT2LMHeadModel, NanoChatConfig, NanoChatForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
@@ -62,9 +56,7 @@ class NgramEmbedding(nn.Module):
             cache.last_codes = codes[:, -3:], length + input_ids.size(1)
         last = codes.unfold(1, 4, 1).unbind(2)
         three, four = (
-            table[
-                torch.stack([x * f for x, f in zip(last, factors, strict=True)]).sum(0) % len(table)
-            ]
+            table[torch.stack([x * f for x, f in zip(last, factors, strict=True)]).sum(0) % len(table)]
             for table, factors in zip(self.weight.chunk(2), self.FACTORS, strict=True)
         )
         return three + four
@@ -80,24 +72,12 @@ class ShiftedLayer(nn.Module):
         super().__init__(config, layer_idx)
         self.layer_idx, self.shift = layer_idx, TokenShift(config.hidden_size)
 
-    def forward(
-        self,
-        hidden_states,
-        cache=None,
-        attention_mask=None,
-        encoder_hidden_states=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, cache=None, attention_mask=None, encoder_hidden_states=None, **kwargs):
         cache = kwargs.pop("past_key_values", cache)
         if cache is None and kwargs.get("use_cache"):
             raise ValueError("token shift does not know where this Transformers has its cache")
         norm_1, attention, norm_2 = (getattr(self, name) for name in self.names)
-        attended, _ = attention(
-            norm_1(hidden_states),
-            attention_mask=attention_mask,
-            **{CACHE: cache},
-            **kwargs,
-        )
+        attended, _ = attention(norm_1(hidden_states), attention_mask=attention_mask, **{CACHE: cache}, **kwargs)
         hidden_states = hidden_states + attended
         y = norm_2(hidden_states)
         last = torch.zeros_like(y[:, :1])

@@ -70,11 +70,7 @@ MODULES: dict[str, dict[str, list[str]]] = {
 # `GPTConfig`'s fields, and their names in `config.json`.
 SAME = ("n_layer", "n_head", "n_embd", "embd_pdrop", "resid_pdrop", "attn_pdrop")
 FIELDS = {
-    "gpt2": {
-        **{name: name for name in SAME},
-        "block_size": "n_positions",
-        "tie_weights": "tie_word_embeddings",
-    },
+    "gpt2": {**{name: name for name in SAME}, "block_size": "n_positions", "tie_weights": "tie_word_embeddings"},
     "modern": {
         "n_layer": "num_hidden_layers",
         "n_head": "num_attention_heads",
@@ -130,9 +126,7 @@ def byte_tokens() -> list[str]:
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
-def to_files(
-    config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str, encoding: str
-) -> dict[str, bytes]:
+def to_files(config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str, encoding: str) -> dict[str, bytes]:
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
@@ -201,11 +195,7 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
         "config.json": {
             "architectures": [name],
             "model_type": model_type,
-            **(
-                {"auto_map": shifted, "ngram_rows": config["ngram_rows"]}
-                if is_shifted(config)
-                else {}
-            ),
+            **({"auto_map": shifted, "ngram_rows": config["ngram_rows"]} if is_shifted(config) else {}),
             "vocab_size": unknown_id + 1,
             "dtype": "float32",
             "bos_token_id": None,

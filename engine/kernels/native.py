@@ -56,9 +56,7 @@ def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
 
 
 # The `ctx` of a forward pass without a backward pass.
-NO_CONTEXT = SimpleNamespace(
-    save_for_backward=lambda *_: None, set_materialize_grads=lambda _: None
-)
+NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *_: None, set_materialize_grads=lambda _: None)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -234,9 +232,7 @@ def attention(qkv: Tensor, n_head: int, rotation: Rotation) -> Tensor:
     return _apply(_Attention, qkv, n_head, *(rotation or (None, None)))
 
 
-def attention_step(
-    qkv: Tensor, n_head: int, rotation: Rotation, keys: Tensor, values: Tensor, past: int
-) -> Tensor:
+def attention_step(qkv: Tensor, n_head: int, rotation: Rotation, keys: Tensor, values: Tensor, past: int) -> Tensor:
     """Causal attention for one new position: (B, 1, C) from qkv (B, 1, 3 C) and the first `past`
     entries of `keys` and `values` (B, H, block_size, D). Writes the new key and value at index
     `past`. Not differentiable.

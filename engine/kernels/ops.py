@@ -233,9 +233,7 @@ def _choose_kernel(
         return _torch_attention
     if pdrop:  # on a CPU, torch's fused attention has no dropout
         return None
-    is_native = cache is None or (
-        S == 1 and qkv.dtype is cache.keys.dtype and not torch.is_grad_enabled()
-    )
+    is_native = cache is None or (S == 1 and qkv.dtype is cache.keys.dtype and not torch.is_grad_enabled())
     has_width = width >= 2 * native.WIDTH and width % native.WIDTH == 0
     if is_native and has_width and native.supports(qkv) and _fits(rotation, S, width):
         return _native_attention
@@ -245,8 +243,7 @@ def _choose_kernel(
 def _fits(rotation: native.Rotation, S: int, width: int) -> bool:
     """Whether the kernels can read these tables: contiguous float32, no gradient required."""
     return rotation is None or all(
-        _is_dense_float32(table) and table.numel() == S * width // 2 and not table.requires_grad
-        for table in rotation
+        _is_dense_float32(table) and table.numel() == S * width // 2 and not table.requires_grad for table in rotation
     )
 
 

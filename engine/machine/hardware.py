@@ -64,9 +64,7 @@ def check_device(key: str, device: str) -> None:
         return
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device:
-        raise UserError(
-            f"{key}={device}: no such device that this build of torch can use; set {key}=cpu or auto"
-        )
+        raise UserError(f"{key}={device}: no such device that this build of torch can use; set {key}=cpu or auto")
 
 
 def device_name(device: torch.device) -> str:

@@ -69,9 +69,7 @@ class AdaptiveThreads:
             self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
             self.tried, self.next_try = -PROBE_S, now + self.retry
             if not AdaptiveThreads.was_logged:
-                log.info(
-                    "threads     using %d of %d: other processes are busy", threads - 1, self.most
-                )
+                log.info("threads     using %d of %d: other processes are busy", threads - 1, self.most)
                 AdaptiveThreads.was_logged = True
         elif threads < self.most and now > self.next_try:
             torch.set_num_threads(threads + 1)

@@ -72,9 +72,7 @@ def is_restart(world: World) -> bool:
     return any(all_gather(any(os.environ.get(name, "0") != "0" for name in counts), world))
 
 
-def join_processes(
-    device: str = "auto", threads: int | None = None, timeout_s: float = 600
-) -> World:
+def join_processes(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
     """Chooses the device, and joins the process group if there are several processes: gloo for
     CPUs, NCCL for GPUs. Raises `UserError`.
 
@@ -120,9 +118,7 @@ def join_processes(
             store = rendezvous(rank, size, timeout)
             if size > local_size:
                 choose_interface(store, rank, size)
-            dist.init_process_group(
-                backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=gpu
-            )
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=gpu)
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"the {size} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
@@ -271,9 +267,7 @@ def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterato
         yield
     except RuntimeError as error:
         message = one_line(error)
-        failed = re.search(
-            "gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE
-        )
+        failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
         ranks = unresponsive_ranks(world) if failed else []
         if not ranks:
             raise

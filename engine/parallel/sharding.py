@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def build(
-    make: Callable[[], nn.Module], world: World, strategy: str, dtype: torch.dtype
-) -> nn.Module:
+def build(make: Callable[[], nn.Module], world: World, strategy: str, dtype: torch.dtype) -> nn.Module:
     """The model that `make()` makes, on this rank's device, wrapped in DDP or sharded with FSDP2 as
     `strategy` (ddp or fsdp) says; a single process wraps nothing.
 
@@ -50,8 +48,7 @@ def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
         return model
     if strategy == "fsdp" and world.size > 1:
         raise UserError(
-            "trainer.strategy=fsdp: shard the model (sharding.build), then create its optimizer, before "
-            "the Trainer"
+            "trainer.strategy=fsdp: shard the model (sharding.build), then create its optimizer, before the Trainer"
         )
     model.to(world.device)
     if world.size == 1:
@@ -128,9 +125,7 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, *placed, src_data_rank=None).clone()
 
 
-def map_matrices(
-    function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
-) -> torch.Tensor:
+def map_matrices(function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
     """`function` of a batch of matrices (N, R, C). If they are sharded along R, every rank computes
     N / ranks full ones.
     """

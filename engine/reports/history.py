@@ -92,9 +92,7 @@ class Run:
         given = {override_key(o): o for start in self.starts for o in start["overrides"] or ()}
         # main.py adds the nulls: see `add_default_recipe`.
         added = ("trainer.max_steps=null", "trainer.max_epochs=null", "trainer.max_minutes=null")
-        return without(
-            (o for key, o in given.items() if key not in IRRELEVANT), "experiment=", *added
-        )
+        return without((o for key, o in given.items() if key not in IRRELEVANT), "experiment=", *added)
 
 
 def best_first(runs: list[Run]) -> list[Run]:

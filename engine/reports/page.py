@@ -48,8 +48,7 @@ def render(runs: list[Run], references: References) -> str:
         means=seed_means(runs, labels),
         facts=dict.fromkeys(fact for run in described for fact in run["facts"]),
         runs=[
-            run | {"label": label, "hue": hue(i)}
-            for i, (run, label) in enumerate(zip(described, labels, strict=True))
+            run | {"label": label, "hue": hue(i)} for i, (run, label) in enumerate(zip(described, labels, strict=True))
         ],
         reference=find_reference(runs[0], references)[0] if is_compared else None,
     )

@@ -51,9 +51,7 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
         remarks.append("No step of the reference was logged: the run is judged on its own.")
     if not is_compared or any(problems):
         (remarks if is_early else problems).append(loss_warning(run))
-    changed = (
-        f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
-    )
+    changed = f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
     verdict = OFF_TRACK if any(problems) else TOO_FEW if is_early else ON_TRACK
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
 
@@ -97,8 +95,7 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
     where = "within" if abs(loss - mean) <= width else "above" if loss > mean else "below"
     name = "held-out" if split == "val" else "training"
     return where == "above", (
-        f"The {name} loss at step {step} is {loss:.4f}, {where} the reference, "
-        f"{mean:.4f} ± {width:.4f}."
+        f"The {name} loss at step {step} is {loss:.4f}, {where} the reference, {mean:.4f} ± {width:.4f}."
     )
 
 

@@ -105,10 +105,7 @@ def table(runs: list[Run]) -> list[str]:
     means = seed_means(runs, names)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[0] = max(len(row[0]) for row in [*rows, *means])
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in [*rows, *means]
-    ]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [*rows, *means]]
 
 
 def log_results(sweep_dir: str) -> None:

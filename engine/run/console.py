@@ -72,6 +72,4 @@ def command_line() -> Iterator[None]:
         fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not create
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-        fail(
-            "interrupted; the same command resumes from the last snapshot, if there is one", status
-        )
+        fail("interrupted; the same command resumes from the last snapshot, if there is one", status)

@@ -181,9 +181,7 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{hint}")
 
 
-def choose_snapshots(
-    snapshots: list[str] | None, snapshot: str | None, run_dir: str | None
-) -> list[str]:
+def choose_snapshots(snapshots: list[str] | None, snapshot: str | None, run_dir: str | None) -> list[str]:
     """`choose_snapshot` for each of `snapshots`, or for the other two. Raises `UserError` if there is none, or for
     both.
     """

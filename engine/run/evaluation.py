@@ -35,9 +35,7 @@ class Evaluations:
 
     def __post_init__(self):
         if self.config.patience is not None and not self.has_dataset:
-            raise UserError(
-                f"trainer.patience={self.config.patience}: there is nothing to evaluate"
-            )
+            raise UserError(f"trainer.patience={self.config.patience}: there is nothing to evaluate")
 
     @property
     def interval(self) -> int:
@@ -80,11 +78,7 @@ class Evaluations:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    dataset: Any,
-    world: World,
-    check_requests: Callable[[], None],
-    max_windows: int | None = None,
+    model: nn.Module, dataset: Any, world: World, check_requests: Callable[[], None], max_windows: int | None = None
 ) -> Evaluated:
     """The held-out loss, exact: every character of `dataset` but the first is scored once, in
     non-overlapping windows, which the ranks share.

@@ -23,12 +23,7 @@ HEADROOM = 0.05
 
 
 def fit_micro_batch(
-    plan: Plan,
-    known: int | None,
-    model: nn.Module,
-    dataset: Any,
-    choices: dict[str, Any],
-    world: World,
+    plan: Plan, known: int | None, model: nn.Module, dataset: Any, choices: dict[str, Any], world: World
 ) -> Plan:
     """Finds a micro-batch that fits: halves that of `plan`, or the `known` one that an earlier start found, until a
     forward and backward pass of `model` fits into the memory of every rank. Returns the plan with it, and records it
@@ -55,9 +50,7 @@ def fit_micro_batch(
         plan = plan.with_micro_batch(windows // 2)
 
 
-def _fits(
-    plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device
-) -> bool:
+def _fits(plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], device: torch.device) -> bool:
     """Whether a micro-batch of `plan` fits into memory, with the optimizer's two moment estimates per parameter, the
     gradients of earlier micro-batches and some headroom.
     """
@@ -99,9 +92,7 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: Exception) -> Plan:
     what = f"step {step}: out of memory with {windows} windows at once"
     if not may_repeat:
         setting = f"trainer.micro_batch_size={smaller.micro_batch_size}"
-        raise UserError(
-            f"{what}; the same command with {setting} resumes from the newest snapshot"
-        ) from error
+        raise UserError(f"{what}; the same command with {setting} resumes from the newest snapshot") from error
     log.warning("%s; retrying with %d", what, smaller.micro_batch_size)
     return smaller
 

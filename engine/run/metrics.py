@@ -92,11 +92,7 @@ class Metrics:
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
         earlier = read_lines(self.path, "split")
-        kept = [
-            line
-            for line in earlier
-            if position(line) <= (step, evaluated) and line["split"] != "final"
-        ]
+        kept = [line for line in earlier if position(line) <= (step, evaluated) and line["split"] != "final"]
         write_lines(self.path, kept)
         self.lines = len(kept)  # in the file, or waiting to be written
         missing = lines - self.lines

@@ -53,9 +53,7 @@ class Plan:
         for compiled code, unless that needs twice as many.
         """
         fewest = -(-self.batch_size // (self.world_size * limit))
-        equal = (
-            n for n in range(fewest, 2 * fewest) if self.batch_size % (self.world_size * n) == 0
-        )
+        equal = (n for n in range(fewest, 2 * fewest) if self.batch_size % (self.world_size * n) == 0)
         return dataclasses.replace(self, accumulation=next(equal, fewest))
 
     @property

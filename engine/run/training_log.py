@@ -48,9 +48,7 @@ class TrainingLog:
         # (step, this rank's loss, gradient norm) of the first step whose norm is not finite; step -1: none.
         self.bad = torch.full((3,), -1.0, device=self.world.device)
 
-    def open(
-        self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict
-    ) -> None:
+    def open(self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict) -> None:
         """Opens the files, on rank 0; see `Metrics`."""
         self.metrics = Metrics(run_dir, step, evaluated, self.lines, trackers, flatten(run_config))
 
@@ -79,9 +77,7 @@ class TrainingLog:
         number = planned / (plan.windows + plan.block_size)
         passes = f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
         start = f"; from step {step}" if step else ""
-        log.info(
-            f"plan        {steps} = {planned:,} {unit}s = {passes} passes over the text{start}"
-        )
+        log.info(f"plan        {steps} = {planned:,} {unit}s = {passes} passes over the text{start}")
         if number > MANY_PASSES:
             log.warning(
                 f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
@@ -184,9 +180,7 @@ class TrainingLog:
         with self.paused(recurs=False):
             return self.sample()
 
-    def log_evaluation(
-        self, step: int, result: Evaluated, seconds: float, best: tuple[float, int] | None
-    ) -> None:
+    def log_evaluation(self, step: int, result: Evaluated, seconds: float, best: tuple[float, int] | None) -> None:
         """Logs an evaluation; `best`: the lowest held-out loss before, and its step. Raises `UserError` if the loss is
         not finite.
         """
@@ -195,9 +189,7 @@ class TrainingLog:
             raise self.divergence(step, f"the held-out loss is {loss}")
         if not self.metrics:
             return
-        self.metrics.log(
-            step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses
-        )
+        self.metrics.log(step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses)
         line = f"{self._of(step)} | held-out loss {loss:.4f} ({loss / math.log(2):.4f} bits per {self.unit})"
         if best and best[0] <= loss:
             line += f" | best {best[0]:.4f} at step {best[1]}"
@@ -218,9 +210,7 @@ class TrainingLog:
         if first >= 0:
             raise self.divergence(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
 
-    def divergence(
-        self, step: int, what: str, loss: float = math.nan, norm: float = math.nan
-    ) -> UserError:
+    def divergence(self, step: int, what: str, loss: float = math.nan, norm: float = math.nan) -> UserError:
         """The error of a run that diverged at `step`; also logs it to the metrics."""
         what += f" at learning rate {self.learning_rate(step - 1):.3g}"
         if self.metrics:

@@ -60,9 +60,7 @@ def choose_sizes(
             device = world.device.type
             log.info("sizing      the rule was fitted on CPUs; on %s it is extrapolated", device)
         overrides = choose(draft, trial)
-        log.info(
-            "sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name)
-        )
+        log.info("sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name))
     config.model = sized_model(config)
     trial.warn_if_too_little(config)
 
@@ -202,9 +200,7 @@ def choose_steps(draft: Draft, trial: Trial, step_s: float, limit: float) -> Non
     seconds = trial.seconds_left(trainer.max_minutes)
     each = step_s * draft.scoring_steps(draft.held_out)  # seconds of an evaluation
     # One process scores the final part.
-    final = (
-        trial.world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
-    )
+    final = trial.world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
     first = each if config.init_from is not None else 0.0  # of the pretrained weights
     left = seconds - other_seconds(config, seconds / step_s, trial.on_gpu) - first - final
     if trainer.eval_every_steps is None:

@@ -90,9 +90,7 @@ class SnapshotManager:
             moved = ", ".join(set_aside(earlier))
             log.warning("%s: training from scratch; earlier files are renamed to %s", why, moved)
 
-    def restore(
-        self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def restore(self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the tensors of `snapshot` into the unwrapped `model` and its `optimizer`, sharded as
         these are. Raises `UserError` if they do not fit.
         """
@@ -206,9 +204,7 @@ class SnapshotManager:
 
     def _log_failure(self, step: int, error: str) -> None:
         intact = "" if self.saved_step is None else "; the snapshots saved before are intact"
-        log.warning(
-            "step %d: the snapshot was not written to %s: %s%s", step, self.path, error, intact
-        )
+        log.warning("step %d: the snapshot was not written to %s: %s%s", step, self.path, error, intact)
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

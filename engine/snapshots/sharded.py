@@ -70,16 +70,12 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     listings = all_gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)), world)
     files = digests(listings[0], folder, world)
     if not files or None in files.values() or any(names != listings[0] for names in listings):
-        raise SnapshotError(
-            f"{folder}: not every rank can read the same files there; it must be a shared disk"
-        )
+        raise SnapshotError(f"{folder}: not every rank can read the same files there; it must be a shared disk")
     shards = {"folder": name, "files": files}
     return dataclasses.replace(snapshot, model_state={}, optimizer_state={}, shards=shards)
 
 
-def read_shards(
-    path: str, shards: dict[str, Any], model: dict[str, torch.Tensor], world: World
-) -> tuple[dict, dict]:
+def read_shards(path: str, shards: dict[str, Any], model: dict[str, torch.Tensor], world: World) -> tuple[dict, dict]:
     """(model state, optimizer state) in the shards of the snapshot at `path`; all ranks take part.
 
     The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that

@@ -168,21 +168,14 @@ class Snapshot:
 def verify(content: bytes | memoryview, name: str) -> None:
     """Raises `SnapshotError`, naming the content `name`, unless its SHA-256 is right."""
     if content[-DIGEST_LENGTH - len(COMMENT) : -DIGEST_LENGTH] != COMMENT:
-        raise SnapshotError(
-            f"{name}: not a complete snapshot of this application (its closing digest is missing)"
-        )
+        raise SnapshotError(f"{name}: not a complete snapshot of this application (its closing digest is missing)")
     digest = hashlib.sha256(memoryview(content)[:-DIGEST_LENGTH]).hexdigest()
     if digest.encode() != content[-DIGEST_LENGTH:]:
         raise SnapshotError(f"{name}: damaged: its SHA-256 differs from when it was written")
 
 
 def check_can_resume(
-    snapshot: Snapshot,
-    path: str,
-    config: dict[str, Any],
-    defaults: dict[str, Any],
-    dataset: Any,
-    world: World,
+    snapshot: Snapshot, path: str, config: dict[str, Any], defaults: dict[str, Any], dataset: Any, world: World
 ) -> None:
     """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
     settings and this text. Logs all other changes. Settings that the snapshot lacks have their `defaults` (dotted
@@ -191,17 +184,11 @@ def check_can_resume(
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
-    refused = [
-        f"{key} was {as_typed(was)}, is {as_typed(now)}"
-        for key, (was, now) in changes.items()
-        if is_fixed(key)
-    ]
+    refused = [f"{key} was {as_typed(was)}, is {as_typed(now)}" for key, (was, now) in changes.items() if is_fixed(key)]
     was, now = snapshot.text_digest, dataset.digest
     if was != now:
         paths = " and ".join(map(str, changes.pop("data.path", ())))
-        refused.append(
-            f"the text has SHA-256 {now[:12]}..., was {was[:12]}..." + f" ({paths})" * bool(paths)
-        )
+        refused.append(f"the text has SHA-256 {now[:12]}..., was {was[:12]}..." + f" ({paths})" * bool(paths))
     if refused:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
@@ -217,9 +204,7 @@ def check_can_resume(
 
 
 @torch.no_grad()
-def probe_logits(
-    model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str
-) -> torch.Tensor:
+def probe_logits(model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str) -> torch.Tensor:
     """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of a context of the ids 0,
     1, 2, ...; float32 on the CPU. A snapshot holds weights, not code: loading computes the probe again, and different
     logits mean that the model's code has changed.
