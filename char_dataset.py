@@ -299,20 +299,20 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
     """
     positions = np.asarray(positions, dtype=np.int64)
     stride = min(stride, num_windows)
-    epochs, value = np.divmod(positions, num_windows)
+    epochs, within_epoch = np.divmod(positions, num_windows)
     order = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        key = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
-        keys = _mix(key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one per pass
-        first = np.argsort(keys)  # of each pass
-        sizes = (num_windows - first + stride - 1) // stride
+        in_epoch = epochs == epoch
+        epoch_key = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
+        keys = _mix(epoch_key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one per pass
+        # Pass i visits the windows `offsets[i] + stride * k` for k below `sizes[i]`; the passes are in random order.
+        offsets = np.argsort(keys)
+        sizes = -(-(num_windows - offsets) // stride)
         ends = np.cumsum(sizes)
-        number = np.searchsorted(ends, value[here], side="right")
-        within = value[here] - (ends - sizes)[number]
-        order[here] = first[number] + stride * _shuffled(
-            within, sizes[number], keys[number], largest=-(-num_windows // stride)
-        )
+        passes = np.searchsorted(ends, within_epoch[in_epoch], side="right")
+        within_pass = within_epoch[in_epoch] - (ends - sizes)[passes]
+        k = _shuffled(within_pass, sizes[passes], keys[passes], largest=-(-num_windows // stride))
+        order[in_epoch] = offsets[passes] + stride * k
     return order
 
 
@@ -369,11 +369,11 @@ class MicroBatches:
     def __getitem__(self, k: int) -> MicroBatch:
         plan = self.plan
         step, i = divmod(k, plan.accumulation)
+        # Of the step's windows, those from `first` to `last`.
         count, number = plan.world_size * plan.accumulation, self.rank * plan.accumulation + i
-        first = plan.batch_size * number // count
-        last = plan.batch_size * (number + 1) // count
-        block, step = divmod(step, ORDER_STEPS)
-        start = step * plan.batch_size
+        first, last = (plan.batch_size * n // count for n in (number, number + 1))
+        block, step_of_block = divmod(step, ORDER_STEPS)
+        start = step_of_block * plan.batch_size
         windows = slice(start + first, start + max(last, first + 1))
         x, y = self.dataset.batch(self.block_order(block)[windows])
         return x, y, (last - first) * plan.world_size / plan.batch_size

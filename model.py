@@ -377,7 +377,7 @@ class GPT(nn.Module):
             raise ValueError(f"{past + T} characters of context, but block_size is {block_size}")
         x = self.tok_emb(idx)  # (B, T, C)
         if self.ngrams is not None:
-            x = x + self.ngrams(idx, cache and cache[0])
+            x = x + self.ngrams(idx, cache[0] if cache else None)
         if self.pos_emb is not None:
             x = x + self.pos_emb.weight[past : past + T]
         x = ops.dropout(x, self.config.embd_pdrop, self.training)
@@ -398,7 +398,7 @@ class GPT(nn.Module):
             if recompute and cache is None:
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             else:
-                x = block(x, rotation, cache and cache[i])
+                x = block(x, rotation, cache[i] if cache else None)
         logits = self.head(self.ln_f(x))  # (B, T, V)
         if targets is None:
             return ops.cap(logits, self.softcap), None

@@ -280,9 +280,10 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
     vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding
     for ids, seen in read_batches(config.score, vocabulary, num_characters, overlap, encoding):
         ids = ids.to(device)
-        targets, end = ids[seen:], len(ids) - 1
-        padding = max(block_size - end, (overlap - end) % stride)
-        x = F.pad(ids[:-1], (0, padding)).unfold(0, block_size, stride)  # (windows, block_size)
+        inputs, targets = ids[:-1], ids[seen:]
+        padding = max(block_size - len(inputs), (overlap - len(inputs)) % stride)  # completes the last window
+        x = F.pad(inputs, (0, padding)).unfold(0, block_size, stride)  # (windows, block_size)
+        # Positions that neither an earlier window nor an earlier batch has scored.
         is_new = torch.ones(x.shape, dtype=torch.bool, device=device)
         is_new[1:, :overlap] = False
         is_new[0, : seen - 1] = False
@@ -292,7 +293,7 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
                 logits = model(x)[0][is_new][: len(targets)]
             each = F.cross_entropy(logits, targets, reduction="none")
             losses.append(each.cpu().double())  # not every device has float64
-        if len(models) > 1:
+        if len(models) > 1:  # -log of the mean probability
             losses.append(math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0))
         yield torch.stack(losses)
 

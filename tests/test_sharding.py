@@ -24,7 +24,7 @@ FSDP = "trainer.strategy=fsdp"
 SHARDED = "trainer.snapshot_format=sharded"
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[3, pytest.param(2, marks=pytest.mark.slow)])
 def seen(request) -> dict:
     """What `sharding_program.py` reports, started with 2 and with 3 processes."""
     return report(request.param)
