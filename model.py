@@ -411,7 +411,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile(*args, **kwargs)
 
-    def flops_per_token(self) -> float:
+    def flops_per_character(self) -> float:
         """Floating-point operations of training per character (Chowdhery et al., "PaLM", 2022,
         appendix B): 6 per weight of a matrix, 12 L C T for attention, none for look-ups.
         """

@@ -26,7 +26,7 @@ from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import execution
 from engine.kernels.graph import CapturedStep, MicroBatch, can_capture
-from engine.machine.hardware import flops_per_token, is_out_of_memory
+from engine.machine.hardware import flops_per_character, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads, ignores_threads
 from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
@@ -175,7 +175,7 @@ class Trainer:
             defaults = defaults_of(own | {"optimizer": OptimizerConfig})
             check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset, world)
         earlier = self.snapshots.earlier_choices()
-        flops = plan.total_steps * plan.characters * flops_per_token(bare)
+        flops = plan.total_steps * plan.characters * flops_per_character(bare)
         flops /= world.size if device.type == "cuda" else 1
         self.choices = choices = auto.resolve(config, device, flops, earlier)
         execution.apply(choices, bare)
@@ -190,7 +190,7 @@ class Trainer:
             world,
             self.plan,
             every_steps=config.log_every_steps,
-            flops_per_character=flops_per_token(bare),
+            flops_per_character=flops_per_character(bare),
             unit=getattr(train_dataset, "unit", "character"),
             scaler=self.scaler,
             learning_rate=self._learning_rate,

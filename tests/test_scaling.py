@@ -23,7 +23,7 @@ def test_parameter_and_operation_counts_equal_the_models(name):
         model = GPT(config)
     assert size.parameters == sum(p.numel() for p in model.parameters())
     flops = flops_per_character(size.layers, size.width, size.context, vocabulary)
-    assert flops == model.flops_per_token()
+    assert flops == model.flops_per_character()
     number, unit = name.split()
     assert size.parameters == pytest.approx(float(number) * {"M": 1e6, "B": 1e9}[unit], rel=0.05)
 

@@ -54,7 +54,7 @@ class FakeTrial:
     def seconds_per_step(self, draft: Draft) -> float:
         compiled = draft.config.trainer.compile
         self.timed.append(compiled)
-        seconds = draft.step_characters * draft.character_flops / self.flops
+        seconds = draft.step_characters * draft.flops_per_character / self.flops
         return seconds * (0.7 if compiled == "true" else 1)
 
 

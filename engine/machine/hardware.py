@@ -105,9 +105,9 @@ def peak_flops(device: torch.device) -> float | None:
     return next(found, None)
 
 
-def flops_per_token(model: nn.Module) -> float:
-    """Operations of training on one token: the model's own count if it has one, else 6 per parameter."""
-    count = getattr(model, "flops_per_token", None)
+def flops_per_character(model: nn.Module) -> float:
+    """Floating-point operations of training on a character: the model's own count if it has one, else 6 per parameter."""
+    count = getattr(model, "flops_per_character", None)
     return count() if count else 6.0 * sum(p.numel() for p in model.parameters())
 
 

@@ -82,6 +82,13 @@ class Run:
         return self.starts[-1]["total_steps"]
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has all its steps, or `trainer.patience` ended it."""
+        patience = flatten(self.config).get("trainer.patience")
+        is_over = patience is not None and self.best is not None and self.best not in self.val[-patience:]
+        return is_over or self.step >= self.total_steps
+
+    @property
     def recipe(self) -> str | None:
         """The recipe named or chosen at the last start; None without one."""
         return self.starts[-1]["recipe"]
@@ -117,25 +124,22 @@ def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
     settings that change the loss no more than a seed. Returns rows, lowest mean first: label (from the
     `names` of its runs), mean, and range from lowest to highest loss (nats per character).
     """
-    groups: dict[str, dict[int, tuple[float, str]]] = {}
+    groups: dict[str, dict[int, tuple[float, str]]] = {}  # by settings: the loss and name of each seed
     for run, name in zip(runs, names, strict=True):
-        if run.best is None:
-            continue
-        settings = flatten(run.config)
-        patience = settings.get("trainer.patience")
-        ended_early = patience is not None and run.best not in run.val[-patience:]
-        # An unfinished run has a higher loss for that reason alone.
-        if run.step >= run.total_steps or ended_early:
+        if run.best is not None and run.has_ended:
+            settings = flatten(run.config)
+            seed = settings.get("trainer.seed", 0)
             ignored = IRRELEVANT | {"trainer.max_minutes"}  # from which the steps follow
-            relevant = sorted((k, str(v)) for k, v in settings.items() if k not in ignored)
+            relevant = sorted((key, str(value)) for key, value in settings.items() if key not in ignored)
             group = groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {})
-            group.setdefault(settings.get("trainer.seed", 0), (run.best["loss"], name))
+            group.setdefault(seed, (run.best["loss"], name))
     means = []
-    for losses, of in (zip(*group.values(), strict=True) for group in groups.values()):
-        shared = [word for word in of[0].split() if all(word in name.split() for name in of)]
-        which = " ".join(shared) or (", ".join(of) if len(groups) > 1 else "")
-        label = f"mean of {len(of)} seeds{': ' if which else ''}{which}"
-        span = f"{format_loss(min(losses))} to {format_loss(max(losses))}"
-        if len(of) > 1:
+    for group in groups.values():
+        if len(group) > 1:
+            losses, members = zip(*group.values(), strict=True)
+            shared = [word for word in members[0].split() if all(word in name.split() for name in members)]
+            which = " ".join(shared) or (", ".join(members) if len(groups) > 1 else "")
+            label = f"mean of {len(members)} seeds{': ' if which else ''}{which}"
+            span = f"{format_loss(min(losses))} to {format_loss(max(losses))}"
             means.append((label, format_loss(statistics.mean(losses)), span))
     return sorted(means, key=lambda row: float(row[1]))

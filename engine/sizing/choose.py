@@ -118,13 +118,13 @@ def choose_model(draft: Draft, trial: Trial) -> None:
             steps = seconds / step_s
             speed = f"{reference.step_characters / step_s:,.0f} {unit}s/s at width {reference.config.model.n_embd}"
             limit = f"{duration(seconds)} of training (this machine: {speed})"
-    operations = steps * reference.step_characters * reference.character_flops
+    operations = steps * reference.step_characters * reference.flops_per_character
 
     layers, width, context = rule.best_sizes(usable, operations)
     affordable = operations / rule.REFERENCE_FLOPS if is_timed else math.inf
     step = rule.step_size(usable, model.n_embd or width, affordable, trial.on_gpu)
     draft.fill(sizes_of(config, longest, layers, width, context, step, trial.world.size))
-    trained = operations / draft.character_flops
+    trained = operations / draft.flops_per_character
     held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / 2 * trained / EVALUATION_COST)
     split = (1 - data.final_split) * (1 - min(held_out / usable, 0.1))
     draft.fill({"data.train_split": round(split, 6)})

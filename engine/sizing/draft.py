@@ -72,8 +72,8 @@ class Draft:
         return self.config.trainer.batch_size * self.config.data.block_size
 
     @property
-    def character_flops(self) -> float:
-        """Floating-point operations of training on a character, as `GPT.flops_per_token`."""
+    def flops_per_character(self) -> float:
+        """Floating-point operations of training on a character, as `GPT.flops_per_character`."""
         model = self.config.model
         layers, width = model.n_layer, model.n_embd
         head = 6 * width * model.vocab_size
