@@ -54,7 +54,7 @@ class DataConfig:
     sha256: str | None = None  # SHA-256 of the files, decompressed, hexadecimal; null: any text
     block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see docs/own-text.md
     train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
-    final_split: float = 0.0  # test split: share of the text, at its end, that is scored once, after training
+    final_split: float = 0.0  # share of the text, at its end, that is scored once, after training
     truncate: float = 1.0  # share of the text to use, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
@@ -89,13 +89,13 @@ class DataConfig:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 
 
-def prepare_text(config: DataConfig, recorded: str | list[str] | None = None) -> DataConfig:
+def prepare_text(config: DataConfig, recorded_path: str | list[str] | None = None) -> DataConfig:
     """Downloads the text if `path` does not exist, and encodes a large one into the cache; call it in one process per
     host. Returns the configuration of the text to use: without a network, `pydoc:topics` replaces the default text, and
-    a run that started on it (`recorded`) keeps it. Raises `UserError` for any other missing text.
+    a run that started on it (`recorded_path`) keeps it. Raises `UserError` for any other missing text.
     """
     pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
-    if recorded == PYDOC and config.url == SHAKESPEARE_URL:
+    if recorded_path == PYDOC and config.url == SHAKESPEARE_URL:
         log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
         return pydoc
     if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
@@ -231,9 +231,9 @@ class CharDataset(Dataset):
     def _ids(self, positions: torch.Tensor) -> torch.Tensor:
         # torch gathers from few unsigned types; a signed view has the same bits, and the mask
         # removes its sign.
-        signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.data.element_size()]
-        ids = self.data.view(signed)[positions].long()
-        return ids if signed is torch.uint8 else ids & (256 ** self.data.element_size() - 1)
+        size = self.data.element_size()
+        view = self.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
+        return view[positions].long() & (256**size - 1)
 
     def encode(self, text: str) -> torch.Tensor:
         """The ids of `text`, int64, one for each character, or for each byte of its UTF-8. Raises `UserError` for
@@ -252,13 +252,13 @@ def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float
     held-out cross-entropy, in nats, of an add-one-smoothed unigram model). Counts the first `MAX_COUNTED` characters of
     each part.
     """
-    seen, scored = (
+    trained, scored = (
         sum(ids.long().bincount(minlength=train.vocab_size) for ids in dataset.data[:MAX_COUNTED].cpu().split(2**20))
         for dataset in (train, held_out)
     )
     share = scored.double() / scored.sum()
-    frequency = (seen + 1.0).double() / (seen + 1).sum()
-    unseen = share[seen == 0].sum().item() if len(train.data) <= MAX_COUNTED else 0.0
+    frequency = (trained + 1.0).double() / (trained + 1).sum()
+    unseen = share[trained == 0].sum().item() if len(train.data) <= MAX_COUNTED else 0.0
     return unseen, -(share * frequency.log()).sum().item()
 
 
@@ -363,25 +363,25 @@ class MicroBatches:
 
     def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):
         self.dataset, self.seed, self.plan, self.rank = dataset, seed, plan, rank
-        # Two blocks: prefetch threads may be cutting batches of a block and of the next one.
-        self.block_order = functools.lru_cache(maxsize=2)(self._block_order)
+        # Two chunks: prefetch threads may be cutting batches of one and of the next.
+        self.chunk_order = functools.lru_cache(maxsize=2)(self._chunk_order)
 
     def __getitem__(self, k: int) -> MicroBatch:
         plan = self.plan
         step, i = divmod(k, plan.accumulation)
-        # Of the step's windows, those from `first` to `last`.
-        count, number = plan.world_size * plan.accumulation, self.rank * plan.accumulation + i
-        first, last = (plan.batch_size * n // count for n in (number, number + 1))
-        block, step_of_block = divmod(step, ORDER_STEPS)
-        start = step_of_block * plan.batch_size
-        windows = slice(start + first, start + max(last, first + 1))
-        x, y = self.dataset.batch(self.block_order(block)[windows])
+        # Of the step's windows, those from `first` to `last` (exclusive).
+        parts, part = plan.world_size * plan.accumulation, self.rank * plan.accumulation + i
+        first, last = plan.batch_size * part // parts, plan.batch_size * (part + 1) // parts
+        chunk, step_in_chunk = divmod(step, ORDER_STEPS)
+        start = step_in_chunk * plan.batch_size
+        windows = self.chunk_order(chunk)[start + first : start + max(last, first + 1)]
+        x, y = self.dataset.batch(windows)
         return x, y, (last - first) * plan.world_size / plan.batch_size
 
-    def _block_order(self, block: int) -> torch.Tensor:
+    def _chunk_order(self, chunk: int) -> torch.Tensor:
         """Window indices of `ORDER_STEPS` steps, int64, on the device of the text."""
         size = ORDER_STEPS * self.plan.batch_size
-        positions = np.arange(block * size, (block + 1) * size)
+        positions = np.arange(chunk * size, (chunk + 1) * size)
         order = window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 

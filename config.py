@@ -89,9 +89,9 @@ def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
     """Converts a composed configuration, with `run_dir` if given, to dataclasses, and runs every check that needs no
     text. Raises `UserError` naming a key whose value is missing, mistyped or impossible.
     """
-    own = {} if run_dir is None else {"run_dir": run_dir}
+    override = {} if run_dir is None else {"run_dir": run_dir}
     try:
-        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(composed, own)))
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(composed, override)))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     for name, source in (("block_size", "data.block_size"), ("vocab_size", "the text")):

@@ -71,7 +71,7 @@ def train(composed: DictConfig) -> float | None:
     held-out loss, nats per character. Raises `UserError`.
     """
     log_to_console()
-    mode = torch.get_deterministic_debug_mode()
+    mode = torch.get_deterministic_debug_mode()  # the Trainer may change it
     try:
         return run_training(validate(composed), time.monotonic())
     finally:
@@ -123,7 +123,6 @@ def build_trainer(
         load_pretrained(pretrained, model, train_text.vocabulary)
         pretrained.model_state.clear()  # frees its memory
     bare: Any = distributed.unwrap(model)
-    shape = train_text.vocab_size, train_text.block_size
     sample = functools.partial(sample_during_training, bare, train_text)
     return Trainer(
         config.trainer,
@@ -133,7 +132,7 @@ def build_trainer(
         held_out,
         schedule=config.optimizer.learning_rate_factor,
         sample=sample if config.samples else None,
-        probe=functools.partial(probe_logits, bare, *shape, world.device),
+        probe=functools.partial(probe_logits, bare, train_text.vocab_size, train_text.block_size, world.device),
         world=world,
         run_config=dataclasses.asdict(config),
         snapshots=snapshots,
@@ -146,8 +145,8 @@ def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> 
     """Downloads and encodes the text once per host; `config.data` then names the text used. A resumed run keeps the
     text in its `recorded` settings.
     """
-    earlier = recorded.get("data", {}).get("path") if recorded else None
-    config.data = run_on_each_host(lambda: prepare_text(config.data, earlier), world)
+    recorded_path = recorded.get("data", {}).get("path") if recorded else None
+    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded_path), world)
     text = CharDataset(config.data)
     check_ranks_agree(config, text.digest, world)
     config.model.vocab_size = text.vocab_size

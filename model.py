@@ -166,9 +166,9 @@ class NgramEmbedding(nn.Module):
     codes: Tensor
     factors: Tensor
 
-    def __init__(self, rows: int, config: Any):
+    def __init__(self, config: Any):
         super().__init__()
-        self.rows = rows
+        self.rows = rows = config.ngram_rows
         self.weight = nn.Parameter(torch.empty(2 * rows, config.n_embd))
         self.register_buffer("codes", torch.empty(config.vocab_size, dtype=torch.int64))
         self.register_buffer("factors", torch.empty(2, 4, dtype=torch.int64), persistent=False)
@@ -318,8 +318,7 @@ class GPT(nn.Module):
         self.tok_emb = Embedding(complete.vocab_size, complete.n_embd)
         is_gpt2 = complete.arch == "gpt2"
         self.pos_emb = Embedding(complete.block_size, complete.n_embd) if is_gpt2 else None
-        rows = complete.ngram_rows
-        self.ngrams = NgramEmbedding(rows, complete) if rows else None
+        self.ngrams = NgramEmbedding(complete) if complete.ngram_rows else None
         self.blocks = nn.ModuleList(Block(complete) for _ in range(complete.n_layer))
         self.ln_f = make_norm(complete)
         self.head = Linear(complete.n_embd, complete.vocab_size, bias=False)
@@ -350,7 +349,8 @@ class GPT(nn.Module):
         full = torch.empty(shape, device="cpu")
         onto_residual_stream = name.endswith("c_proj.weight")
         if len(shape) < 2:
-            return full.fill_(float(name.endswith("weight") and ".shift." not in name))
+            is_norm = name.endswith("weight") and ".shift." not in name
+            return full.fill_(1.0 if is_norm else 0.0)
         if name == "ngrams.weight":  # no effect at first
             return full.zero_()
         if self.config.arch == "gpt2":  # Radford et al., 2019, section 2.3
@@ -377,7 +377,7 @@ class GPT(nn.Module):
             raise ValueError(f"{past + T} characters of context, but block_size is {block_size}")
         x = self.tok_emb(idx)  # (B, T, C)
         if self.ngrams is not None:
-            x = x + self.ngrams(idx, cache[0] if cache else None)
+            x = x + self.ngrams(idx, None if cache is None else cache[0])
         if self.pos_emb is not None:
             x = x + self.pos_emb.weight[past : past + T]
         x = ops.dropout(x, self.config.embd_pdrop, self.training)
@@ -393,12 +393,12 @@ class GPT(nn.Module):
             else:
                 cos, sin = rotary_table(block_size, width, x.device)
                 rotation = cos[past : past + T], sin[past : past + T]
-        recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
+        recompute = self.config.activation_checkpointing and torch.is_grad_enabled() and cache is None
         for i, block in enumerate(self.blocks):
-            if recompute and cache is None:
+            if recompute:
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             else:
-                x = block(x, rotation, cache[i] if cache else None)
+                x = block(x, rotation, None if cache is None else cache[i])
         logits = self.head(self.ln_f(x))  # (B, T, V)
         if targets is None:
             return ops.cap(logits, self.softcap), None

@@ -91,7 +91,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
                 log.warning("%s", problem)
         snapshots = trainer.snapshots
         if snapshots.best is not None:
-            path = snapshots.storage.best
+            path = snapshots.storage.best_path
             log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
         log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))
 
@@ -104,12 +104,11 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     if scored is not None and scored["step"] == trainer.step:
         return
     snapshots, device = trainer.snapshots, trainer.world.device
-    best = snapshots.storage.best if snapshots.best is not None else snapshots.path
+    best = snapshots.storage.best_path if snapshots.best is not None else snapshots.path
     snapshot = load_full(best)
     model = load_model(snapshot, device.type)
-    alone, limit = World.alone(device), trainer.max_eval_windows
     with execution.autocast(trainer.choices):
-        loss, characters, _ = evaluate(model, final, alone, lambda: None, limit)
+        loss, characters, _ = evaluate(model, final, World.alone(device), lambda: None, trainer.max_eval_windows)
     log.info(
         "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,

@@ -73,10 +73,10 @@ class SampleConfig:
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
-        drawing = "num_samples max_new_tokens stop copied temperature top_k top_p seed"
-        for name in drawing.split() if self.score is not None else ():
-            if (value := getattr(self, name)) != getattr(SampleConfig, name):
-                raise UserError(f"{name}={value}: has no effect with score=; leave it out")
+        if self.score is not None:
+            for name in ["num_samples", "max_new_tokens", "stop", "copied", "temperature", "top_k", "top_p", "seed"]:
+                if (value := getattr(self, name)) != getattr(SampleConfig, name):
+                    raise UserError(f"{name}={value}: has no effect with score=; leave it out")
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
@@ -144,10 +144,10 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     for first in range(0, config.num_samples, batch_size):
         start = ids.expand(min(batch_size, config.num_samples - first), -1)
         new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
-        columns = itertools.tee((drawn.tolist() for drawn in new), len(start))
-        for i, column in enumerate(columns):
-            row = map(vocabulary.__getitem__, map(operator.itemgetter(i), column))
-            pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(row, stop))
+        streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))  # one per text
+        for i, stream in enumerate(streams):
+            drawn = map(vocabulary.__getitem__, map(operator.itemgetter(i), stream))
+            pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(drawn, stop))
             if encoding == "bytes":
                 content = (piece.encode("latin-1") for piece in pieces)
                 pieces = codecs.iterdecode(content, "utf-8", "replace")
@@ -281,7 +281,8 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
     for ids, seen in read_batches(config.score, vocabulary, num_characters, overlap, encoding):
         ids = ids.to(device)
         inputs, targets = ids[:-1], ids[seen:]
-        padding = max(block_size - len(inputs), (overlap - len(inputs)) % stride)  # completes the last window
+        last = -(-max(len(inputs) - block_size, 0) // stride) * stride  # start of the last window
+        padding = last + block_size - len(inputs)
         x = F.pad(inputs, (0, padding)).unfold(0, block_size, stride)  # (windows, block_size)
         # Positions that neither an earlier window nor an earlier batch has scored.
         is_new = torch.ones(x.shape, dtype=torch.bool, device=device)
@@ -324,10 +325,10 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
     """Prints the loss of the text at `config.score`, for each of several snapshots (read from `paths`) and their
     ensemble. Raises `UserError`, naming two of them, if their vocabularies or contexts differ.
     """
-    same = [(s.vocabulary, s.encoding, s.model_config.get("block_size")) for s in snapshots]
-    for path, traits in zip(paths, same, strict=True):
-        if traits != same[0]:
-            what = "context" if traits[:2] == same[0][:2] else "vocabulary"
+    required = [(s.vocabulary, s.encoding, s.model_config.get("block_size")) for s in snapshots]
+    for path, own in zip(paths, required, strict=True):
+        if own != required[0]:
+            what = "context" if own[:2] == required[0][:2] else "vocabulary"
             raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
     if any(snapshot.config.get("data", {}).get("path") == config.score for snapshot in snapshots):
         note = "trained on most of this text; the run's held-out loss is over the rest"
@@ -338,7 +339,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
     if config.stride is not None:
         print("stride".ljust(19), config.stride)
     if len(paths) > 1:
-        for path, loss in zip(paths, losses, strict=False):
+        for path, loss in zip(paths, losses[:-1], strict=True):
             print(f"{path}: {loss:.6f} nats per {unit}")
         print(f"ensemble of {len(paths)} snapshots")
     print(f"nats per {unit}".ljust(19), f"{losses[-1]:.6f}")

@@ -33,7 +33,7 @@ from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, join_processes, report_unresponsive_ranks
 from engine.run import memory, trackers
 from engine.run.directory import HISTORY
-from engine.run.evaluation import Evaluated, Evaluations, evaluate
+from engine.run.evaluation import Evaluation, Evaluations, evaluate
 from engine.run.plan import Plan
 from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
@@ -162,20 +162,21 @@ class Trainer:
         self.world, device = world, world.device
         self.model = sharding.wrap(model, world, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
-        own = {"trainer": config, "model": getattr(bare, "config", None)}
-        own["data"] = getattr(train_dataset, "config", None)
-        own = {name: value for name, value in own.items() if is_dataclass(value)}
-        self.run_config = run_config = as_plain(own | (run_config or {}))
-        self.plan = plan = Plan.make(config, len(train_dataset), train_dataset.block_size, world.size)
+        configs: dict[str, Any] = {"trainer": config}
+        for group, part in (("model", bare), ("data", train_dataset)):
+            if is_dataclass(getattr(part, "config", None)):
+                configs[group] = part.config
+        self.run_config = run_config = as_plain(configs | (run_config or {}))
+        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, world.size)
         self.step = 0
         self.is_updating = False  # the weights; a step that fails then cannot be repeated
         self.snapshots = snapshots or SnapshotManager(config, run_dir, world)
         found = self.snapshots.found
         if found:
-            defaults = defaults_of(own | {"optimizer": OptimizerConfig})
+            defaults = defaults_of(configs | {"optimizer": OptimizerConfig})
             check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset, world)
         earlier = self.snapshots.earlier_choices()
-        flops = plan.total_steps * plan.characters * flops_per_character(bare)
+        flops = self.plan.total_steps * self.plan.step_characters * flops_per_character(bare)
         flops /= world.size if device.type == "cuda" else 1
         self.choices = choices = auto.resolve(config, device, flops, earlier)
         execution.apply(choices, bare)
@@ -184,7 +185,7 @@ class Trainer:
             move_if_small(filter(None, (train_dataset, test_dataset)), device)
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
-            self.plan = memory.fit_micro_batch(plan, known, bare, train_dataset, choices, world)
+            self.plan = memory.fit_micro_batch(self.plan, known, bare, train_dataset, choices, world)
         self.evaluations = Evaluations(self.plan, config, test_dataset is not None, is_pretrained)
         self.training_log = TrainingLog(
             world,
@@ -216,7 +217,8 @@ class Trainer:
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
                 self.training_log.start(self.step, self.choices)
-                # The initial weights are pretrained, or the run was stopped before this evaluation.
+                # The initial weights are pretrained, or the run was stopped before this evaluation. (Otherwise a
+                # resumed step has its snapshot.)
                 if self.evaluations.is_due(self.step):
                     self._evaluate_if_due()
                     self._save_if_due()
@@ -241,7 +243,7 @@ class Trainer:
         """Runs the remaining optimizer steps, one per iteration, without evaluating, logging or saving. Yields (loss,
         gradient norm), on the device: the mean of the ranks' losses is the batch's; the norm is over all ranks.
         """
-        batches = self._batches()
+        micro_batches = self._micro_batches()
         self.optimizer.zero_grad()
         self.model.train()
         is_alone_on_cpu = self.world.device.type == "cpu" and self.world.size == 1
@@ -254,19 +256,19 @@ class Trainer:
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
                 try:
                     with threads.step(), execution.tf32(self.choices):
-                        loss, norm = self.train_step(self._micro_batches(batches))
+                        loss, norm = self.train_step(self._one_step(micro_batches))
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
                     self._halve_micro_batch(error)
-                    batches.close()
-                    batches = self._batches()
+                    micro_batches.close()
+                    micro_batches = self._micro_batches()
                     continue
                 self.step += 1
                 yield loss, norm
         finally:
             threads.close()
-            batches.close()
+            micro_batches.close()
 
     def _train_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
         """Forward and backward passes, clipping and optimizer step; returns what `steps` yields."""
@@ -295,9 +297,9 @@ class Trainer:
         """Whether the next step would have the same result, bit for bit, with this number of threads."""
         if not self.choices["deterministic"]:
             return True
-        batches = self._batches()
-        inputs = [next(batches) for _ in range(self.plan.accumulation)]
-        batches.close()
+        micro_batches = self._micro_batches()
+        inputs = [next(micro_batches) for _ in range(self.plan.accumulation)]
+        micro_batches.close()
 
         def step() -> list[torch.Tensor]:
             distributed.seed_step(self.config.seed, self.step, self.world)
@@ -319,27 +321,26 @@ class Trainer:
         self.train_step = self._make_step()
         self.optimizer.zero_grad()
 
-    def _micro_batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The next step's micro-batches of `batches`. Checks requests before each."""
+    def _one_step(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches of the next step. Checks requests before each."""
         for _ in range(self.plan.accumulation):
             self.requests.check()
-            yield next(batches)
+            yield next(micro_batches)
 
     def _is_over(self) -> bool:
         return self.step >= self.plan.total_steps or self.evaluations.patience_is_over(self.step)
 
-    def _batches(self) -> Generator[MicroBatch]:
+    def _micro_batches(self) -> Generator[MicroBatch]:
         """This rank's micro-batches from the next step to the end of the run."""
         config, plan, world = self.config, self.plan, self.world
-        batches = MicroBatches(self.train_dataset, config.seed, plan, world.rank)
+        micro_batches = MicroBatches(self.train_dataset, config.seed, plan, world.rank)
         first, last = self.step * plan.accumulation, plan.total_steps * plan.accumulation
-        return prefetch(batches, first, last, config.data_loader_workers, world.device)
+        return prefetch(micro_batches, first, last, config.data_loader_workers, world.device)
 
     def _open_files(self) -> None:
         self.snapshots.open(self.step, HISTORY)
-        evaluated, names = self.evaluations.is_done(self.step), self.config.trackers
-        run_dir, settings = self.snapshots.run_dir, self.run_config
-        self.training_log.open(run_dir, self.step, evaluated, names, settings)
+        is_evaluated, run_dir = self.evaluations.is_done(self.step), self.snapshots.run_dir
+        self.training_log.open(run_dir, self.step, is_evaluated, self.config.trackers, self.run_config)
         if self.on_start is not None:
             self.on_start(self)
 
@@ -377,25 +378,23 @@ class Trainer:
             self.training_log.check_finite(self.step)
             self.snapshots.wait()  # the best is the lowest loss whose snapshot was written
             started = time.perf_counter()
-            result = self.evaluate()
+            evaluation = self.evaluate()
             seconds = time.perf_counter() - started
             best = self.snapshots.best
-            self.training_log.log_evaluation(self.step, result, seconds, best)
-            self.evaluations.record(self.step, result[0], best)
+            self.training_log.log_evaluation(self.step, evaluation, seconds, best)
+            self.evaluations.record(self.step, evaluation.loss, best)
 
-    def evaluate(self) -> Evaluated:
-        """(nats per character, characters scored, each rank's loss) of the `test_dataset`; `UserError` without one."""
+    def evaluate(self) -> Evaluation:
+        """The exact loss on the `test_dataset`. Raises `UserError` without one."""
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
-        limit, check = self.max_eval_windows, self.requests.check
         with execution.eagerly(self.choices), execution.autocast(self.choices):
-            return evaluate(self.bare, self.test_dataset, self.world, check, limit)
+            return evaluate(self.bare, self.test_dataset, self.world, self.requests.check, self.max_eval_windows)
 
     @property
     def max_eval_windows(self) -> int | None:
         """Maximum windows per forward pass in evaluation: the micro-batch if memory limits it, or None."""
-        limit = self.config.micro_batch_size or self.choices.get("micro_batch_size")
-        return limit if self.plan.accumulation > 1 else None
+        return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
 
     def _save_if_due(self) -> None:
         """Saves a snapshot if one is due, or if this step has the lowest loss."""
@@ -411,7 +410,7 @@ class Trainer:
             self.requests.save = False
         if is_due or is_best:
             with self.training_log.paused():
-                self.snapshots.save(self._snapshot(), best=is_best, numbered=is_due)
+                self.snapshots.save(self._snapshot(), is_best, is_numbered=is_due)
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
@@ -455,8 +454,7 @@ class Trainer:
         self.requests.finish()
         self.snapshots.wait()
         if self.snapshots.saved_step != self.step:
-            self.snapshots.save(self._snapshot(), best=False, numbered=True)
+            self.snapshots.save(self._snapshot(), is_best=False, is_numbered=True)
         self.snapshots.finish(self.step)
-        where, resume = self.snapshots.path, self.config.resume
-        self.training_log.log_stopped(self.step, stopped.name, where, resume)
+        self.training_log.log_stopped(self.step, stopped.name, self.snapshots.path, self.config.resume)
         raise stopped

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -104,12 +104,12 @@ def composed(text: str, *overrides: str) -> Config:
 class Reference:
     """Instead of a `Trial`: the reference model trains on a character per second, for so many `characters`."""
 
-    world, on_gpu = World.alone(torch.device("cpu")), False
+    world = World.alone(torch.device("cpu"))
 
     def __init__(self, characters: float):
         self.characters = characters
 
-    def seconds_left(self, minutes: float) -> float:
+    def seconds_left(self) -> float:
         return self.characters
 
     def seconds_per_step(self, draft: Draft) -> float:
@@ -121,7 +121,7 @@ def chosen(text: str, characters: int, millions: float) -> Settings:
     config: Any = composed(text, "trainer.max_minutes=1")
     config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
     draft = Draft(config, characters)
-    choose_model(draft, cast(Any, Reference(1e6 * millions)))
+    choose_model(draft, Reference(1e6 * millions))
     settings: Settings = {
         "layers": config.model.n_layer,
         "width": config.model.n_embd,

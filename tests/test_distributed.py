@@ -265,7 +265,7 @@ def test_processes_of_a_host_share_its_cores_to_compile(monkeypatch, processes, 
 
 def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):
     class Tiles:
-        num_eval_windows, block_size = 3, 8
+        num_eval_windows, block_size, data = 3, 8, range(25)
 
         def eval_windows(self, first, last):
             return (torch.zeros(last - first, 8, dtype=torch.int64),) * 2

@@ -136,8 +136,8 @@ def files(network):
     return SnapshotStorage("s3://bucket/lr=[1]*/s.pt", keep=2)  # a name, no pattern
 
 
-def write(files, step, best=False):
-    files.write(some_snapshot(step).to_bytes(), step, best, numbered=True)
+def write(files, step, is_best=False):
+    files.write(some_snapshot(step).to_bytes(), step, is_best, is_numbered=True)
 
 
 def names() -> list[str]:
@@ -148,7 +148,7 @@ def names() -> list[str]:
 
 def test_a_store_gets_the_same_files_as_a_disk(files):
     for step in (1, 2, 3):
-        write(files, step, best=step == 2)
+        write(files, step, is_best=step == 2)
     assert names() == ["s.best.pt", "s.prev.pt", "s.pt", "s.step00000002.pt", "s.step00000003.pt"]
     assert [load(path).step for path in files.all()] == [3, 2, 2, 3, 2]
     assert equal(load(files.path), some_snapshot(3))
@@ -163,7 +163,7 @@ def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):
     content[len(content) // 2] ^= 1
     files.file_system.pipe_file("bucket/run/s.pt", bytes(content))
     content, where = files.find()
-    assert where == files.previous and Snapshot.from_bytes(content, where).step == 1
+    assert where == files.previous_path and Snapshot.from_bytes(content, where).step == 1
     assert "damaged" in caplog.text and "s.damaged1.pt" in names()
 
 
@@ -173,13 +173,13 @@ def test_a_network_failure_while_saving_is_a_warning(files, network, fault, capl
     config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
     snapshots = SnapshotManager(config, str(tmp_path), ALONE)
     network.fail(fault)
-    snapshots.save(some_snapshot(2), best=False, numbered=True)
+    snapshots.save(some_snapshot(2), is_best=False, is_numbered=True)
     snapshots.wait()
     assert network.failed and snapshots.failures == 1
     assert f"step 2: the snapshot was not written to {files.path}" in caplog.text
     network.fail("", 0)
     assert load(files.path).step == 1
-    snapshots.save(some_snapshot(3), best=False, numbered=True)
+    snapshots.save(some_snapshot(3), is_best=False, is_numbered=True)
     snapshots.finish(3)
     assert snapshots.failures == 0 and load(files.path).step == 3
     assert not [name for name in names() if "tmp" in name]
@@ -227,14 +227,14 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(fs, "_call_s3", cut_off)
             try:
-                write(files, 3, best=True)
+                write(files, 3, is_best=True)
                 done = True
             except (OSError, UserError):
                 done = False
         files.prepare()
         content, where = files.find()
         reached.append(Snapshot.from_bytes(content, where).step)
-        assert reached[-1] in (2, 3) and load(files.previous).step in (1, 2, 3)
+        assert reached[-1] in (2, 3) and load(files.previous_path).step in (1, 2, 3)
         assert not [name for name in names() if "tmp" in name]
         if done:
             break

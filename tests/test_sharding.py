@@ -191,9 +191,9 @@ def test_shards_in_an_object_store_are_refused():
 # --- which shards belong to whom ---
 
 
-def save(snapshots: SnapshotManager, step: int, best: bool = False) -> None:
+def save(snapshots: SnapshotManager, step: int, is_best: bool = False) -> None:
     scored = dataclasses.replace(some_snapshot(step), loss=2.0, loss_step=step)
-    snapshots.save(scored, best=best, numbered=True)
+    snapshots.save(scored, is_best=is_best, is_numbered=True)
     snapshots.wait()
 
 
@@ -219,13 +219,13 @@ def test_runs_in_one_folder_keep_their_own_shards(tmp_path, snapshots, name):
     other = manager(tmp_path / name)
     for step in (1, 2, 3):
         for each in (snapshots, other):
-            save(each, step, best=step == 1)
+            save(each, step, is_best=step == 1)
             assert kept(each) == list(range(1, step + 1))
     for each in (snapshots, other):
         storage = each.storage
         for path in storage.all():
             check_shards(path, load(path))
-        assert storage.all() == [storage.path, storage.previous, storage.best]
+        assert storage.all() == [storage.path, storage.previous_path, storage.best_path]
 
 
 def test_numbered_snapshots_and_those_set_aside_keep_their_shards(snapshots):
@@ -239,7 +239,7 @@ def test_numbered_snapshots_and_those_set_aside_keep_their_shards(snapshots):
 
 
 def test_shards_that_cannot_be_written_are_a_failed_save(snapshots, monkeypatch, caplog):
-    save(snapshots, 1, best=True)
+    save(snapshots, 1, is_best=True)
     with monkeypatch.context() as patch:
         patch.setattr("engine.snapshots.manager.save_shards", no_space)
         save(snapshots, 2)

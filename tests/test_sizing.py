@@ -44,12 +44,12 @@ class FakeTrial:
     `trainer.compile` of the steps that were timed.
     """
 
-    def __init__(self, flops: float, device: str = "cpu"):
-        self.flops, self.timed = flops, []
-        self.world, self.on_gpu = World.alone(torch.device(device)), device == "cuda"
+    def __init__(self, flops: float, minutes: float, device: str = "cpu"):
+        self.flops, self.minutes, self.timed = flops, minutes, []
+        self.world = World.alone(torch.device(device))
 
-    def seconds_left(self, minutes: float) -> float:
-        return 60 * minutes
+    def seconds_left(self) -> float:
+        return 60 * self.minutes
 
     def seconds_per_step(self, draft: Draft) -> float:
         compiled = draft.config.trainer.compile
@@ -69,7 +69,7 @@ def choose(
     """The settings chosen, and the overrides that choose them."""
     config = settings(f"trainer.max_minutes={minutes:g}", *overrides)
     config.model.vocab_size = 65
-    overrides = sizing.choose(Draft(config, characters), machine or FakeTrial(flops, device))
+    overrides = sizing.choose(Draft(config, characters), machine or FakeTrial(flops, minutes, device))
     return flatten(dataclasses.asdict(config)), overrides
 
 
@@ -191,7 +191,7 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
     assert 10 < decayed[1] / decayed[0] < 30  # 44 with the same decay
     for chosen in (few, many):
         assert chosen["trainer.save_every_steps"] == chosen["trainer.eval_every_steps"]
-    assert 10 <= 6000 / many["trainer.eval_every_steps"] <= sizing.EVALUATIONS
+    assert 10 <= 6000 / many["trainer.eval_every_steps"] <= sizing.MAX_EVALUATIONS
     again = resumed(many, "trainer.max_minutes=null", "trainer.max_steps=6000")
     for key in ("trainer.eval_every_steps", "trainer.save_every_steps"):
         assert again[key] == many[key]
@@ -286,7 +286,7 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
     config = settings("trainer.max_minutes=1", "trainer.max_epochs=1", recipe="nanogpt_cpu")
     config.trainer.max_steps = config.trainer.eval_every_steps = None
     config.model.vocab_size = 65
-    sizing.choose(Draft(config, 20_000), FakeTrial(2e12))
+    sizing.choose(Draft(config, 20_000), FakeTrial(2e12, 1))
     windows = int(20_000 * config.data.train_split) - config.data.block_size
     assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
     assert config.trainer.eval_every_steps < config.trainer.max_steps
@@ -304,7 +304,7 @@ def test_max_minutes_with_a_named_recipe_sets_only_the_steps(device):
     config = settings("trainer.max_minutes=1", recipe="nanogpt_cpu")
     config.model.vocab_size = 65
     before = flatten(dataclasses.asdict(config))
-    sizing.choose(Draft(config, 1_000_000), FakeTrial(4e11, device))
+    sizing.choose(Draft(config, 1_000_000), FakeTrial(4e11, 1, device))
     after = flatten(dataclasses.asdict(config))
     assert {key for key in after if after[key] != before[key]} == {
         "trainer.max_steps",
@@ -338,7 +338,7 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
     characters, minutes, typed, compiled, timed, monkeypatch
 ):
     monkeypatch.setattr(auto, "missing_to_compile", lambda device: None)
-    machine = FakeTrial(1e13, "cuda")
+    machine = FakeTrial(1e13, minutes, "cuda")
     chosen, overrides = choose(
         *([] if typed == "auto" else [f"trainer.compile={typed}"]),
         characters=characters,
@@ -350,8 +350,9 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
     assert (f"trainer.compile={compiled}" in overrides) == (typed == "auto")
 
 
-def test_time_to_sample_is_reserved_on_a_gpu():
-    gpu = {"characters": 10_000_000, "minutes": 0.5, "flops": 1e13, "device": "cuda"}
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_time_to_sample_is_reserved_on_a_gpu(device):
+    gpu = {"characters": 10_000_000, "minutes": 0.5, "flops": 1e13, "device": device}
     drawn, silent = (choose(f"samples={samples}", **gpu)[0]["trainer.max_steps"] for samples in ("true", "false"))
     assert 0.8 * silent < drawn < 0.95 * silent
 

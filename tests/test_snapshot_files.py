@@ -19,8 +19,8 @@ from engine.snapshots.storage import SnapshotStorage, beside, load, locate, set_
 from trainer import TrainerConfig
 
 
-def write(files: SnapshotStorage, step: int, best: bool = False, numbered: bool = True) -> None:
-    files.write(some_snapshot(step).to_bytes(), step, best, numbered)
+def write(files: SnapshotStorage, step: int, is_best: bool = False, is_numbered: bool = True) -> None:
+    files.write(some_snapshot(step).to_bytes(), step, is_best, is_numbered)
 
 
 def names(folder) -> list[str]:
@@ -35,9 +35,9 @@ def path(tmp_path) -> str:
 def test_every_snapshot_becomes_the_latest_and_may_be_the_best(tmp_path, path):
     files = SnapshotStorage(path)
     for step in (1, 2, 3):
-        write(files, step, best=step == 2)
+        write(files, step, is_best=step == 2)
         assert files.find()[1] == path and load(path).step == step
-    assert [load(p).step for p in (path, files.previous, files.best)] == [3, 2, 2]
+    assert [load(p).step for p in (path, files.previous_path, files.best_path)] == [3, 2, 2]
     assert names(tmp_path) == ["s.best.pt", "s.prev.pt", "s.pt"]
 
 
@@ -63,7 +63,7 @@ def test_glob_characters_in_a_path_are_literal(tmp_path, monkeypatch):
         files = SnapshotStorage(path, keep=1)
         write(files, 1)
         write(files, 2)
-        assert files.all() == [path, files.previous, beside(path, "step00000002")]
+        assert files.all() == [path, files.previous_path, beside(path, "step00000002")]
 
 
 INTERRUPTED = """
@@ -98,7 +98,7 @@ for name in ("link", "replace", "remove", "unlink", "fsync"):
     setattr(os, name, counting(getattr(os, name)))
 snapshot_files.open = lambda path, mode: File(path, mode) if "x" in mode else open(path, mode)
 files = snapshot_files.SnapshotStorage(sys.argv[2], keep=2)
-files.write(some_snapshot(5).to_bytes(), 5, best=True, numbered=True)
+files.write(some_snapshot(5).to_bytes(), 5, is_best=True, is_numbered=True)
 """
 
 
@@ -111,7 +111,7 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         folder.mkdir()
         files = SnapshotStorage(str(folder / "s.pt"), keep=2)
         for step in (2, 3, 4):
-            write(files, step, best=step == 3)
+            write(files, step, is_best=step == 3)
         if calls == 0:  # one process that forks is enough to learn all
             server = spawn([sys.executable, "-c", FORKING, str(script)], stdin=subprocess.PIPE, stderr=None)
         server.stdin.write(f"{calls} {files.path}\n")
@@ -122,7 +122,7 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         files.prepare()
         outcomes.append(Snapshot.from_bytes(content, where).step)
         assert where == files.path
-        assert load(files.best).step in (3, 5) and load(files.previous).step in (3, 4)
+        assert load(files.best_path).step in (3, 5) and load(files.previous_path).step in (3, 4)
         assert not [name for name in names(folder) if "tmp" in name]
         if status == 0:
             break
@@ -178,27 +178,27 @@ def damage(path: str) -> None:
 
 def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_path, path, caplog):
     files = SnapshotStorage(path, keep=9)
-    write(files, 1, best=True, numbered=False)
+    write(files, 1, is_best=True, is_numbered=False)
     for step in (2, 3, 4):
         write(files, step)
     damage(path)  # has the numbered one of step 4 as another name
     content, where = files.find()
-    assert where == files.previous and Snapshot.from_bytes(content, where).step == 3
+    assert where == files.previous_path and Snapshot.from_bytes(content, where).step == 3
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2 and "s.pt: not a complete snapshot" in warnings[0]
     assert load(path).step == 3  # also for who samples from it
     assert "renamed to" in warnings[0] and " instead" in warnings[0]
     write(files, 5)  # does not put the damaged one in place of the good one
-    assert [load(p).step for p in (path, files.previous)] == [5, 3]
-    for bad in (path, files.previous):
+    assert [load(p).step for p in (path, files.previous_path)] == [5, 3]
+    for bad in (path, files.previous_path):
         damage(bad)
     content, where = files.find()
     assert Snapshot.from_bytes(content, where).step == 2 and where.endswith("s.step00000002.pt")
     for bad in files.all():
-        if bad != files.best:
+        if bad != files.best_path:
             damage(bad)
     content, where = files.find()
-    assert where == files.best
+    assert where == files.best_path
 
 
 def test_only_damaged_snapshots_are_an_error_and_none_is_a_fresh_start(tmp_path, path):
@@ -224,7 +224,7 @@ def test_a_dangling_link_counts_as_damaged(path):
     os.remove(path)
     os.symlink("/nowhere/at/all", path)
     _, where = files.find()
-    assert where == files.previous
+    assert where == files.previous_path
 
 
 @pytest.mark.parametrize("why", ["cannot be reached: .*Input/output", "snapshot format 9"])
@@ -272,11 +272,11 @@ def test_an_unknown_file_system_is_named():
 
 def test_temporary_files_of_a_killed_save_are_removed(tmp_path, path):
     files = SnapshotStorage(path)
-    write(files, 1, best=True)
-    for leftover in (files.temporary, beside(files.best, "tmp")):
-        os.link(files.best, leftover)
+    write(files, 1, is_best=True)
+    for leftover in (files.temporary_path, beside(files.best_path, "tmp")):
+        os.link(files.best_path, leftover)
     SnapshotStorage(path).prepare()
-    assert load(files.best).step == 1
+    assert load(files.best_path).step == 1
     assert names(tmp_path) == ["s.best.pt", "s.pt"]
 
 
@@ -289,13 +289,13 @@ def test_a_temporary_file_that_cannot_be_removed_is_not_written_into(path, monke
     files = SnapshotStorage(path)
     with monkeypatch.context() as patch:  # it stays, a hard link to both snapshots
         patch.setattr(LocalFileSystem, "rm_file", no_space)
-        write(files, 1, best=True)
-    os.link(path, beside(files.best, "tmp"))
+        write(files, 1, is_best=True)
+    os.link(path, beside(files.best_path, "tmp"))
     write(files, 2)
     write(files, 3)
-    assert [load(p).step for p in (path, files.previous, files.best)] == [3, 2, 1]
-    write(files, 4, best=True)
-    assert load(files.best).step == 4 and load(files.previous).step == 3
+    assert [load(p).step for p in (path, files.previous_path, files.best_path)] == [3, 2, 1]
+    write(files, 4, is_best=True)
+    assert load(files.best_path).step == 4 and load(files.previous_path).step == 3
 
 
 def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
@@ -308,7 +308,7 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
         put(*args)
 
     snapshots.storage._put = late
-    snapshots.save(snapshot, best=False, numbered=True)
+    snapshots.save(snapshot, is_best=False, is_numbered=True)
     snapshot.model_state["b"].zero_()
     assert not os.path.exists(path)  # the call does not wait
     may_write.set()
@@ -320,22 +320,22 @@ def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypat
     snapshots = manager(path, max_save_failures=2)
     put = snapshots.storage._put
 
-    def save(step: int, fails: bool, best: bool = False) -> None:
+    def save(step: int, fails: bool, is_best: bool = False) -> None:
         monkeypatch.setattr(snapshots.storage, "_put", no_space if fails else put)
         scored = dataclasses.replace(some_snapshot(step), loss=9.0 - step, loss_step=step)
-        snapshots.save(scored, best=best, numbered=True)
+        snapshots.save(scored, is_best=is_best, is_numbered=True)
         snapshots.wait()
 
     save(1, fails=False)
-    save(2, fails=True, best=True)
+    save(2, fails=True, is_best=True)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, None)
     assert "step 2: the snapshot was not written" in caplog.text and load(path).step == 1
     save(3, fails=False)
     assert (load(path).best_loss, load(path).best_step) == (None, None)  # that of step 2 is lost
-    save(3, fails=False, best=True)
+    save(3, fails=False, is_best=True)
     assert (load(path).best_loss, load(path).best_step) == (6.0, 3)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (0, 3, (6.0, 3))
-    save(4, fails=True, best=True)
+    save(4, fails=True, is_best=True)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))
     with pytest.raises(UserError, match=r"step 5: 2 saves failed in a row .*No space left on device"):
         save(5, fails=True)
@@ -355,13 +355,13 @@ def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, m
         full.setattr(snapshots.storage, "_copy", lambda a, b: no_space() if b == path else copy(a, b))
         save(2, loss=1.4)
     assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, (1.4, 2))
-    assert (load(path).step, load(snapshots.storage.best).step) == (1, 2)
+    assert (load(path).step, load(snapshots.storage.best_path).step) == (1, 2)
 
 
 def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), best=False, numbered=True)
+    snapshots.save(some_snapshot(1), is_best=False, is_numbered=True)
     with pytest.raises(UserError, match="the snapshot of step 1 was not written"):
         snapshots.finish(1)
 
@@ -369,6 +369,6 @@ def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), best=False, numbered=True)
+    snapshots.save(some_snapshot(1), is_best=False, is_numbered=True)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text

@@ -253,7 +253,7 @@ def test_missing_requirements_of_compiling_are_named(device, has, missing, monke
 
 
 def test_another_seed_is_another_order(parts, tmp_path):
-    first = [next(make(parts, tmp_path / str(n), seed=n)._batches())[0] for n in (1, 2, 1)]
+    first = [next(make(parts, tmp_path / str(n), seed=n)._micro_batches())[0] for n in (1, 2, 1)]
     assert torch.equal(first[0], first[2]) and not torch.equal(first[0], first[1])
 
 
@@ -261,7 +261,7 @@ def test_loader_workers_do_not_change_the_batches(parts, tmp_path):
     batches = {}
     for workers in (0, 4):
         trainer = make(parts, tmp_path / str(workers), data_loader_workers=workers, max_steps=2 * ORDER_STEPS)
-        batches[workers] = list(trainer._batches())
+        batches[workers] = list(trainer._micro_batches())
     assert len(batches[0]) >= 2 * ORDER_STEPS
     for a, b in zip(batches[0], batches[4], strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2] == 1
@@ -317,7 +317,7 @@ def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts,
 
 def test_the_loss_that_checks_a_cuda_graph_equals_the_steps(parts, tmp_path):
     trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
-    micro_batches = [*trainer._micro_batches(trainer._batches())]
+    micro_batches = [*trainer._one_step(trainer._micro_batches())]
     assert [len(x) for x, _, _ in micro_batches] == [3, 4]
     expected = trainer._loss(micro_batches)
     assert trainer._train_step(micro_batches)[0].item() == pytest.approx(expected.item(), rel=1e-6)
@@ -395,7 +395,7 @@ def test_divergence_ends_the_run_and_keeps_the_snapshot(parts, tmp_path, found_b
 def test_a_held_out_loss_that_is_not_finite_ends_the_run_and_keeps_the_best(parts, tmp_path):
     trainer = make(parts, tmp_path)
     losses = iter([2.0, math.nan])
-    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    trainer.evaluate = lambda: evaluation.Evaluation(next(losses), 1, [0.0])
     with pytest.raises(UserError, match=r"step 6: the held-out loss is nan at learning rate 0.01"):
         trainer.train()
     best = load(str(tmp_path / "gpt_snapshot.best.pt"))
@@ -528,7 +528,7 @@ def test_the_best_snapshot_is_that_of_the_lowest_held_out_loss(parts, tmp_path, 
     """Of those that were written."""
     trainer = make(parts, tmp_path, max_steps=5, eval_every_steps=1, save_every_steps=100)
     losses = iter([3.0, 2.0, 2.5, 2.7, 2.2])
-    trainer.evaluate = lambda: (next(losses), 1, [0.0])
+    trainer.evaluate = lambda: evaluation.Evaluation(next(losses), 1, [0.0])
     write = trainer.snapshots.storage.write
     trainer.snapshots.storage.write = lambda content, step, *kinds: (
         no_space() if step == fails_at else write(content, step, *kinds)
@@ -546,7 +546,7 @@ def test_patience_ends_a_run_and_more_patience_resumes_it(parts, tmp_path, caplo
     def train(losses: list[float], folder="run", **more) -> int:
         trainer = make(parts, tmp_path / folder, **{**settings, **more})
         left = iter(losses)
-        trainer.evaluate = lambda: (next(left), 1, [0.0])
+        trainer.evaluate = lambda: evaluation.Evaluation(next(left), 1, [0.0])
         trainer.train()
         return trainer.step
 
@@ -661,9 +661,9 @@ def test_saves_at_epochs_and_at_the_end(parts, tmp_path, max_epochs, save_every,
     )
     saved = []
     save = trainer.snapshots.save
-    trainer.snapshots.save = lambda snapshot, best, numbered: (
-        saved.extend([trainer.step] * numbered),
-        save(snapshot, best, numbered),
+    trainer.snapshots.save = lambda snapshot, is_best, is_numbered: (
+        saved.extend([trainer.step] * is_numbered),
+        save(snapshot, is_best, is_numbered),
     )
     trainer.train()
     assert saved == steps

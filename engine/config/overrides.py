@@ -1,4 +1,4 @@
-"""Command-line overrides, `KEY=VALUE`: the default recipe, and one-line errors."""
+"""Command-line overrides, `KEY=VALUE`: the default recipe, the command that repeats a run, one-line errors."""
 
 import difflib
 import hashlib

@@ -106,7 +106,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_character(model: nn.Module) -> float:
-    """Floating-point operations of training on a character: the model's own count if it has one, else 6 per parameter."""
+    """Floating-point operations to train on a character: the model's own count, or 6 per parameter."""
     count = getattr(model, "flops_per_character", None)
     return count() if count else 6.0 * sum(p.numel() for p in model.parameters())
 

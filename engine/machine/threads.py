@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +30,8 @@ class AdaptiveThreads:
     was_logged = False  # once in a process is enough
 
     def __init__(self, enabled: bool, may_have: Callable[[int], bool] = lambda threads: True):
-        self.enabled, self.may_have, self.most = enabled, may_have, torch.get_num_threads()
-        self.least = self.most  # the lowest number so far
-        self.is_refused = False  # whether `least - 1` is
+        self.enabled, self.most = enabled, torch.get_num_threads()
+        self.may_have = functools.cache(may_have)
         self.retry = RETRY[0]
         self.tried, self.next_try = -PROBE_S, 0.0  # when one more was, and will be, tried
         # Of the steps since the last decision.
@@ -59,10 +59,7 @@ class AdaptiveThreads:
         lost = threads - self.cpu_seconds / self.seconds
         preemptions = self.preemptions / self.seconds
         if threads > 1 and lost > MIN_LOST and preemptions > MIN_PREEMPTIONS:
-            if threads == self.least and not self.is_refused:
-                self.is_refused = not self.may_have(threads - 1)
-                self.least -= not self.is_refused
-            if threads == self.least:
+            if not self.may_have(threads - 1):
                 return
             torch.set_num_threads(threads - 1)
             was_tried = now - self.tried < PROBE_S
@@ -85,12 +82,12 @@ def ignores_threads(compute: Callable[[], list[torch.Tensor]], number: int, *par
     """Whether `compute()` gives the same tensors, bit for bit, with `number` threads as with the current number: a
     matrix product may sum in another order. Restores the `state_dict` of each of `parts`, which `compute` may change.
     """
-    today, results = torch.get_num_threads(), []
+    current, results = torch.get_num_threads(), []
     before = copy.deepcopy([part.state_dict() for part in parts])
-    for threads in (today, number):
+    for threads in (current, number):
         torch.set_num_threads(threads)
         results.append(compute())
         for part, state in zip(parts, before, strict=True):
             part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps references
-    torch.set_num_threads(today)
+    torch.set_num_threads(current)
     return all(map(torch.equal, *results))

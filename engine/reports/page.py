@@ -21,7 +21,6 @@ def render(runs: list[Run], references: References) -> str:
     is_compared = any(chart.band for chart in charts)
     varied = varied_settings(runs)
     minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
-    names = {"run_name", "run_dir"}
     parts = ("encoding", "train_split", "final_split")  # decide what is scored
     scored = {
         # An older run has no final_split.
@@ -43,7 +42,8 @@ def render(runs: list[Run], references: References) -> str:
         charts=charts,
         ticks=ticks,
         varied={key: values for key, values in varied.items() if key not in minor},
-        folded={key: values for key, values in varied.items() if key in minor - names},
+        # Differences that change no loss.
+        folded={key: values for key, values in varied.items() if key in minor - {"run_name", "run_dir"}},
         are_comparable=len(scored) == 1,
         means=seed_means(runs, labels),
         facts=dict.fromkeys(fact for run in described for fact in run["facts"]),

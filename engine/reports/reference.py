@@ -46,13 +46,13 @@ def check(run: Run, references: References) -> tuple[str, list[str]]:
             is_above, sentence = compare(run, split, reference[split])
             (problems if is_above else remarks).append(sentence)
             is_compared = is_compared or bool(sentence)
-    is_early = run.step < FIRST_JUDGED
-    if reference is not None and not (is_compared or is_early):
+    is_short = run.step < FIRST_JUDGED
+    if reference is not None and not (is_compared or is_short):
         remarks.append("No step of the reference was logged: the run is judged on its own.")
     if not is_compared or any(problems):
-        (remarks if is_early else problems).append(loss_warning(run))
+        (remarks if is_short else problems).append(loss_warning(run))
     changed = f"The run overrides {recipe_name(run)}: {', '.join(run.changes)}." if run.changes else ""
-    verdict = OFF_TRACK if any(problems) else TOO_FEW if is_early else ON_TRACK
+    verdict = OFF_TRACK if any(problems) else TOO_FEW if is_short else ON_TRACK
     return verdict, [sentence for sentence in (changed, *problems, *remarks) if sentence]
 
 
@@ -115,8 +115,8 @@ def overfitting_warning(run: Run) -> str:
     then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
     rise = statistics.mean(now) - statistics.mean(then) if now and then else 0.0
     # A training loss above a unigram model's is no overfitting.
-    guessing = run.starts[-1].get("frequency_loss", math.inf)
-    has_learned = step == 0 or not now or statistics.mean(now) < guessing
+    unigram_loss = run.starts[-1].get("frequency_loss", math.inf)
+    has_learned = step == 0 or not now or statistics.mean(now) < unigram_loss
     changes = [abs(b["loss"] - a["loss"]) for a, b in itertools.pairwise(run.train)]
     noise = statistics.median(changes) if changes else 0.0
     has_risen, is_newest = last - lowest >= 0.02, run.val[-1]["step"] == step
@@ -141,15 +141,15 @@ def unigram_warning(run: Run) -> str:
     """A sentence if the newest held-out loss, or the newest training losses if nothing was evaluated, are above that
     of guessing by the characters' frequencies.
     """
-    frequencies = run.starts[-1].get("frequency_loss")
+    unigram_loss = run.starts[-1].get("frequency_loss")
     lines = run.val[-1:] or run.train[-5:]
-    if is_too_early(run) or not frequencies or not lines:
+    if is_too_early(run) or not unigram_loss or not lines:
         return ""
     lowest = min(reversed(lines), key=operator.itemgetter("loss"))
     step, loss = lowest["step"], lowest["loss"]
-    if loss <= frequencies:
+    if loss <= unigram_loss:
         return ""
     return (
         f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than "
-        f"guessing by frequency, {frequencies:.4f}: train for more steps, or change optimizer.learning_rate."
+        f"guessing by frequency, {unigram_loss:.4f}: train for more steps, or change optimizer.learning_rate."
     )

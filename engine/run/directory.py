@@ -40,10 +40,10 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
     names no file, or another file of the run.
     """
     path = storage.snapshot_path(snapshot_path, run_dir)
-    is_new = not os.path.exists(run_dir)
     stack = contextlib.ExitStack()
 
-    def lock() -> None:
+    def enter() -> None:
+        is_new = not os.path.exists(run_dir)
         if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
             raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file of its own")
         stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
@@ -56,7 +56,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
             stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
 
     with stack, report_unresponsive_ranks(world, lambda: "while the run starts or ends"):
-        run_on_rank_0(lock, world)
+        run_on_rank_0(enter, world)
         yield
 
 
@@ -97,10 +97,9 @@ def log_to_file(path: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, Stopped):  # the console gets it from the program
-            record: dict[str, Any] = {"levelname": "ERROR", "msg": one_line(error)}
-            if not isinstance(error, UserError):  # the line may be just a key
-                record["exc_info"] = (type(error), error, error.__traceback__)
-            handler.handle(logging.makeLogRecord(record))
+            # Of another error the line may be just a key.
+            traceback = None if isinstance(error, UserError) else (type(error), error, error.__traceback__)
+            handler.handle(log.makeRecord(log.name, logging.ERROR, path, 0, one_line(error), (), traceback))
         raise
     finally:
         log.removeHandler(handler)

@@ -3,20 +3,26 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from engine.errors import UserError
-from engine.kernels.ops import IGNORE
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # per rank and forward pass; other devices: cpu
 MIN_HALVED = 20  # steps of a run that is also evaluated halfway
-Evaluated = tuple[float, int, list[float | None]]  # see `evaluate`
+
+
+class Evaluation(NamedTuple):
+    """The result of `evaluate`."""
+
+    loss: float  # nats per character, over all ranks
+    characters: int  # characters scored
+    rank_losses: list[float | None]  # of each rank; None if it had no window
 
 
 @dataclass
@@ -79,20 +85,17 @@ class Evaluations:
 @torch.no_grad()
 def evaluate(
     model: nn.Module, dataset: Any, world: World, check_requests: Callable[[], None], max_windows: int | None = None
-) -> Evaluated:
+) -> Evaluation:
     """The held-out loss, exact: every character of `dataset` but the first is scored once, in
-    non-overlapping windows, which the ranks share.
-
-    Returns (nats per character over all ranks, characters scored, each rank's own loss or None if it
-    had no window). Up to rounding the loss depends neither on the world size nor on the batch size.
-    A forward pass has at most `max_windows` windows.
-    `check_requests()` is called before each batch, equally often on every rank, and may raise.
+    non-overlapping windows, which the ranks share. Up to rounding it depends neither on the world size nor on the batch
+    size. A forward pass has at most `max_windows` windows. `check_requests()` is called before each batch, equally
+    often on every rank, and may raise.
     """
     first = dataset.num_eval_windows * world.rank // world.size
     last = dataset.num_eval_windows * (world.rank + 1) // world.size
     most = -(-dataset.num_eval_windows // world.size)  # of any rank
-    at_once = EVAL_CHARACTERS.get(world.device.type, EVAL_CHARACTERS["cpu"])
-    size = min(max(1, at_once // dataset.block_size), max_windows or at_once)
+    size = max(1, EVAL_CHARACTERS.get(world.device.type, EVAL_CHARACTERS["cpu"]) // dataset.block_size)
+    size = min(size, max_windows or size)
     losses, counts = [], []
     was_training = model.training
     model.eval()
@@ -101,12 +104,12 @@ def evaluate(
             check_requests()
             # Ranks without windows still run a forward pass, because FSDP's all-gather is collective.
             end = min(start + size, last)
-            windows = dataset.eval_windows(*((start, end) if start < end else (0, 1)))
-            x, y = (z.to(world.device) for z in windows)
-            loss = model(x, y)[1]
+            x, y = dataset.eval_windows(*((start, end) if start < end else (0, 1)))
+            loss = model(x.to(world.device), y.to(world.device))[1]
             if start < end:
                 losses.append(loss)
-                counts.append(y.numel() - (int((y == IGNORE).sum()) if end == last else 0))
+                scored_to = min(end * dataset.block_size, len(dataset.data) - 1)
+                counts.append(scored_to - start * dataset.block_size)
     finally:
         model.train(was_training)
     # Summed in Python's floats: not every device has float64.
@@ -115,4 +118,4 @@ def evaluate(
     results = distributed.all_gather((total, sum(counts)), world)
     characters = sum(count for _, count in results)
     rank_losses = [loss / count if count else None for loss, count in results]
-    return sum(loss for loss, _ in results) / characters, characters, rank_losses
+    return Evaluation(sum(loss for loss, _ in results) / characters, characters, rank_losses)

@@ -129,9 +129,9 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     in_bfloat16 = trainer.use_amp and hardware.computes_in_bfloat16(world.device)
     attention = 3.5 * model.n_head * model.block_size if model.attn_pdrop else 0
-    kept = (2 if in_bfloat16 else 4) * (25 * model.n_embd + attention)  # bytes per block
-    each = weight_bytes + characters * (blocks * kept + 12 * model.vocab_size)
-    needed, free = world.local_size * each + saved, hardware.free_memory()
+    kept = (2 if in_bfloat16 else 4) * (25 * model.n_embd + attention)  # bytes per character and block
+    per_process = weight_bytes + characters * (blocks * kept + 12 * model.vocab_size)
+    needed, free = world.local_size * per_process + saved, hardware.free_memory()
     if world.device.type != "cpu" or free is None or needed <= free:
         return False
     windows = characters // model.block_size

@@ -62,7 +62,7 @@ class Plan:
         return -(-self.batch_size // (self.world_size * self.accumulation))
 
     @property
-    def characters(self) -> int:
+    def step_characters(self) -> int:
         """Characters of a step."""
         return self.batch_size * self.block_size
 

@@ -18,7 +18,7 @@ from engine.kernels import build
 from engine.machine.hardware import device_name, peak_flops, peak_memory
 from engine.parallel import distributed
 from engine.parallel.distributed import World
-from engine.run.evaluation import Evaluated
+from engine.run.evaluation import Evaluation
 from engine.run.metrics import Metrics, duration, format_loss
 from engine.run.plan import Plan
 
@@ -46,7 +46,7 @@ class TrainingLog:
 
     def __post_init__(self):
         # (step, this rank's loss, gradient norm) of the first step whose norm is not finite; step -1: none.
-        self.bad = torch.full((3,), -1.0, device=self.world.device)
+        self.not_finite = torch.full((3,), -1.0, device=self.world.device)
 
     def open(self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict) -> None:
         """Opens the files, on rank 0; see `Metrics`."""
@@ -70,10 +70,10 @@ class TrainingLog:
         sizes = f"{least} or {least + 1}" if rest else least
         log.info(
             f"batch       {plan.batch_size} windows = {ranks} x {sizes} micro-batch x {plan.accumulation} accumulated; "
-            f"x {plan.block_size} {unit}s = {plan.characters:,} {unit}s per step"
+            f"x {plan.block_size} {unit}s = {plan.step_characters:,} {unit}s per step"
         )
         steps = f"{plan.total_steps} step{'s' * (plan.total_steps > 1)}"
-        planned = plan.total_steps * plan.characters
+        planned = plan.total_steps * plan.step_characters
         number = planned / (plan.windows + plan.block_size)
         passes = f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
         start = f"; from step {step}" if step else ""
@@ -83,7 +83,7 @@ class TrainingLog:
                 f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
                 "trainer.max_steps or max_epochs, or a trainer.patience, save time"
             )
-        self.started_at = self.lap_step = step
+        self.first_step = self.lap_step = step
         self.paused_s = 0.0
         self.lap_started = time.perf_counter()
 
@@ -124,13 +124,14 @@ class TrainingLog:
         """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Records the first
         gradient norm that is not finite, on the device, so that no step waits; see `check_finite`.
         """
-        if step == self.started_at + 1:
+        is_first_step = step == self.first_step + 1
+        if is_first_step:
             self.paused_s = 0.0  # evaluating pretrained weights
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
-        is_first = ~grad_norm.isfinite() & (self.bad[0] < 0)
-        self.bad = torch.where(is_first, noted, self.bad)
+        is_first = ~grad_norm.isfinite() & (self.not_finite[0] < 0)
+        self.not_finite = torch.where(is_first, noted, self.not_finite)
         if step != self.plan.total_steps and step % self.every_steps != 0:
-            if step == self.started_at + 1:  # includes compilation: restart the clock
+            if is_first_step:  # includes compilation: restart the clock
                 loss = self._mean(rank_loss)
                 seconds = time.perf_counter() - self.lap_started
                 log.info(f"{self._of(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
@@ -144,13 +145,13 @@ class TrainingLog:
         now = time.perf_counter()
         seconds = (now - self.lap_started) / (step - self.lap_step)
         self.lap_step, self.lap_started = step, now
-        rate = self.plan.characters / seconds
+        rate = self.plan.step_characters / seconds
         mfu, mfu_shown = None, ""
         if self.peak_flops:
             mfu = rate * self.flops_per_character / (self.peak_flops * self.world.size)
             mfu_shown = f" | MFU {mfu:.0%}"
         # The speed of recent steps; evaluations and saves as often as so far.
-        with_pauses = seconds + self.paused_s / (step - self.started_at)
+        with_pauses = seconds + self.paused_s / (step - self.first_step)
         left = duration(with_pauses * (self.plan.total_steps - step))
         norm, lr = grad_norm.item(), self.learning_rate(step - 1)
         self.metrics.log(
@@ -180,7 +181,7 @@ class TrainingLog:
         with self.paused(recurs=False):
             return self.sample()
 
-    def log_evaluation(self, step: int, result: Evaluated, seconds: float, best: tuple[float, int] | None) -> None:
+    def log_evaluation(self, step: int, result: Evaluation, seconds: float, best: tuple[float, int] | None) -> None:
         """Logs an evaluation; `best`: the lowest held-out loss before, and its step. Raises `UserError` if the loss is
         not finite.
         """
@@ -206,7 +207,7 @@ class TrainingLog:
             if self.scaler.get_scale() < MIN_SCALE:
                 raise self.divergence(step, "float16 gradients overflow at any scale")
             return
-        first, loss, norm = self.bad.tolist()
+        first, loss, norm = self.not_finite.tolist()
         if first >= 0:
             raise self.divergence(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
 

@@ -1,6 +1,5 @@
 """Draft: a configuration of which some fields are null until they are chosen for a text."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ CHOSEN = (
 )  # fmt: skip
 
 NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
-EVALUATION_COST = 0.4  # per character, relative to training
+EVALUATION_COST = 0.4  # time to score a character, relative to training on it
 
 
 @dataclass
@@ -27,19 +26,16 @@ class Draft:
     characters: int
 
     def get(self, key: str) -> Any:
-        """The value of the field `key`, `group.name`."""
+        """The value of a field; `key` is `group.name`."""
         group, name = key.split(".")
         return getattr(getattr(self.config, group), name)
 
     def fill(self, values: dict[str, Any]) -> None:
-        """Sets those fields of `values` that are null."""
+        """Sets each field of `values` that is null in the configuration."""
         for key, value in values.items():
             if self.get(key) is None:
                 group, name = key.split(".")
                 setattr(getattr(self.config, group), name, value)
-
-    def copy(self) -> "Draft":
-        return Draft(copy.deepcopy(self.config), self.characters)
 
     @property
     def nulls(self) -> list[str]:
@@ -48,27 +44,24 @@ class Draft:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a field must be chosen; a time limit stands for the steps."""
+        """Whether a field is null, or steps must be chosen for a time limit."""
         return self.config.trainer.max_minutes is not None or bool(self.nulls)
 
     @property
-    def usable(self) -> int:
-        """Characters without those of the final part."""
+    def usable_characters(self) -> int:
+        """Characters outside the final part."""
         return round(self.characters * (1 - self.config.data.final_split))
 
     @property
-    def training(self) -> int:
-        """Characters to train on."""
+    def training_characters(self) -> int:
         return max(1, int(self.characters * self.config.data.train_split))
 
     @property
-    def held_out(self) -> float:
-        """Characters of the held-out part."""
-        return self.characters * (1 - self.config.data.final_split) - self.training
+    def held_out_characters(self) -> int:
+        return self.usable_characters - self.training_characters
 
     @property
     def step_characters(self) -> int:
-        """Characters of a step."""
         return self.config.trainer.batch_size * self.config.data.block_size
 
     @property
@@ -83,18 +76,25 @@ class Draft:
     def planned_steps(self) -> float:
         """Steps that `max_steps` and `max_epochs` allow, or inf."""
         # Too short a text is refused when it is split.
-        windows = max(self.training - self.config.data.block_size, 1)
+        windows = max(self.training_characters - self.config.data.block_size, 1)
         return plan.planned_steps(self.config.trainer, windows)
 
     @property
     def useful_steps(self) -> int:
         """Steps for at most `USEFUL_PASSES` over the text."""
-        return max(1, USEFUL_PASSES * self.training // self.step_characters)
-
-    def scoring_steps(self, characters: float) -> float:
-        """The number of training steps that take as long as scoring so many characters."""
-        return EVALUATION_COST * characters / self.step_characters
+        return max(1, USEFUL_PASSES * self.training_characters // self.step_characters)
 
     def passes(self, steps: float) -> float:
         """Passes over the training text in so many steps."""
-        return steps * self.step_characters / self.training
+        return steps * self.step_characters / self.training_characters
+
+    def scoring_steps(self, characters: float) -> float:
+        """Training steps that take as long as scoring so many characters."""
+        return EVALUATION_COST * characters / self.step_characters
+
+
+def minutes_for(steps: int, minutes: float, fitting: int) -> float:
+    """The minutes that `steps` take if `fitting` steps take `minutes`; rounded, so that a resumed run gets the same
+    steps at every start.
+    """
+    return minutes if steps == fitting else float(f"{minutes * steps / fitting:.10g}")

@@ -6,17 +6,17 @@ from typing import Any
 
 from engine.config.settings import flatten
 from engine.errors import UserError
-from engine.sizing.draft import CHOSEN, NO_NGRAMS, Draft
+from engine.sizing.draft import CHOSEN, NO_NGRAMS, Draft, minutes_for
 from engine.sizing.rule import USEFUL_PASSES
 
 log = logging.getLogger("gpt")
 
 
 def recall(draft: Draft, recorded: dict[str, Any]) -> None:
-    """Sets the null fields from the settings `recorded` in the run's snapshot, whose `trainer.max_steps` take
-    `trainer.max_minutes`. Another time limit scales the steps, up to `USEFUL_PASSES` over the text if the model was
-    chosen for it. Raises `UserError` for a time limit that would extend a run started without one. `check_can_resume`
-    refuses another text later.
+    """Sets the null fields from the settings `recorded` in the run's snapshot, of which `trainer.max_steps` take
+    `trainer.max_minutes`. Another time limit scales the steps in proportion; if the model was chosen for the text, up
+    to `USEFUL_PASSES`. Raises `UserError` for a time limit that would extend a run started without one.
+    `check_can_resume` refuses another text later.
     """
     trainer, before = draft.config.trainer, flatten(recorded)
     was_chosen = bool(draft.nulls)
@@ -24,9 +24,16 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
         keys = (*CHOSEN, "trainer.eval_every_steps", "trainer.save_every_steps")
         draft.fill({key: before.get(key) for key in keys})
     draft.fill(NO_NGRAMS)  # snapshots that predate them
+    # Without recorded steps, the epochs decided.
     minutes, steps = before.get("trainer.max_minutes"), before.get("trainer.max_steps") or 1
     if minutes is None:
-        refuse_time_limit(draft, before)
+        is_same_text = before.get("data.path") == draft.config.data.path
+        is_longer = trainer.max_steps is None or trainer.max_steps > steps
+        if trainer.max_minutes is not None and is_same_text and is_longer:
+            raise UserError(
+                f"trainer.max_minutes={trainer.max_minutes:g}: this run started without a time limit; leave it out, "
+                "and raise trainer.max_steps to train longer"
+            )
     elif trainer.max_minutes is not None:
         fitting = max(1, round(steps * trainer.max_minutes / minutes))
         useful = max(draft.useful_steps, steps) if was_chosen else math.inf
@@ -43,20 +50,3 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
     trainer.max_minutes = None
     if minutes is not None and trainer.max_steps is not None:
         trainer.max_minutes = minutes_for(trainer.max_steps, minutes, steps)
-
-
-def refuse_time_limit(draft: Draft, before: dict[str, Any]) -> None:
-    """Raises `UserError` for a time limit that would extend a run that has none."""
-    trainer, steps = draft.config.trainer, before.get("trainer.max_steps") or 1
-    is_same_text = before.get("data.path") == draft.config.data.path
-    is_longer = trainer.max_steps is None or trainer.max_steps > steps
-    if trainer.max_minutes is not None and is_same_text and is_longer:
-        raise UserError(
-            f"trainer.max_minutes={trainer.max_minutes:g}: this run started without a time limit; leave it out, and "
-            "raise trainer.max_steps to train longer"
-        )
-
-
-def minutes_for(steps: int, minutes: float, fitting: int) -> float:
-    """The minutes that `steps` take if `fitting` steps take `minutes`, as `recall` expects them."""
-    return minutes if steps == fitting else float(f"{minutes * steps / fitting:.10g}")

@@ -6,11 +6,11 @@ REFERENCE_FLOPS = 5.5e6  # per character of training
 USEFUL_PASSES = 20  # over the text; more overfit
 
 
-def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
-    """Layers, width and context for a text of length `characters` and a budget of `operations` training FLOPs.
+def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
+    """Layers, width and context for a text of length `characters` and a budget of training `flops`.
     Width 128 is best in a wide range of budgets; above it depth pays first, then width.
     """
-    affordable = operations / REFERENCE_FLOPS  # characters for the reference model
+    affordable = flops / REFERENCE_FLOPS  # characters for the reference model
     enough = min(4e6, USEFUL_PASSES * characters)  # more does not pay
     # Width 128 from `least` to `most`; outside, it grows with a power of the ratio to the nearer bound.
     least, most = min(1e6, 10 * characters), 2e7
@@ -30,12 +30,12 @@ def best_sizes(characters: int, operations: float) -> tuple[int, int, int]:
     return layers, width, 256 if is_long or has_time else 128
 
 
-def step_size(characters: int, width: int, affordable: float, on_gpu: bool) -> int:
+def characters_per_step(characters: int, width: int, affordable: float, on_cuda: bool) -> int:
     """Characters per step, for a text of length `characters` and a model of `width`. `affordable`: characters for the
     reference model in the time.
     """
     step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
-    if on_gpu:  # larger steps take little longer: 200 per pass are enough
+    if on_cuda:  # larger steps take little longer: 200 steps per pass are enough
         step = max(step, int(min(characters / 200, affordable / 2000, 64 * width, 24_576)))
     return step
 
@@ -77,7 +77,7 @@ def fine_tuning_decay(rate_sum: float) -> float:
 
 
 def ngram_decay(passes: float, share: float, rate: float) -> float:
-    """Weight decay of the n-gram tables. `share`: of the text in a step; `rate`: peak learning rate."""
+    """Weight decay of the n-gram tables. `share`: fraction of the training text in a step; `rate`: peak rate."""
     # An unused vector decays to 1/e within 0.6 / passes of a pass at the peak rate: sooner with more passes, or the
     # tables memorize the text.
     forgotten = min(passes * share / 0.6, 0.7)  # fraction of a vector per step

@@ -1,6 +1,7 @@
-"""Trial: a few training steps on this machine, timed, and what remains of the time limit."""
+"""Trial: times a few training steps on this machine, and tells how much of the time limit is left."""
 
 import contextlib
+import copy
 import dataclasses
 import statistics
 import time
@@ -15,38 +16,36 @@ from engine.parallel.distributed import World
 from engine.run import memory
 from engine.sizing.draft import DROPOUT, NO_NGRAMS, Draft
 
-TRIAL_S = 1.2  # seconds of steps to time, more than the `PERIOD` after which threads adapt
-# For fields that are chosen later: without dropout, which takes up to a third of the speed.
+TRIAL_S = 1.2  # seconds of steps to time, more than the `PERIOD` of engine/machine/threads.py
+# For fields that are chosen after the trial. No dropout: it takes up to a third of the speed.
 PROVISIONAL = {
     **dict.fromkeys(DROPOUT, 0.0), **NO_NGRAMS, "optimizer.weight_decay": 0.2, "optimizer.learning_rate": 8e-3,
 }  # fmt: skip
 
 
 class Trial:
-    """Times the steps of a configuration for `text`. `make_trainer(config, split)` makes the Trainer to time; the time
-    limit counts from `started`, as `time.monotonic()` gives it.
+    """Times steps on `text`. `make_trainer(config, split)` makes the Trainer to time; `deadline` is the end of the time
+    limit, as `time.monotonic()` gives it.
     """
 
-    def __init__(self, text: Any, world: World, started: float, make_trainer: Callable):
-        self.text, self.world, self.started, self.make_trainer = text, world, started, make_trainer
-        self.on_gpu = world.device.type == "cuda"
+    def __init__(self, text: Any, world: World, deadline: float, make_trainer: Callable[[Any, Any], Any]):
+        self.text, self.world, self.deadline, self.make_trainer = text, world, deadline, make_trainer
         self.has_warned = False
 
-    def seconds_left(self, minutes: float) -> float:
-        """What remains of a time limit of `minutes`, seconds: the least of all ranks."""
-        end = self.started + 60 * minutes
-        return min(distributed.all_gather(end - time.monotonic(), self.world))
+    def seconds_left(self) -> float:
+        """Seconds to the deadline, the minimum over ranks."""
+        return min(distributed.all_gather(self.deadline - time.monotonic(), self.world))
 
     def seconds_per_step(self, draft: Draft) -> float:
-        """The time of a training step as in `draft`, seconds."""
-        draft = draft.copy()
+        """Seconds per training step of `draft`."""
+        draft = copy.deepcopy(draft)
         draft.fill(PROVISIONAL)
         config = draft.config
         config.model = sized_model(config)
         self.warn_if_too_little(config)
         config.trainer.max_steps, config.trainer.max_epochs = 30, None
         step_s = time_steps(self.make_trainer(config, self.text.with_config(config.data).split()))
-        hardware.free_unused(self.world.device)  # a Trainer is part of a reference cycle
+        hardware.free_unused(self.world.device)  # only garbage collection frees a Trainer
         return step_s
 
     def warn_if_too_little(self, config: Any) -> None:
@@ -56,7 +55,7 @@ class Trial:
 
 
 def sized_model(config: Any) -> Any:
-    """The run's checked `GPTConfig`, with the data's context. Raises `UserError`."""
+    """`config.model` as a checked `GPTConfig`, with the block size of `config.data`. Raises `UserError`."""
     block_size = config.data.block_size
     return dataclasses.replace(config.model, model_type=None, block_size=block_size)
 
@@ -73,12 +72,14 @@ def time_steps(trainer: Any) -> float:
         for loss, _ in steps:
             loss.item()  # waits for the device
             before, last = last, time.perf_counter()
+            seconds = max(distributed.all_gather(last - before, trainer.world))
             if torch.get_num_threads() < threads:
                 threads, timed = torch.get_num_threads(), []
-            timed.append(max(distributed.all_gather(last - before, trainer.world)))
+            if torch.get_num_threads() == threads:
+                timed.append(seconds)
             # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
             fewest = 18 if on_gpu else 4 if sum(timed) < 4 * TRIAL_S else 2
             if len(timed) >= fewest and sum(timed) > TRIAL_S:
                 break
-    trainer.requests.finish()  # of `steps`, which was closed early
+    trainer.requests.finish()  # waits for the exchange that the interrupted loop has pending
     return statistics.median(timed[1:] or timed)  # the first step allocates and loads

@@ -94,16 +94,16 @@ class SnapshotManager:
         """Loads the tensors of `snapshot` into the unwrapped `model` and its `optimizer`, sharded as
         these are. Raises `UserError` if they do not fit.
         """
-        own = model.state_dict()
+        current = model.state_dict()
         model_state, optimizer_state = snapshot.model_state, snapshot.optimizer_state
         if snapshot.shards:
-            model_state, optimizer_state = read_shards(self.path, snapshot.shards, own, self.world)
+            model_state, optimizer_state = read_shards(self.path, snapshot.shards, current, self.world)
         try:
             shard = sharding.shard_like
             # A tensor that the model does not have stays as it is: `load_state_dict` names it.
-            model.load_state_dict({n: shard(v, own.get(n, v)) for n, v in model_state.items()})
+            model.load_state_dict({n: shard(v, current.get(n, v)) for n, v in model_state.items()})
             state = {
-                i: {key: shard(value, own[name]) for key, value in values.items()}
+                i: {key: shard(value, current[name]) for key, value in values.items()}
                 for i, name in enumerate(parameter_names(model, optimizer))
                 if (values := optimizer_state.get(name))
             }
@@ -126,17 +126,17 @@ class SnapshotManager:
     # ----------------------------------------------------------------------------------------------
     # Saving
 
-    def save(self, snapshot: Snapshot, best: bool, numbered: bool) -> None:
-        """Starts to write `snapshot` as the latest one, and also as the `best` one or a `numbered` one, after the
-        previous save has ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as
+    def save(self, snapshot: Snapshot, is_best: bool, is_numbered: bool) -> None:
+        """Starts to write `snapshot` as the latest one, and also as the best or a numbered one, after the previous
+        save has ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as
         soon as this returns.
 
         Raises `UserError` if the previous save was the `max_save_failures`-th in a row that failed. The next `wait`
         reports the result of this one.
         """
         self.wait()
-        lowest: Any = (snapshot.loss, snapshot.loss_step) if best else self.best
-        best_loss, best_step = lowest or (None, None)
+        best: Any = (snapshot.loss, snapshot.loss_step) if is_best else self.best
+        best_loss, best_step = best or (None, None)
         snapshot = dataclasses.replace(snapshot, best_loss=best_loss, best_step=best_step)
         written: Future[None] = Future()
         try:
@@ -147,9 +147,9 @@ class SnapshotManager:
             if self.world.is_rank_0:
                 copied = snapshot.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True))
                 written = self._thread.submit(
-                    lambda: self.storage.write(copied.to_bytes(), copied.step, best, numbered)
+                    lambda: self.storage.write(copied.to_bytes(), copied.step, is_best, is_numbered)
                 )
-        self._saving = SaveInProgress(snapshot.step, lowest, written)
+        self._saving = SaveInProgress(snapshot.step, best, written)
 
     def _collect(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with full tensors on rank 0; if sharded, without: each rank wrote its own."""

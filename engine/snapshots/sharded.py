@@ -29,7 +29,7 @@ from engine.snapshots.storage import SnapshotStorage, load, shards_folder
 log = logging.getLogger("gpt")
 
 
-def run_folder(path: str) -> str:
+def shards_name(path: str) -> str:
     """The name of the folder for all shards of the run whose latest snapshot is at `path`."""
     return f"{os.path.basename(path)}.shards"
 
@@ -61,7 +61,7 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
     unique = f"{snapshot.step:08d}-{uuid.uuid4().hex[:8]}"
-    name = run_on_rank_0(lambda: f"{run_folder(path)}/{unique}", world)
+    name = run_on_rank_0(lambda: f"{shards_name(path)}/{unique}", world)
     folder = shards_folder(path, name)
     with checkpoint_errors(folder):
         writer = checkpoint.FileSystemWriter(folder, sync_files=True)
@@ -135,7 +135,7 @@ def remove_unused_shards(storage: SnapshotStorage) -> None:
     """Removes the shards that no snapshot of the run refers to, including those set aside. While one of
     these cannot be read, nothing is removed, since any shards may be its own.
     """
-    name = run_folder(storage.path)
+    name = shards_name(storage.path)
     parent = shards_folder(storage.path, name)
     if not os.path.isdir(parent):  # nor is one in an object store
         return

@@ -104,21 +104,20 @@ class Snapshot:
             fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             if fields.get("format") in READABLE_FORMATS:
                 return cls(**fields)
-            readable = " and ".join(map(str, READABLE_FORMATS))
-            what = f"snapshot format {fields.get('format')}; this application reads {readable}"
         except Exception as error:  # a crafted file can raise anything
-            what = f"not a snapshot of this application: {one_line(error)}"
-        raise UserError(f"{name}: {what}")
+            raise UserError(f"{name}: not a snapshot of this application: {one_line(error)}") from error
+        readable = " and ".join(map(str, READABLE_FORMATS))
+        raise UserError(f"{name}: snapshot format {fields.get('format')}; this application reads {readable}")
 
     def choices_on(self, device_type: str) -> dict[str, Any]:
         """Resolved `auto` and null settings; empty on another type of device."""
         if self.choices.get("device", device_type) != device_type:
             return {}
         settings = self.config.get("trainer", {})
-        explicit = {name for name in self.choices if settings.get(name) not in ("auto", None)}
+        resolved = {name: c for name, c in self.choices.items() if settings.get(name) in ("auto", None)}
         if settings.get("use_amp") is False:
-            explicit.add("amp_dtype")
-        return {name: choice for name, choice in self.choices.items() if name not in explicit}
+            resolved.pop("amp_dtype", None)
+        return resolved
 
     def __str__(self) -> str:
         if self.loss is None:
@@ -197,7 +196,7 @@ def check_can_resume(
     changes["processes"] = (snapshot.processes, world.size)
     changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
     for key, (was, now) in changes.items():
-        # The minutes follow from the steps: see `recall`.
+        # The minutes follow from the steps: see engine/sizing/recall.py.
         if was != now and key not in ("trainer.resume", "trainer.max_minutes"):
             was, now = as_typed(was), as_typed(now)
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)

@@ -117,8 +117,8 @@ class SnapshotStorage:
             self.file_system, _ = locate(path)
         except (ImportError, ValueError) as error:
             raise UserError(f"trainer.snapshot_path={path}: {one_line(error)}") from error
-        self.previous, self.best = beside(path, "prev"), beside(path, "best")
-        self.temporary = beside(path, "new.tmp")
+        self.previous_path, self.best_path = beside(path, "prev"), beside(path, "best")
+        self.temporary_path = beside(path, "new.tmp")
         self.best_step: int | None = None  # of the best snapshot, if it was written here
 
     # ----------------------------------------------------------------------------------------------
@@ -134,33 +134,33 @@ class SnapshotStorage:
             for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
                 self._remove(leftover)
             copy = beside(self.path, "check")
-            self._put(self.temporary, b"-")
-            self._copy(self.temporary, copy)
+            self._put(self.temporary_path, b"-")
+            self._copy(self.temporary_path, copy)
             self._remove(copy)
-            self._remove(self.temporary)
+            self._remove(self.temporary_path)
 
-    def write(self, content: bytes | memoryview, step: int, best: bool, numbered: bool) -> None:
-        """Atomic write: makes `content` the latest snapshot, and also the `best` one or a `numbered` one.
+    def write(self, content: bytes | memoryview, step: int, is_best: bool, is_numbered: bool) -> None:
+        """Atomic write: makes `content` the latest snapshot, and also the best or a numbered one.
 
         At every moment, each file has its old or its new content. Raises what the file system raises. On a disk, files
         with the same content are hard links.
         """
         try:
-            self._put(self.temporary, content)
-            self._verify_written(self.temporary, content)
-            if best:  # before the latest, which records that this is the best
-                self._copy(self.temporary, self.best)
+            self._put(self.temporary_path, content)
+            self._verify_written(self.temporary_path, content)
+            if is_best:  # before the latest, which records that this is the best
+                self._copy(self.temporary_path, self.best_path)
                 self.best_step = step
-            if numbered and self.keep:
-                self._copy(self.temporary, beside(self.path, f"step{step:08d}"))
+            if is_numbered and self.keep:
+                self._copy(self.temporary_path, beside(self.path, f"step{step:08d}"))
                 for path in self.present(NUMBERED)[: -self.keep]:
                     self._remove(path)
             if exists(self.path):
-                self._copy(self.path, self.previous)
-            self._copy(self.temporary, self.path)
+                self._copy(self.path, self.previous_path)
+            self._copy(self.temporary_path, self.path)
         finally:
             with contextlib.suppress(Exception):  # never created, or the store is unreachable
-                self._remove(self.temporary)
+                self._remove(self.temporary_path)
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         if not is_local(path):
