@@ -123,13 +123,13 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     config: Any = model.config
     parts = {"token shift": config.token_shift, "n-gram embeddings": config.ngram_rows}
     kind = ", ".join((config.arch, *(part for part, has in parts.items() if has)))
-    text = source_name(snapshot.config.get("data", {}))
+    sources = source_names(snapshot.config.get("data", {}))
     unit = f" (nats per {snapshot.unit})" if snapshot.loss is not None else ""
     return [
         ("snapshot", f"{snapshot}{unit}"),
         (f"{snapshot.unit}s trained on", f"{snapshot.windows_seen * config.block_size:,}"),
         ("started from", public_name(snapshot.config.get("init_from") or "fresh weights")),
-        ("text", f"{text}SHA-256 {snapshot.text_digest}"),
+        ("text", ", ".join((*sources, f"SHA-256 {snapshot.text_digest}"))),
         (
             "architecture",
             f"{kind}: blocks: {config.n_layer}, heads: {config.n_head}, "
@@ -194,9 +194,8 @@ def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     """`README.md` of the directory `folder`: the model, its training, its loss and its use."""
     config: Any = model.config
     name = snapshot.config.get("run_name", "run")
-    needs_code = is_shifted(dataclasses.asdict(config))
     unknown = ord(unknown_token(snapshot.vocabulary, snapshot.encoding))
-    trust = ", trust_remote_code=True" if needs_code else ""
+    trust = ", trust_remote_code=True" if is_shifted(dataclasses.asdict(config)) else ""
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
     prompt = json.dumps(default_prompt(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
@@ -228,16 +227,16 @@ The model was trained on {config.block_size} {snapshot.unit}s of context, the de
 """
 
 
-def source_name(data: dict[str, Any]) -> str:
-    """The text's file names or URLs, each followed by a comma; "" if not recorded."""
+def source_names(data: dict[str, Any]) -> list[str]:
+    """The text's file names or URLs; empty if not recorded."""
     path = data.get("url") or data.get("path") or []
-    paths = path if isinstance(path, list) else [path]
-    return "".join(f"{public_name(p)}, " for p in paths)
+    return [public_name(p) for p in (path if isinstance(path, list) else [path])]
 
 
 def public_name(path: str) -> str:
-    """A URL, or the last part of a local path, which is nobody else's business."""
-    return os.path.basename(path.rstrip("/")) if is_local(path) else path
+    """A URL without its query, which may have a signature, or the last part of a local path or archive's path."""
+    path = path.rpartition("::")[2].removeprefix("file://").removeprefix("local://")
+    return os.path.basename(path.rstrip("/")) if is_local(path) else path.split("?")[0]
 
 
 if __name__ == "__main__":

@@ -34,14 +34,11 @@ def check_only_one(**given: Any) -> None:
         raise UserError(f"{' and '.join(names)}: give only one of them")
 
 
+Number = float | None
+
+
 def check_range(
-    key: str,
-    value: float | None,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    above: float | None = None,
-    below: float | None = None,
+    key: str, value: Number, low: Number = None, high: Number = None, *, above: Number = None, below: Number = None
 ) -> None:
     """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the
     bounds that are given. None is accepted, and nan is not.

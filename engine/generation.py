@@ -130,7 +130,7 @@ def pick(
         probability = ordered.softmax(dim=-1)
         # The likeliest has 0 before it and is always kept.
         before = probability.cumsum(dim=-1) - probability
-        excluded = (before >= top_p).scatter(1, order, before >= top_p)
+        excluded = before.scatter(1, order, before) >= top_p
         logits = logits.masked_fill(excluded, float("-inf"))
     # Exponential race: argmax(p / Exp(1)) is distributed as p; torch.multinomial does the same.
     times = np.empty(logits.shape)

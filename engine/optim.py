@@ -92,9 +92,9 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     ngrams: list[nn.Parameter] = []
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     for name, parameter in model.named_parameters():
-        in_block = ".blocks." in f".{name}"
         if not parameter.requires_grad:
             continue
+        in_block = ".blocks." in f".{name}"
         if ".ngrams." in f".{name}":
             ngrams.append(parameter)
         elif parameter.dim() < 2:
@@ -174,10 +174,10 @@ def orthogonalize(matrices: torch.Tensor, normalize: bool) -> torch.Tensor:
     if not normalize:
         return x
     rows, columns = x.shape[1:]
-    size = (min(rows, columns) / max(rows, columns)) ** 0.5
+    norm = (min(rows, columns) / max(rows, columns)) ** 0.5  # of a row or column of an orthogonal matrix
     # Not `norm`: along a dimension that is not the last in memory it takes ten times as long on a CPU.
     squares = x.float().square().sum(dim=2 if rows >= columns else 1, keepdim=True)
-    return x * (size * squares.clamp(min=1e-14).rsqrt()).to(x.dtype)
+    return x * (norm * squares.clamp(min=1e-14).rsqrt()).to(x.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -195,9 +195,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         normalize: bool = False,
     ):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "normalize": normalize}
         # Capturable, as torch calls it: a CUDA graph may repeat `step`.
-        super().__init__(parameters, {**defaults, "normalize": normalize, "capturable": True})
+        super().__init__(parameters, {**defaults, "capturable": True})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without closures

@@ -24,7 +24,7 @@ def lock(file: Any, wait: bool) -> None:
 
     windows: Any = msvcrt
     while True:
-        with contextlib.suppress(*(OSError,) if wait else ()):  # LK_LOCK gives up after 10 s
+        with contextlib.suppress(*((OSError,) if wait else ())):  # LK_LOCK gives up after 10 s
             windows.locking(file.fileno(), windows.LK_LOCK if wait else windows.LK_NBLCK, 1)
             return
 

@@ -19,6 +19,7 @@ import os
 import re
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -160,7 +161,7 @@ def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = 
         yield FILE_END
     if sha256 not in (None, digest.hexdigest()):
         raise UserError(
-            f"{name_of(files[0])}: SHA-256 is {digest.hexdigest()}, but data.sha256={sha256}; "
+            f"SHA-256 is {digest.hexdigest()}, but data.sha256={sha256}; "
             "remove a damaged file to download it again, or set data.sha256=null to accept this text"
         )
 
@@ -196,8 +197,8 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
                 target.flush()
                 compression = infer_compression(path)
                 partial = OpenFile(LocalFileSystem(), target.name, compression=compression)
-                for _ in read_text([partial], sha256, encoding) if sha256 is not None else ():
-                    pass
+                if sha256 is not None:
+                    deque(read_text([partial], sha256, encoding), maxlen=0)  # raises for another
     except OSError as error:
         raise UserError(f"data.path={path}: cannot be written: {error.strerror}") from error
 
@@ -233,8 +234,7 @@ def open_text(config: Any) -> EncodedText:
     path, sha256, encoding = config.path, config.sha256, config.encoding
     if is_small_local_file(path):
         ids = io.BytesIO()
-        text = [from_text(pydoc_text(), encoding)] if path == PYDOC else None
-        pieces = text or read_text(find_files(path), sha256, encoding)
+        pieces = [from_text(pydoc_text(), encoding)] if path == PYDOC else read_text(find_files(path), sha256, encoding)
         record = encode_stream(pieces, config, ids)
         data = torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"]))
         return EncodedText(record["vocabulary"], data, record["digest"])
@@ -305,8 +305,8 @@ def unit_of(encoding: str | None) -> str:
 
 
 def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
-    """Streaming encoder: writes the ids of the first share `config.truncate` of a text into the empty
-    `file`, in the smallest unsigned type that holds them, its items shuffled as `config.shuffle` says.
+    """Streaming encoder: writes the ids of the first part of a text, the share `config.truncate`, into the
+    empty `file`, in the smallest unsigned type that holds them, its items shuffled as `config.shuffle` says.
 
     Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
     the text. Raises `UserError` if no character is left.
@@ -315,14 +315,15 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     dtype, length = np.dtype(np.uint8), 0  # of the ids in the file
     points = np.empty(0, np.uint32)  # code points by id, in the order of first appearance
     id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
-    file_ends, tail = [], ""  # the last two characters
+    file_ends, tail = [], ""  # lengths at the ends of files; the last two characters
     newlines = {"lines": 1, "paragraphs": 2}.get(shuffle, 0)  # that end an item
     for text in pieces:
         if text == FILE_END:
             file_ends.append(length)
             continue
         if length and file_ends[-1:] == [length]:  # items end where a file ends
-            text = "\n" * (newlines - (len(tail) - len(tail.rstrip("\n")))) + text
+            trailing = len(tail) - len(tail.rstrip("\n"))
+            text = "\n" * (newlines - trailing) + text
         tail = (tail + text)[-2:]
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = id_of.take(codes)
@@ -371,7 +372,7 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
 
 
 def chunks(file: BinaryIO, length: int, dtype: np.dtype, backwards: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (position, ids) for pieces of the first `length` ids in `file`, of type `dtype`."""
+    """Yields (position, ids) for chunks of the first `length` ids in `file`, of type `dtype`."""
     starts = range(0, length, CHUNK)
     for start in reversed(starts) if backwards else starts:
         file.seek(start * dtype.itemsize)

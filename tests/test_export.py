@@ -337,8 +337,10 @@ def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported)
 
 
 def test_source_names_contain_no_local_path():
-    assert export.source_name({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == "a.txt, s3://b/c.txt, "
-    assert export.public_name("/home/me/runs/mine/") == "mine"
+    assert export.source_names({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == ["a.txt", "s3://b/c.txt"]
+    for path in ("/home/me/runs/mine/", "file:///home/me/mine", "zip://*::/home/me/mine"):
+        assert export.public_name(path) == "mine"
+    assert export.public_name("https://host/a.txt?signature=1") == "https://host/a.txt"
 
 
 def test_the_exported_configuration_has_dropout_and_temperature():

@@ -35,7 +35,7 @@ def parse(cls: type[T], arguments: list[str]) -> T:
         name, equals, value = argument.partition("=")
         if not equals or name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
-            known = ", ".join(f"{name}=" for name in fields)
+            known = ", ".join(f"{other}=" for other in fields)
             hint = f"did you mean {near[0]}=?" if near else f"there are {known}"
             raise UserError(f"{argument}: not an argument; {hint}")
         if not value:

@@ -1,4 +1,4 @@
-"""Resolves `auto` settings once; stored in snapshots for resuming.
+"""Resolves the `auto` settings of a run once; its snapshots keep the choices.
 
 The choices of a run are a dictionary: `device` ("cpu", "cuda", ...), `amp_dtype`, `compile`,
 `deterministic`, and `micro_batch_size` where the trainer has found one that fits into memory. They follow from a

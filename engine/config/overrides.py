@@ -64,10 +64,11 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
         recipe = fitting_recipe("data.path" in typed or typed.get("data") == "text", arguments)
         added.append(f"experiment={recipe}")
     ends = ("trainer.max_steps", "trainer.max_epochs")
-    if typed.get("trainer.max_minutes", "null") != "null":
-        added += [] if typed.keys() & ends else [f"{end}=null" for end in ends]
-    elif recipe in ("auto", "auto_gpu") and typed.keys() & ends:
-        added += ["trainer.max_minutes=null"] * ("trainer.max_minutes" not in typed)
+    has_end = not typed.keys().isdisjoint(ends)
+    if not has_end and typed.get("trainer.max_minutes", "null") != "null":
+        added += [f"{end}=null" for end in ends]
+    elif has_end and recipe in ("auto", "auto_gpu") and "trainer.max_minutes" not in typed:
+        added.append("trainer.max_minutes=null")
     # null is the default, and not an override that Hydra has.
     arguments = [argument for argument in arguments if argument != "experiment=null"]
     # Hydra needs all overrides together. conf/config.yaml cannot choose the recipe: an interpolated

@@ -33,7 +33,7 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
     """Serializes a model for the page: `GPTConfig`'s fields, the `rounded` weights, and the logits (T, V) that it gives
     with them for `checked_ids`. Raises `UserError` if the page would compute others: the model's code was edited.
     """
-    ids, last = checked_ids(config), min(CHECKED, config["block_size"])
+    ids, count = checked_ids(config), min(CHECKED, config["block_size"])
     has_all = not config["ngram_rows"] or "ngrams.codes" in weights
     if not has_all or not torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE):
         raise UserError("the page supports only an unedited model.py; sample.py runs this model")
@@ -47,18 +47,17 @@ def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor)
         "config": config,
         "tensors": [(name, weight.numel()) for name, weight in tensors.items()],
         "weights": base64.b64encode(halves.numpy().astype("<f2").tobytes()).decode(),
-        "check": {"ids": ids[:last].tolist(), "logits": logits[last - 1].tolist()},
+        "check": {"ids": ids[:count].tolist(), "logits": logits[count - 1].tolist()},
     }
 
 
 def render(models: list[dict[str, Any]]) -> str:
     """The page, with its models side by side."""
-    # "<" could end the script; JSON allows it as an escape.
-    data = json.dumps(models).replace("<", "\\u003c")
     parts = {
         "{{worker}}": (BROWSER / "model.js").read_text("utf-8"),
         "{{script}}": (BROWSER / "page.js").read_text("utf-8"),
-        "{{data}}": data,
+        # Last, as it may contain the names of the others. "<" could end the script; JSON allows this escape.
+        "{{data}}": json.dumps(models).replace("<", "\\u003c"),
     }
     page = (BROWSER / "page.html").read_text("utf-8")
     for name, content in parts.items():

@@ -103,16 +103,17 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
         )
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]
+    sources = [rows[vocabulary[i]] for i in reused]
     codes = pretrained.model_state.get(transformers.CODES)
     if codes is not None:  # new characters have codes that no pretrained one has
         fresh = codes.max() + 1 + torch.arange(len(vocabulary))
-        fresh[reused] = codes[[rows[vocabulary[i]] for i in reused]]
+        fresh[reused] = codes[sources]
         own[transformers.CODES].copy_(fresh)
     for name, parameter in bare.named_parameters():
         value = pretrained.model_state[name].float()
         if name in transformers.PER_CHARACTER:
             fresh = sharding.full_tensor(parameter).cpu() + value.mean(dim=0)
-            fresh[reused] = value[[rows[vocabulary[i]] for i in reused]]
+            fresh[reused] = value[sources]
             value = fresh
         elif name == "pos_emb.weight":  # the context may be shorter
             value = value[: parameter.size(0)]
@@ -120,9 +121,6 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
             shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
             raise UserError(f"init_from: {name} is {shapes}")
         parameter.copy_(sharding.shard_like(value, parameter))
-    for name, buffer in bare.named_buffers():
-        if name != transformers.CODES and name in pretrained.model_state:
-            buffer.copy_(pretrained.model_state[name])
     new = "".join(character for character in vocabulary if character not in rows)
     shown = f": {new[:40]!r}" if new else ""
     log.info(

@@ -91,7 +91,7 @@ class ShiftedLayer(nn.Module):
         before = torch.cat((last, y[:, :-1]), dim=1)
         if attention_mask is not None:  # (B, 1, S, T): padding, which is hidden, has nothing to add
             S, T = attention_mask.shape[-2:]
-            seen = attention_mask[:, 0].diagonal(T - S - 1, 1, 2)
+            seen = attention_mask[:, 0].diagonal(T - S - 1, 1, 2)  # whether a position sees the one before it
             seen = seen if seen.dtype is torch.bool else seen == 0
             before = before.clone()
             before[:, S - seen.size(1) :] *= seen[..., None]

@@ -145,8 +145,7 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
     """The weights in float32, under Transformers' names and in its layout, with the unknown token."""
     if config["arch"] == "gpt2" and not config["bias"]:  # its GPT-2 always has biases
         biased = [n for n in weights if n.startswith(("blocks.", "ln_f.")) and ".shift." not in n]
-        zeros = {name: torch.zeros(len(weights[name])) for name in biased}
-        weights = weights | {n.replace(".weight", ".bias"): zero for n, zero in zeros.items()}
+        weights = weights | {n.replace(".weight", ".bias"): torch.zeros(len(weights[n])) for n in biased}
     if is_shifted(config) and not config["token_shift"]:
         shift = torch.zeros(config["n_embd"])
         weights = weights | {f"blocks.{i}.shift.weight": shift for i in range(config["n_layer"])}
@@ -174,8 +173,8 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
     """The JSON files by name: model, generation and tokenizer."""
     gpt2, unknown_id = config["arch"] == "gpt2", len(vocabulary)
     unknown = unknown_token(vocabulary, encoding)
-    kind = [config["arch"], is_shifted(config)]
-    model_type, name = next((key, name) for key, (*k, name) in KINDS.items() if k == kind)
+    model_type = ("gpt2" if gpt2 else "nanochat") + "_shift" * is_shifted(config)
+    *_, name = KINDS[model_type]
     shifted = {
         "AutoConfig": f"shifted.{'ShiftedGPT2Config' if gpt2 else 'ShiftedConfig'}",
         "AutoModelForCausalLM": f"shifted.{name}",

@@ -14,7 +14,7 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
     if choices["deterministic"]:
         if choices["device"] == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        deterministic: Any = torch.utils.deterministic  # a property of its class
+        deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
     torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
     if choices["compile"]:  # also sets it in the compiler, whose import takes a second
@@ -36,20 +36,17 @@ def tf32(choices: dict[str, Any]) -> Iterator[None]:
     times as fast. For training steps, also deterministic ones: it repeats bit for bit.
     Evaluation and sampling stay in float32, to agree with sample.py and export.py.
     """
-    matmul = torch.backends.cuda.matmul  # set_float32_matmul_precision also changes the CPU's
-    is_off = choices["device"] == "cuda" and not matmul.allow_tf32
-    if is_off and choices["amp_dtype"] == "float32":
-        matmul.allow_tf32 = True
-        try:
-            yield
-        finally:
-            matmul.allow_tf32 = False
-    else:
+    if (choices["device"], choices["amp_dtype"]) != ("cuda", "float32"):
         yield
+        return
+    matmul = torch.backends.cuda.matmul  # set_float32_matmul_precision also changes the CPU's
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 def eagerly(choices: dict[str, Any]) -> contextlib.AbstractContextManager:
     """Context that runs the model eagerly: compiling evaluation would cost more than it saves."""
-    if choices["compile"]:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if choices["compile"] else contextlib.nullcontext()

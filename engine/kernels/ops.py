@@ -94,10 +94,10 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not `IGNORE`. Do not backpropagate the loss into the returned logits.
+    (...), int64, that are not `IGNORE`. The loss has no gradient with respect to the returned logits.
     """
-    fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
-    fits = fits and isinstance(softcap, int)  # the kernel has no other
+    # The kernel's cap is an integer.
+    fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1] and isinstance(softcap, int)
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
         return native.cross_entropy(logits, targets, softcap)
     logits = cap(logits, softcap)
@@ -140,15 +140,16 @@ def _linear_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if rows < MIN_KERNEL_ROWS or rows % 8:
             return False
         computed = torch.get_autocast_dtype("cpu")
-        columns, C = 2 * native.WIDTH, 2 * native.WIDTH
+        of_columns, of_C = 2 * native.WIDTH, 2 * native.WIDTH  # multiples
     else:
         if torch.is_grad_enabled():
             return False
-        computed, columns, C = torch.float32, 4, native.WIDTH
+        computed = torch.float32
+        of_columns, of_C = 4, native.WIDTH
     return (
         x.dtype is computed
-        and native.supports(x, multiple=C)
-        and weight.size(0) % columns == 0
+        and native.supports(x, multiple=of_C)
+        and weight.size(0) % of_columns == 0
         and weight.size(1) == x.size(-1)
         and _is_dense_float32(weight)
         and (bias is None or (_is_dense_float32(bias) and bias.numel() == weight.size(0)))

@@ -91,10 +91,10 @@ def join_processes(device: str = "auto", threads: int | None = None, timeout_s: 
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     chosen = choose_device(device, local_rank, local_size)
-    bound = hasattr(os, "sched_getaffinity")  # on Linux
-    cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     share = max(1, cores // local_size)
-    if bound and local_size > 1:  # or torch.compile starts 32 workers in each process
+    if on_linux and local_size > 1:  # or torch.compile starts 32 workers in each process
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, share)))
     gpu = chosen if chosen.type == "cuda" else None
     if gpu:
@@ -105,9 +105,9 @@ def join_processes(device: str = "auto", threads: int | None = None, timeout_s: 
                 f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
             ) from error
     else:
-        typed = os.environ.get("OMP_NUM_THREADS", "")
-        if local_size == 1 and typed.isdigit():  # torchrun sets it to 1 for several processes
-            share = max(1, int(typed))
+        omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+        if local_size == 1 and omp_threads.isdigit():  # torchrun sets it to 1 for several processes
+            share = max(1, int(omp_threads))
         torch.set_num_threads(threads or share)
         hardware.keep_freed_memory()
     store = None
@@ -240,6 +240,7 @@ def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
 def run_long_on_rank_0(action: Callable[[], Any], world: World) -> Any:
     """As `run_on_rank_0`, for an `action` that may take longer than ranks wait for each other."""
     action = functools.cache(action)
+    # All ranks poll while rank 0 computes; the kept result is then sent.
     run_on_each_host(lambda: world.is_rank_0 and bool(action()), world)
     return run_on_rank_0(action, world)
 
@@ -261,8 +262,10 @@ def _first_result(outcomes: list[tuple[Any, str | None]]) -> Any:
 
 
 @contextlib.contextmanager
-def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterator[None]:
-    """Turns a failed collective during `doing()` into a `UserError` that names the ranks that have not noticed it."""
+def report_unresponsive_ranks(world: World, when: Callable[[], str]) -> Iterator[None]:
+    """Turns a failed collective into a `UserError` that names the ranks that have not noticed it; `when()` is part of
+    the message: "after step 5".
+    """
     try:
         yield
     except RuntimeError as error:
@@ -275,7 +278,7 @@ def report_unresponsive_ranks(world: World, doing: Callable[[], str]) -> Iterato
         # Without the position in gloo's source, and its advice.
         message = re.sub(r"^\[\S+\] |\. This is typically.*", "", message)
         silent = f"{', '.join(ranks)} {verb} not reported within 3 s"
-        raise UserError(f"{doing()}: {silent}: {message}") from error
+        raise UserError(f"{when()}: {silent}: {message}") from error
 
 
 def unresponsive_ranks(world: World) -> list[str]:

@@ -56,7 +56,7 @@ def choose_interface(store: dist.Store, rank: int, size: int) -> None:
     store.set(f"address/{rank}", address)
     addresses = [store.get(f"address/{other}").decode() for other in range(size)]
     if address.startswith("127."):  # this is rank 0's host
-        address = address_towards(next((a for a in addresses if a[:4] != "127."), address))
+        address = address_towards(next((a for a in addresses if not a.startswith("127.")), address))
     for _, name in socket.if_nameindex():
         if name != "lo" and address_of(name) == address:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -24,12 +24,11 @@ def export_torchrun_env(env: MutableMapping[str, str] = os.environ) -> None:
     # The port: the same for all tasks of a step, another for the next step or job on a host; below
     # those that Linux gives to outgoing connections.
     port = 10_000 + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % 20_000
-    ranks = {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": tasks_per_node[int(env["SLURM_NODEID"])],
-        "MASTER_ADDR": env.get("MASTER_ADDR", first_host),
-        "MASTER_PORT": env.get("MASTER_PORT", str(port)),
-    }
-    env.update(ranks)
+    env.update(
+        RANK=env["SLURM_PROCID"],
+        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+        LOCAL_RANK=env["SLURM_LOCALID"],
+        LOCAL_WORLD_SIZE=tasks_per_node[int(env["SLURM_NODEID"])],
+        MASTER_ADDR=env.get("MASTER_ADDR", first_host),
+        MASTER_PORT=env.get("MASTER_PORT", str(port)),
+    )

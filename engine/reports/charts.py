@@ -68,7 +68,7 @@ def draw_charts(runs: list[Run], labels: list[str], references: References) -> l
     alone, unit = len(runs) == 1, runs[0].unit
     best = runs[0].best if alone else None
     loss = Chart("Loss", f"nats per {unit}", 4, [], False, band(runs, references), best)
-    others = {key: Chart(title, of.format(unit=unit), n, []) for key, title, of, n in CHARTS}
+    others = {key: Chart(title, of.format(unit=unit), digits, []) for key, title, of, digits in CHARTS}
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         name = "" if alone else f"{label}, "
         train_hue = TRAIN_HUE if alone else hue(i)

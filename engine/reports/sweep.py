@@ -13,12 +13,12 @@ import re
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
+from engine.config.overrides import override_key, quoted
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.parallel.distributed import launched_size
@@ -38,7 +38,7 @@ def check_sweep(arguments: list[str]) -> None:
         )
     typed = {argument.partition("=")[0]: argument.partition("=")[2] for argument in arguments}
     is_named = typed.keys() & {"run_name", "run_dir", "experiment"}
-    if re.match(r"[^\[\"'].*,", typed.get("data.path", "")) and not is_named:  # not by one text
+    if re.match(r"[^\[\"'].*,", typed.get("data.path", "")) and not is_named:  # or the first text would name them all
         raise UserError("-m: a sweep over texts needs a name: run_name=NAME")
     if typed.keys() & {"--cfg", "-c"}:
         raise UserError("--cfg: prints one configuration; leave out -m")
@@ -54,12 +54,12 @@ class Sweep(Callback):
         recipe or run_name, and names the jobs by their swept overrides.
         """
         sweep_dir, given = config.hydra.sweep.dir, config.hydra.overrides
-        own = [f"hydra.sweep.dir={hydra_quote(sweep_dir)}"]
+        own = [quoted("hydra.sweep.dir", sweep_dir)]
         parsed = OverridesParser.create().parse_overrides(list(given.task))
         swept = " ".join(sorted(o.key_or_group for o in parsed if o.is_sweep_override()))
-        if swept and not any(o.startswith("hydra.sweep.subdir=") for o in given.hydra):
+        if swept and not any(override_key(o) == "hydra.sweep.subdir" for o in given.hydra):
             name = f'${{job_name:${{hydra.overrides.task}},"{swept}"}}'
-            own.append(f"hydra.sweep.subdir={hydra_quote(name)}")
+            own.append(quoted("hydra.sweep.subdir", name))
         with read_write(config), open_dict(config):
             given.hydra.extend(own)
         # Not on_multirun_end: Hydra calls it only if no job failed and the sweep was not stopped.
@@ -71,11 +71,6 @@ class Sweep(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_) -> None:
         done = job_return.status == JobStatus.COMPLETED
         write_status(config, "finished" if done else "failed")
-
-
-def hydra_quote(value: str) -> str:
-    """`value` as Hydra reads it back, whatever is in it."""
-    return QuotedString(value, Quote.single).with_quotes()
 
 
 def write_status(config: DictConfig, status: str) -> None:
@@ -104,7 +99,7 @@ def table(runs: list[Run]) -> list[str]:
         rows.append((name, loss, f"{at}", f"{run.step}", run.job["status"]))
     means = seed_means(runs, names)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = max(len(row[0]) for row in [*rows, *means])
+    widths[0] = max(len(row[0]) for row in [*rows, *means])  # a mean's range may be wider than its column
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [*rows, *means]]
 
 
@@ -112,11 +107,11 @@ def log_results(sweep_dir: str) -> None:
     """Logs the table of the jobs in `sweep_dir`."""
     try:
         jobs = read_jobs(sweep_dir)
-        lines = table(jobs) if jobs else []
+        if not jobs:
+            return
+        lines = table(jobs)
     except UserError as error:  # a damaged file of one of them
         log.error("%s", error)
-        return
-    if not jobs:
         return
     log.info("sweep       %d jobs in %s; held-out losses", len(jobs), sweep_dir)
     for line in lines:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from engine.config import auto
 from engine.errors import UserError, one_line
 from engine.kernels import execution
 from engine.machine import hardware
@@ -127,9 +128,9 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     saved = 24 * weights(model)  # on rank 0: two copies of weights and moment estimates
     # Activations of all blocks, or of one, and the logits. Fused attention, without dropout, keeps no weights.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
-    in_bfloat16 = trainer.use_amp and hardware.computes_in_bfloat16(world.device)
+    is_half = auto.resolve_amp_dtype(trainer, world.device, {}) != "float32"
     attention = 3.5 * model.n_head * model.block_size if model.attn_pdrop else 0
-    kept = (2 if in_bfloat16 else 4) * (25 * model.n_embd + attention)  # bytes per character and block
+    kept = (2 if is_half else 4) * (25 * model.n_embd + attention)  # bytes per character and block
     per_process = weight_bytes + characters * (blocks * kept + 12 * model.vocab_size)
     needed, free = world.local_size * per_process + saved, hardware.free_memory()
     if world.device.type != "cpu" or free is None or needed <= free:

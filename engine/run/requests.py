@@ -46,7 +46,7 @@ class Requests:
         self._own.add(REQUESTS.index(signal.Signals(number).name))
         if number == signal.SIGINT:  # the default handler also ends a process stuck outside Python
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if self.world.rank == 0:  # a micro-batch may take long
+            if self.world.is_rank_0:  # a micro-batch may take long
                 # Not by the log: the signal may have interrupted it in the middle of a line.
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nstopping: will save after the current micro-batch\n")

@@ -25,7 +25,7 @@ class Start(NamedTuple):
     run_dir: str  # absolute path
     hyperparameters: dict[str, Any]  # flat
     step: int  # where training starts; 0 for a new run
-    # Step of the last line that earlier starts logged, or of the snapshot if that is later; is it an evaluation?
+    # (step, is an evaluation) of the last line that earlier starts logged, or of the snapshot if that is later.
     logged: tuple[int, bool]
 
 
@@ -82,7 +82,7 @@ class WandB:
         )
 
     def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
-        if (step, "val/loss" in values) > self.logged:
+        if (step, "val/loss" in values) > self.logged:  # a step's evaluation follows its training line
             samples = {"train/samples": "\n---\n".join(texts)} if texts else {}
             self.run.log({**values, **samples}, step=step)
 

@@ -60,13 +60,12 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     state = {f"model/{name}": value for name, value in snapshot.model_state.items()}
     for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
-    unique = f"{snapshot.step:08d}-{uuid.uuid4().hex[:8]}"
-    name = run_on_rank_0(lambda: f"{shards_name(path)}/{unique}", world)
+    name = run_on_rank_0(lambda: f"{shards_name(path)}/{snapshot.step:08d}-{uuid.uuid4().hex[:8]}", world)
     folder = shards_folder(path, name)
     with checkpoint_errors(folder):
         writer = checkpoint.FileSystemWriter(folder, sync_files=True)
         checkpoint.save(state, storage_writer=writer, no_dist=world.size == 1)
-    # `glob` finds nothing, and raises nothing, where a folder cannot be read; the others gather.
+    # Must not raise, as the other ranks wait in `all_gather`: `glob` finds nothing where a folder cannot be read.
     listings = all_gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)), world)
     files = digests(listings[0], folder, world)
     if not files or None in files.values() or any(names != listings[0] for names in listings):
