@@ -48,7 +48,8 @@ TINY = [
     "trainer.eval_every_steps=3",
     "trainer.log_every_steps=1",
     "trainer.threads=1",
-    "report=false",  # takes a quarter of a second of each start
+    "report=false",  # it and the samples take half a second of each start
+    "samples=false",
 ]
 # One that trains until it is stopped.
 LONG = [
@@ -64,7 +65,7 @@ EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "
 
 
 # The files that take longest begin first, so that none is left over at the end for one process.
-FIRST = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts")
+FIRST = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts", "readme", "object_store")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -358,6 +358,8 @@ def test_two_runs_do_not_share_their_snapshots(tmp_path, begin):
     first = begin(*LONG, shared, f"run_dir={tmp_path / 'a'}")
     wait_until((tmp_path / "a" / "metrics.jsonl").exists, first)
     refuse(*LONG, shared, f"run_dir={tmp_path / 'b'}", says="shared.pt: another run is using it")
+    second = start(*LONG, f"run_dir={tmp_path / 'a'}", nproc=2)
+    assert second.returncode != 0 and "another run is using it" in second.stderr and first.poll() is None
 
 
 def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):

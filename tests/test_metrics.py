@@ -106,7 +106,7 @@ def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog)
 
 def test_tensorboard_gets_every_metric(tmp_path):
     pytest.importorskip("tensorboard")
-    result = start(*TINY, f"run_dir={tmp_path}")
+    result = start(*TINY, "samples=true", f"run_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     read = events(tmp_path)
     lines = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]

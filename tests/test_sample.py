@@ -16,7 +16,7 @@ from engine.errors import UserError
 from engine.run import directory as run_directory
 from engine.run.directory import choose_snapshot
 from engine.snapshots.storage import load
-from model import GPT, GPTConfig
+from model import GPT
 from sample import SampleConfig, score
 
 VOCABULARY = "\n abcdefgh"
@@ -190,10 +190,8 @@ def write_text(path, ids: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def probabilities(snapshot, ids: torch.Tensor) -> torch.Tensor:
-    """What the model of `snapshot` expects after each of `ids` (T,): (T, V)."""
-    model = GPT(GPTConfig(**snapshot.config["model"])).eval()
-    model.load_state_dict(snapshot.model_state)
+def probabilities(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    """What `model` expects after each of `ids` (T,): (T, V)."""
     return model(ids[None])[0][0].double().softmax(-1)
 
 
@@ -201,11 +199,11 @@ def probabilities(snapshot, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("length", [2, 13, 24, 25, 26, 37, 38, 49, 150])
 def test_every_character_is_scored_once_in_its_window(length, stride, tmp_path, monkeypatch):
     snapshot, ids = model_snapshot(VOCABULARY), random_ids(length)
-    step, expected = stride or 24, []
+    model, step, expected = sampling.load_model(snapshot, "cpu"), stride or 24, []
     for i in range(1, length):
         start = max(0, -(-(i - 24) // step) * step)  # of the first window that reaches it
         assert start == 0 or 24 - step < i - start <= 24
-        expected.append(-probabilities(snapshot, ids[start:i])[-1, ids[i]].log().item())
+        expected.append(-probabilities(model, ids[start:i])[-1, ids[i]].log().item())
     config = SampleConfig(score=write_text(tmp_path / "text.txt", ids), stride=stride)
     # Pieces of a file and batches of windows end anywhere.
     for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
@@ -213,15 +211,15 @@ def test_every_character_is_scored_once_in_its_window(length, stride, tmp_path, 
         monkeypatch.setattr(text_files, "PIECE", piece)
         losses = torch.cat(list(sampling.score_batches(config, snapshot)), dim=1)
         assert losses.tolist() == [pytest.approx(expected, abs=1e-5)]
-        [loss], count = score(config, snapshot)
-        assert count == length - 1 and loss == pytest.approx(sum(expected) / count)
+    [loss], count = score(config, snapshot)
+    assert count == length - 1 and loss == pytest.approx(sum(expected) / count)
 
 
 def test_an_ensemble_has_the_mean_of_the_probabilities(tmp_path):
     ids = random_ids(25)  # one window
     config = SampleConfig(score=write_text(tmp_path / "text.txt", ids))
     several = [model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")]
-    each = torch.stack([probabilities(snapshot, ids[:-1]) for snapshot in several])
+    each = torch.stack([probabilities(sampling.load_model(snapshot, "cpu"), ids[:-1]) for snapshot in several])
     expected = [-p.gather(1, ids[1:, None]).log().mean().item() for p in (*each, each.mean(dim=0))]
     losses, count = score(config, *several)
     assert count == 24 and losses == pytest.approx(expected, abs=1e-6)

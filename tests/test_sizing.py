@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ALONE, metrics, read_until, start
+from conftest import ALONE, equal, metrics, read_until, start
 
 from config import Config, validate
 from engine.config import auto
@@ -22,6 +22,7 @@ from engine.sizing import choose as sizing
 from engine.sizing import draft, rule, trial
 from engine.sizing.draft import Draft
 from engine.sizing.recall import recall
+from engine.snapshots.storage import load
 from main import configure
 
 OWN = ["data=text", "trainer.threads=1", "trainer.log_every_steps=1", "report=false", "samples=false"]
@@ -144,27 +145,28 @@ def test_the_context_fits_into_a_given_held_out_part():
     assert 1 <= chosen["data.block_size"] < 3000 - int(3000 * 0.97)
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(nproc, tmp_path, begin):
+def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(tmp_path, begin):
     text = tmp_path / "a book.txt"
     text.write_text("to be or not to be, that is the question\n" * 60)
     quoted = f"data.path='{text}'"
     first, second = tmp_path / "first", tmp_path / "second"
     command = [*OWN, quoted, "trainer.max_minutes=10", *SMALL, f"run_dir={first}"]
-    process = begin(*command, nproc=nproc)
+    process = begin(*command, nproc=2)
     out = read_until(process, "step 20/")
     process.kill()  # of torchrun, whose processes notice
     process.wait(timeout=30)
-    result = start(*command, nproc=nproc)
+    result = start(*command, nproc=2)
     assert result.returncode == 0, result.stderr
     assert "resuming from" in result.stdout and "to repeat this choice" not in result.stdout
     config = yaml.safe_load((first / "config.yaml").read_text())
     assert config["run_name"] == "a_book" and config["trainer"]["max_steps"] > 30
     line = next(x for x in out.splitlines() if "to repeat this choice: " in x)
     arguments = [a for a in shlex.split(line.split(": ", 1)[1])[2:] if not a.startswith("run_dir=")]
-    result = start(*arguments, f"run_dir={second}", nproc=nproc)
+    result = start(*arguments, f"run_dir={second}", nproc=2)
     assert result.returncode == 0, result.stderr
     assert metrics(first) == metrics(second)
+    snapshots = [load(str(run / "gpt_snapshot.pt")) for run in (first, second)]
+    assert equal(*(dataclasses.replace(snapshot, config={}) for snapshot in snapshots))
 
 
 def resumed(chosen: dict, *overrides: str, characters: int = 10**9) -> dict:
@@ -363,7 +365,7 @@ def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(4))
     requests = SimpleNamespace(finish=lambda: None)
     trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
-    assert trial.time_steps(trainer) == 30 and next(clock) == 150
+    assert trial.time_steps(trainer) == 30
 
 
 def test_a_trial_on_a_busy_machine_times_steps_with_fewer_threads(monkeypatch):

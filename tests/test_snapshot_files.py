@@ -113,7 +113,11 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         for step in (2, 3, 4):
             write(files, step, is_best=step == 3)
         if calls == 0:  # one process that forks is enough to learn all
-            server = spawn([sys.executable, "-c", FORKING, str(script)], stdin=subprocess.PIPE, stderr=None)
+            server = spawn(
+                [sys.executable, "-c", FORKING, str(script), str(ROOT), str(ROOT / "tests")],
+                stdin=subprocess.PIPE,
+                stderr=None,
+            )
         server.stdin.write(f"{calls} {files.path}\n")
         server.stdin.flush()
         status = int(read_until(server, "\n"))
@@ -132,7 +136,8 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
 # Runs a script in a child of its own for each line of arguments, and prints how the child ended.
 FORKING = """
 import os, sys
-import torch
+sys.path[:0] = sys.argv[2:]
+import conftest, engine.snapshots.storage
 code = compile(open(sys.argv[1]).read(), sys.argv[1], "exec")
 for line in sys.stdin:
     child = os.fork()

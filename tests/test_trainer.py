@@ -295,9 +295,9 @@ def test_the_plan_covers_every_window_of_its_epochs():
     assert (total_steps(None, 2), total_steps(5, 2), total_steps(500, None)) == (21, 5, 500)
 
 
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts, size):
-    for batch, limit in itertools.product(range(size, 3 * size + 20), (1, 2, 3, 7, None)):
+    for batch, limit in itertools.product(range(size, size + 12), (1, 2, 3, 7, None)):
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
         plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
         ranks = [MicroBatches(Audit(parts[0]), 7, plan, rank) for rank in range(size)]
