@@ -67,4 +67,6 @@ def test_float16_trains_with_a_loss_scale(tmp_path):
 def test_an_optimizer_that_counts_steps_on_the_cpu_resumes_under_a_graph(tmp_path, monkeypatch):
     monkeypatch.setattr(main, "create_optimizer", lambda model, _: torch.optim.AdamW(model.parameters()))
     weights(tmp_path, "trainer.max_steps=9")
-    assert weights(tmp_path, "trainer.max_steps=20")
+    weights(tmp_path, "trainer.max_steps=20")
+    snapshot = load(f"{tmp_path}/gpt_snapshot.pt")
+    assert {float(state["step"]) for state in snapshot.optimizer_state.values()} == {20.0}
