@@ -80,7 +80,7 @@ UNSEEN = [
     ("dictionary", 2_000_000, 11),
 ]
 FACTORS = {"context": (2,), "width": (0.7, 1.4), "rate": (0.6, 1.7), "decay": (0.5, 2)}
-DEPTHS = {3: (4,), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
+DEPTHS = {2: (3,), 3: (2, 4), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
 
 
 @dataclass

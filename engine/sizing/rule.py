@@ -19,8 +19,12 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     has_time = affordable >= 0.9 * enough
     if characters >= 200_000:  # n-gram embeddings take the place of a layer or two
-        few = affordable < min(8e6, 14 * characters)
-        layers = 3 if few else 4 if affordable < most or characters < 500_000 else 6
+        if affordable < min(2.5 * characters, 5e6):
+            layers = 2
+        elif affordable < min(14 * characters, 8e6):
+            layers = 3
+        else:
+            layers = 4 if affordable < most or characters < 500_000 else 6
     elif characters >= 20_000 and affordable >= 1.35 * enough:
         # A short text gains more from depth and context than from width ("Depth for short texts").
         layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
