@@ -58,7 +58,7 @@ class Sweep(Callback):
         parsed = OverridesParser.create().parse_overrides(list(given.task))
         swept = " ".join(sorted(o.key_or_group for o in parsed if o.is_sweep_override()))
         if swept and not any(override_key(o) == "hydra.sweep.subdir" for o in given.hydra):
-            name = f'${{job_name:${{hydra.overrides.task}},"{swept}"}}'
+            name = f"${{job_name:${{hydra.overrides.task}},'{swept}'}}"
             own.append(quoted("hydra.sweep.subdir", name))
         with read_write(config), open_dict(config):
             given.hydra.extend(own)
