@@ -16,6 +16,7 @@ neither Python nor a network where it is opened.
 import dataclasses
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,9 +235,9 @@ def source_names(data: dict[str, Any]) -> list[str]:
 
 
 def public_name(path: str) -> str:
-    """A URL without its query, which may have a signature, or the last part of a local path or archive's path."""
+    """A URL without password and query, which may have a signature; the last part of a local or archive's path."""
     path = path.rpartition("::")[2].removeprefix("file://").removeprefix("local://")
-    return os.path.basename(path.rstrip("/")) if is_local(path) else path.split("?")[0]
+    return os.path.basename(path.rstrip("/")) if is_local(path) else re.sub("//[^/]*@", "//", path.split("?")[0])
 
 
 if __name__ == "__main__":

@@ -340,7 +340,7 @@ def test_source_names_contain_no_local_path():
     assert export.source_names({"path": ["/home/me/a.txt", "s3://b/c.txt"]}) == ["a.txt", "s3://b/c.txt"]
     for path in ("/home/me/runs/mine/", "file:///home/me/mine", "zip://*::/home/me/mine"):
         assert export.public_name(path) == "mine"
-    assert export.public_name("https://host/a.txt?signature=1") == "https://host/a.txt"
+    assert export.public_name("https://me:secret@host/a.txt?signature=1") == "https://host/a.txt"
 
 
 def test_the_exported_configuration_has_dropout_and_temperature():

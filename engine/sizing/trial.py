@@ -73,9 +73,10 @@ def time_steps(trainer: Any) -> float:
             loss.item()  # waits for the device
             before, last = last, time.perf_counter()
             seconds = max(distributed.all_gather(last - before, trainer.world))
-            if torch.get_num_threads() < threads:
-                threads, timed = torch.get_num_threads(), []
-            if torch.get_num_threads() == threads:
+            current = torch.get_num_threads()
+            if current < threads:
+                threads, timed = current, []
+            if current == threads:
                 timed.append(seconds)
             # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
             fewest = 18 if on_gpu else 4 if sum(timed) < 4 * TRIAL_S else 2
