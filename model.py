@@ -4,7 +4,7 @@
     logits, loss = model(idx, targets)
 
 `arch="gpt2"` is Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), with
-exact GELU. `arch="modern"` is karpathy/nanochat as Transformers ships it: rotary positions, RMSNorm
+exact GELU. `arch="modern"` follows nanochat, in the variant that Transformers implements: rotary positions, RMSNorm
 without weights, normalized queries and keys, squared ReLU, an untied head that starts at zero, and
 a soft cap on the logits.
 

@@ -199,7 +199,7 @@ class Trainer:
         )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.requests = Requests(world)
-        self.train_step = self._make_step()  # `_train_step`, or its CUDA graph
+        self.train_step = self._make_step()  # `_eager_step`, or its CUDA graph
         if found:  # only now: a capturable optimizer restores its state onto the GPU
             self._restore(found)
 
@@ -270,7 +270,7 @@ class Trainer:
             threads.close()
             micro_batches.close()
 
-    def _train_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
+    def _eager_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
         """Forward and backward passes, clipping and optimizer step; returns what `steps` yields."""
         total = torch.zeros((), device=self.world.device)
         for i, (x, y, weight) in enumerate(micro_batches, 1):
@@ -346,7 +346,7 @@ class Trainer:
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """The loss that `_train_step` would return, without training on the micro-batches."""
+        """The loss that `_eager_step` would return, without training on the micro-batches."""
         with execution.eagerly(self.choices), execution.autocast(self.choices):
             losses = [weight * self.model(x, y)[1] for x, y, weight in micro_batches]
         return torch.stack(losses).sum()
@@ -356,13 +356,13 @@ class Trainer:
         return group.get("initial_lr", group["lr"]) * self.schedule(step, self.plan.total_steps)
 
     def _make_step(self) -> Callable:
-        """`_train_step`, on one GPU as a CUDA graph."""
+        """`_eager_step`, on one GPU as a CUDA graph."""
         may_capture = self.config.cuda_graph and self.world.size == 1
         if may_capture and can_capture(self.optimizer) and not self.scaler.is_enabled():
             # Compiled code draws other dropout masks than `_loss`, which runs eagerly.
             tolerance = 0.2 if self.choices["compile"] else 0.02
-            return CapturedStep(self._train_step, self._loss, self.optimizer, tolerance)
-        return self._train_step
+            return CapturedStep(self._eager_step, self._loss, self.optimizer, tolerance)
+        return self._eager_step
 
     def _call_eagerly(self, function: Callable[[], Any]) -> Any:
         """Calls `function`, which runs the model, without torch.compile, and under autocast if sharded."""

@@ -39,8 +39,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PRECISION = "bfloat16" if hardware.computes_in_bfloat16(DEVICE) else "float32"
 TRAINERS = ["this", *(f"{peer}, {PRECISION}" for peer in PEERS), "Transformers Trainer, float32"]
-# "default" is the recipe that main.py chooses for this machine.
-RECIPES = ["default", "shakespeare_quick", "shakespeare_half", "shakespeare_lowest", "nanogpt_cpu"]
+RECIPES = ["shakespeare_cpu", "shakespeare_half", "shakespeare_quick", "shakespeare_lowest", "nanogpt_cpu"]
 GROWTH = {
     "width": (64, 128, 256, 512, 1024),
     "layers": (2, 4, 8, 16),
@@ -79,7 +78,6 @@ def run_section(section: str, rounds: int, nanogpt: str | None) -> dict[str, lis
             if run.returncode:
                 raise UserError(f"{section} {key}: {run.stderr.strip()[-2000:]}")
             figures = json.loads(run.stdout.splitlines()[-1])
-            key = figures.pop("recipe", key)
             results.setdefault(key, []).append(figures)
             print(section, key, json.dumps(figures), flush=True)
     return results
@@ -126,7 +124,7 @@ def spread(values: list[float], form: str = "{:,.0f}") -> str:
 def step_table(figures: dict) -> list[list[str]]:
     sizes = {size: figures[f"{size}, this"] for size in SIZES}
     others = [key.split(", ", 2)[2] for key in figures if key.startswith(next(iter(sizes)))][1:]
-    rows = [["size", "this", *others, "of the matrix-product rate"]]
+    rows = [["size", "this", *others, "share of torch.mm's rate"]]
     for size, ours in sizes.items():
         row = [size, spread(column(ours, RATE))]
         for other in others:
@@ -149,7 +147,7 @@ def loss_table(figures: dict) -> list[list[str]]:
 
 
 def generate_table(figures: dict) -> list[list[str]]:
-    head = ["model", "of", "without cache", "with", "gain", "64 at once", "of the memory rate"]
+    head = ["model", "package", "without cache", "with", "with / without", "64 at once", "share of memory bandwidth"]
     rows = [head]
     for key, rounds in figures.items():
         one, cached, many = (column(rounds, name) for name in ("uncached", "cached", "cached_64"))
@@ -166,7 +164,7 @@ def start_table(figures: dict) -> list[list[str]]:
 
 
 def growth_table(figures: dict) -> list[list[str]]:
-    rows = [["", "characters a second", "of the matrix-product rate", "peak memory, MiB"]]
+    rows = [["", "characters a second", "share of torch.mm's rate", "peak memory, MiB"]]
     for what in GROWTH:
         of_what = {key: rounds for key, rounds in figures.items() if key.startswith(f"{what},")}
         sizes = [f"{int(key.split(', ')[1]):,}" for key in of_what]
@@ -211,7 +209,8 @@ def page(text: str, results: dict) -> str:
             with_peers = found[2] in ("step", "generate")
             versions = [f"{k} {v}" for k, v in m["versions"].items() if with_peers or k == "torch"]
             cpu = m["cpu"] + ", no bfloat16" * ("bfloat16" not in m["kernels"])
-            caption = f"{m['gpu'] or cpu}, {m['date']}; {', '.join(versions)}."
+            rounds = len(next(iter(measured["figures"].values())))
+            caption = f"{m['gpu'] or cpu}, {m['date']}, {rounds} rounds; {', '.join(versions)}."
             rows = TABLES[found[2]](measured["figures"])
             rows.insert(1, ["---"] * len(rows[0]))
             out += ["", f"{caption} {measured.get('note', '')}".rstrip(), ""]

@@ -100,7 +100,8 @@ def measure(text: Path, seeds: int, done: list[dict]) -> None:
 def report(done: list[dict]) -> None:
     columns = [("default", "characters"), ("AdamW", "characters"), ("AdamW", "time")]
     columns += [("nanoGPT", "characters"), ("nanoGPT", "time")]
-    heads = ["default", *(f"{name}, same {kind}" for name, kind in columns[1:])]
+    names = {"nanoGPT": "`nanogpt_cpu`", "AdamW": "AdamW"}
+    heads = ["`shakespeare_cpu`", *(f"{names[name]}, same {kind}" for name, kind in columns[1:])]
     print(f"| text | {' | '.join(heads)} |")
     print("|" + "---|" * (len(columns) + 1))
     for text in dict.fromkeys(line["text"] for line in done):

@@ -108,15 +108,11 @@ def processes(count: str, windows: str) -> dict:
 
 
 def loss(recipe: str, seed: str) -> dict:
-    """Seconds of a whole process, nothing compiled before, and its held-out loss at the end.
-
-    The recipe "default" is the one that main.py chooses for this machine.
-    """
-    named = [] if recipe == "default" else [f"experiment={recipe}"]
+    """Seconds of a whole process, nothing compiled before, and its held-out loss at the end."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir, environment = Path(folder, "run"), {"XDG_CACHE_HOME": folder}
         seconds, _ = _python(
-            *("main.py", *named), *(f"trainer.seed={seed}", f"run_dir={run_dir}"), environment=environment
+            *("main.py", f"experiment={recipe}", f"trainer.seed={seed}", f"run_dir={run_dir}"), environment=environment
         )
         config: Any = OmegaConf.load(run_dir / "config.yaml")
         if config.data.url is None:
@@ -124,7 +120,6 @@ def loss(recipe: str, seed: str) -> dict:
         val = [line for line in _metrics(run_dir) if line["split"] == "val"][-1]
     characters = val["step"] * config.trainer.batch_size * config.data.block_size
     return {
-        "recipe": config.run_name,
         "seconds": seconds,
         "loss": val["loss"],
         "steps": val["step"],

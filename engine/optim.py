@@ -35,7 +35,7 @@ class OptimizerConfig:
     decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
     beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
     beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step
-    momentum: float = 0.95  # Muon's, per step
+    momentum: float = 0.95  # momentum of Muon, per step
     normalize: bool = False  # Muon: scale rows of an update (columns, if more) to equal norms
     schedule: str = "constant"  # constant, linear, cosine or wsd, after the warm-up
     warmup_steps: int = 0  # steps over which the learning rate rises to its peak

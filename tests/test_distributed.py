@@ -89,12 +89,12 @@ def test_the_traceback_of_the_failed_rank_is_shown(tmp_path):
         tmp_path,
         """
 import trainer
-step = trainer.Trainer._train_step
+step = trainer.Trainer._eager_step
 def fail(self, micro_batches):
     if self.world.rank == 1 and self.step == 2:
         raise RuntimeError('the disk of rank 1 is on fire')
     return step(self, micro_batches)
-trainer.Trainer._train_step = fail
+trainer.Trainer._eager_step = fail
 """,
     )
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
@@ -111,7 +111,7 @@ import os
 import torch
 import model, trainer
 forward = model.GPT.forward
-step = trainer.Trainer._train_step
+step = trainer.Trainer._eager_step
 limit = [6, 3][int(os.environ["RANK"])]
 def refusing(self, x, *args, **more):
     if self.training and len(x) > limit:
@@ -121,7 +121,7 @@ def failing(self, micro_batches):
     global limit
     limit = 0 if self.step == 3 and self.world.rank == 1 else limit
     return step(self, micro_batches)
-model.GPT.forward, trainer.Trainer._train_step = refusing, failing
+model.GPT.forward, trainer.Trainer._eager_step = refusing, failing
 trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
 """,
     )
@@ -156,14 +156,14 @@ def test_ranks_whose_weights_differ_are_named_when_a_snapshot_is_saved(tmp_path)
         tmp_path,
         """
 import torch, trainer
-step = trainer.Trainer._train_step
+step = trainer.Trainer._eager_step
 def drifting(self, micro_batches):
     result = step(self, micro_batches)
     if self.world.rank == 1 and self.step == 4:
         bits = self.parameters[0].detach().view(torch.int32)
         bits[0, 0] ^= 1
     return result
-trainer.Trainer._train_step = drifting
+trainer.Trainer._eager_step = drifting
 """,
     )
     run = tmp_path / "run"

@@ -156,7 +156,7 @@ def test_an_optimizer_that_is_named_comes_with_its_own_settings():
         assert "optimizer" not in yaml.safe_load(recipe.read_text()), recipe
 
 
-@pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "float32")])
+@pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "half")])
 def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monkeypatch):
     monkeypatch.setattr("engine.config.overrides.computes_in_bfloat16", lambda _: has_bfloat16)
     chosen = add_default_recipe(["trainer.device=cpu", "data=pydoc"])

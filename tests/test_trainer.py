@@ -320,7 +320,7 @@ def test_the_loss_that_checks_a_cuda_graph_equals_the_steps(parts, tmp_path):
     micro_batches = [*trainer._one_step(trainer._micro_batches())]
     assert [len(x) for x, _, _ in micro_batches] == [3, 4]
     expected = trainer._loss(micro_batches)
-    assert trainer._train_step(micro_batches)[0].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert trainer._eager_step(micro_batches)[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_accumulation_equals_the_large_batch(parts, tmp_path):

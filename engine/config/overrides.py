@@ -39,7 +39,13 @@ USUAL_NAMES = {
     **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "trainer.grad_norm_clip"),
     **dict.fromkeys(("batch", "bs"), "trainer.batch_size"),
     **dict.fromkeys(("num_workers", "workers"), "trainer.data_loader_workers"),
-    **dict.fromkeys(("eval_interval", "eval_iters"), "trainer.eval_every_steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "trainer.micro_batch_size"),
+    **dict.fromkeys(("report_to", "wandb_log"), "trainer.trackers"),
+    **dict.fromkeys(("out_dir", "output_dir"), "run_dir"),
+    "eval_interval": "trainer.eval_every_steps",
+    "log_interval": "trainer.log_every_steps",
+    "save_total_limit": "trainer.keep_snapshots",
+    "resume_from_checkpoint": "trainer.resume",
 }
 
 
@@ -89,7 +95,7 @@ def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
     elif computes_in_bfloat16(torch.device("cpu")):
         recipe = "shakespeare_cpu"
     else:
-        recipe = "shakespeare_float32"
+        recipe = "shakespeare_half"
     if all(a in ("-m", "--multirun") for a in arguments if a.startswith("-")):  # not with --cfg
         fits = "your text and this machine" if has_own_text else "this machine"
         log.info("recipe      %s, which fits %s; --help lists the others", recipe, fits)

@@ -8,7 +8,7 @@ USEFUL_PASSES = 20  # over the text; more overfit
 
 def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     """Layers, width and context for a text of length `characters` and a budget of training `flops`.
-    Width 128 is best in a wide range of budgets; above it depth pays first, then width.
+    Width 128 in a wide range of budgets; larger budgets first get more layers, then more width.
     """
     affordable = flops / REFERENCE_FLOPS  # characters for the reference model
     enough = min(4e6, USEFUL_PASSES * characters)  # more does not pay
