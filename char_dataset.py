@@ -84,7 +84,9 @@ class DataConfig:
             )
         if self.shuffle is not None:
             check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
+        self.encoding = {"utf8": "utf-8"}.get(self.encoding.lower(), self.encoding.lower())
         check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
+        self.cache_dir = os.path.expanduser(self.cache_dir)
         if not self.cache_dir or "://" in self.cache_dir:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 

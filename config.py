@@ -98,6 +98,8 @@ def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
         if (value := getattr(config.model, name)) is not None:
             raise UserError(f"model.{name}={value}: follows from {source}; leave it null")
     config.model.block_size = config.data.block_size
+    config.run_dir = os.path.expanduser(config.run_dir)
+    config.init_from = config.init_from and os.path.expanduser(config.init_from)
     for name in ("run_name", "run_dir", "init_from"):
         if getattr(config, name) is not None and not getattr(config, name).strip():
             raise UserError(f"{name}: must not be empty")

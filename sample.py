@@ -22,6 +22,7 @@ import itertools
 import logging
 import math
 import operator
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -54,11 +55,11 @@ COPIED = 32  # length of a copied substring, characters
 class SampleConfig:
     """Command-line arguments, `name=value`."""
 
-    prompt: str | None = None  # text to continue; null: a newline, or the first character
+    prompt: str | None = None  # text to continue; by default a newline, or the first character
     prompt_file: str | None = None  # file or URL of the prompt; -: standard input
     num_samples: int = 1  # number of texts
     max_new_tokens: int = 500  # characters per text, at most
-    stop: str | None = None  # end a text before this string; null: never
+    stop: str | None = None  # end a text before this string; by default never
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
@@ -167,20 +168,27 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
     yield from held
 
 
-def copied_share(texts: list[tuple[str, str]], snapshot: Snapshot) -> float:
-    """The share of the characters after the prompt in `texts` (prompt, rest) that are copied: in a substring of length
-    `COPIED` of the training text, or in a shorter line of it. Raises `UserError` if that text is missing or changed.
-    """
+def training_text(snapshot: Snapshot) -> str:
+    """The text that a model was trained on. Raises `UserError` if it is missing or has changed."""
     if "data" not in snapshot.config:
         raise UserError("copied=true: the snapshot does not say which text it was trained on")
     known = {field.name for field in fields(DataConfig)}  # an older run may have others
     settings = {name: v for name, v in snapshot.config["data"].items() if name in known}
-    data = CharDataset(DataConfig(**settings))
+    try:
+        data = CharDataset(DataConfig(**settings))
+    except UserError as error:
+        raise UserError(f"copied=true: needs the training text, as named when training started: {error}") from error
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
     ids = data.split()[0].data.numpy()  # vectorized: the text may be long
     points = np.array([ord(character) for character in data.vocabulary], np.uint32)
-    source = to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
+    return to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
+
+
+def copied_share(texts: list[tuple[str, str]], source: str) -> float:
+    """The share of the characters after the prompt in `texts` (prompt, rest) that are copied: in a substring of length
+    `COPIED` of the training text `source`, or in a shorter line of it.
+    """
     copied = total = 0
     lines = f"\n{source}\n".replace("\r\n", "\n")
     for prompt, rest in texts:
@@ -321,6 +329,14 @@ def read_batches(
         yield ids, seen
 
 
+def real_files(path: str | list[str]) -> set[str]:
+    """The files at a path or pattern, symbolic links resolved; none if it cannot be read."""
+    try:
+        return {os.path.realpath(file.path) for file in find_files(path)}
+    except UserError:
+        return set()
+
+
 def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot]) -> None:
     """Prints the loss of the text at `config.score`, for each of several snapshots (read from `paths`) and their
     ensemble. Raises `UserError`, naming two of them, if their vocabularies or contexts differ.
@@ -330,7 +346,9 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
         if own != required[0]:
             what = "context" if own[:2] == required[0][:2] else "vocabulary"
             raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
-    if any(snapshot.config.get("data", {}).get("path") == config.score for snapshot in snapshots):
+    assert config.score is not None
+    scored = real_files(config.score)
+    if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots):
         note = "trained on most of this text; the run's held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
     losses, count = score(config, *snapshots)
@@ -356,23 +374,27 @@ def main(arguments: list[str]) -> None:
     if config.score is not None:
         print_score(config, paths, snapshots)
     else:
-        texts = print_texts(sample(config, snapshots[0]))
+        source = training_text(snapshots[0]) if config.copied else ""
+        texts = print_texts(sample(config, snapshots[0]), "" if config.stop else "-" * 40)
         if config.copied:
-            share = copied_share(texts, snapshots[0])
+            share = copied_share(texts, source)
             where = f"from the training text, in pieces of {COPIED} characters or whole lines"
             print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
-    """Prints texts, on a terminal character by character; returns (prompt, rest) of each."""
+def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[tuple[str, str]]:
+    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty;
+    returns (prompt, rest) of each.
+    """
     printed = []
     for i, text in enumerate(texts):
-        if i:
-            print("-" * 40)
-        pieces = []
+        if i and separator:
+            print(separator)
+        pieces: list[str] = []
         for piece in text:
+            if pieces or piece != "\n":  # the default prompt
+                print(piece, end="", flush=sys.stdout.isatty())
             pieces.append(piece)
-            print(piece, end="", flush=sys.stdout.isatty())
         print(flush=True)
         printed.append((pieces[0], "".join(pieces[1:])))
     return printed

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass
@@ -39,7 +40,7 @@ from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
 from engine.signals import Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
-from engine.snapshots.snapshot import CHANGED, Snapshot, check_can_resume, has_changed
+from engine.snapshots.snapshot import CHANGED, Snapshot, check_can_resume, has_changed, log_changes
 from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
@@ -53,7 +54,7 @@ class TrainerConfig:
     # fmt: off
     max_epochs: int | None = 10  # epochs; one has a window for each position of the text; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
-    max_minutes: float | None = None  # wall-clock budget, minutes; main.py computes max_steps from it; null: no limit
+    max_minutes: float | None = None  # planned duration, minutes; main.py computes max_steps from it; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: all, or what fits a GPU
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
@@ -84,6 +85,7 @@ class TrainerConfig:
     def __post_init__(self):
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
             self.snapshot_path = self.snapshot_path.removeprefix(protocol)
+        self.snapshot_path = os.path.expanduser(self.snapshot_path)
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16"))
         for name in ("compile", "deterministic"):  # True, from Python and from YAML
             setattr(self, name, str(getattr(self, name)).lower())
@@ -93,9 +95,11 @@ class TrainerConfig:
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
         for name in (
             "max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every", "save_every_steps",
-            "keep_snapshots", "max_save_failures", "eval_every_steps", "patience", "log_every_steps",
+            "keep_snapshots", "eval_every_steps", "patience",
         ):  # fmt: skip
-            check_range(f"trainer.{name}", getattr(self, name), above=0)
+            check_range(f"trainer.{name}", getattr(self, name), above=0, hint=", or null")
+        check_range("trainer.max_save_failures", self.max_save_failures, above=0)
+        check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
         check_range("trainer.threads", self.threads, 1, 1024)
@@ -174,7 +178,8 @@ class Trainer:
         found = self.snapshots.found
         if found:
             defaults = defaults_of(configs | {"optimizer": OptimizerConfig})
-            check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset, world)
+            changes = check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset)
+            log_changes(found, changes, world)
         earlier = self.snapshots.earlier_choices()
         flops = self.plan.total_steps * self.plan.step_characters * flops_per_character(bare)
         flops /= world.size if device.type == "cuda" else 1
@@ -236,7 +241,7 @@ class Trainer:
                 self.snapshots.close()  # also after an error: finish a save in progress
                 self.training_log.close()
         if self.step < self.plan.total_steps:
-            log.info("stopped: no lower held-out loss in %d evaluations", self.config.patience)
+            log.info("stopped by trainer.patience=%d: no lower held-out loss", self.config.patience)
         return self.evaluations.last_loss
 
     def steps(self) -> Generator[StepResult]:

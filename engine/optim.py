@@ -38,7 +38,7 @@ class OptimizerConfig:
     momentum: float = 0.95  # momentum of Muon, per step
     normalize: bool = False  # Muon: scale rows of an update (columns, if more) to equal norms
     schedule: str = "constant"  # constant, linear, cosine or wsd, after the warm-up
-    warmup_steps: int = 0  # steps over which the learning rate rises to its peak
+    warmup_steps: int = 0  # steps over which the learning rate rises to its peak; at most the run
     min_lr_ratio: float = 0.0  # end of the schedule, as a share of the peak
     cooldown_ratio: float = 0.4  # share of all steps in which wsd decays
     # fmt: on

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import signal
 import sys
@@ -17,19 +18,20 @@ from engine.config.settings import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")
+NOT_PATHS = {"prompt", "stop", "device"}  # of the arguments that are strings
 KINDS = {"Integer": "an integer, in digits", "Float": "a number", "bool": "true or false"}
 # A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
 def parse(cls: type[T], arguments: list[str]) -> T:
-    """An instance of the dataclass `cls`, whose fields have defaults. Strings are verbatim, lists are `[a,b]`
-    or a single value; of other types, `null` is None. Raises `UserError` naming an argument that is
+    """An instance of the dataclass `cls`, whose fields have defaults. `NOT_PATHS` are verbatim; in paths, `~` is the
+    home directory; lists are `[a,b]` or a single value; `null` is None. Raises `UserError` naming an argument that is
     unknown, empty or of the wrong type.
     """
     # A type variable cannot say that its type is a dataclass.
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    verbatim: dict[str, str | list[str]] = {}
+    strings: dict[str, str | list[str]] = {}
     others: dict[str, str | None] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -40,17 +42,21 @@ def parse(cls: type[T], arguments: list[str]) -> T:
             raise UserError(f"{argument}: not an argument; {hint}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
-        if fields[name].type in (str, str | None):  # a prompt may have any character
-            verbatim[name] = value
+        if name in NOT_PATHS:
+            strings[name] = value
+        elif value == "null":
+            others[name] = None
+        elif fields[name].type in (str, str | None):
+            strings[name] = os.path.expanduser(value)
         elif fields[name].type == list[str] | None:
             is_list = value.startswith("[") and value.endswith("]")
             items = value[1:-1].split(",") if is_list else [value]
-            verbatim[name] = [item.strip() for item in items if item.strip()]
+            strings[name] = [os.path.expanduser(item.strip()) for item in items if item.strip()]
         else:
-            others[name] = None if value == "null" else value
+            others[name] = value
     try:
         typed: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
-        return cls(**verbatim, **{name: typed[name] for name in others})
+        return cls(**strings, **{name: typed[name] for name in others})
     except OmegaConfBaseException as error:
         raise UserError(explain_value(error)) from error
 

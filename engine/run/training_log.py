@@ -219,7 +219,7 @@ class TrainingLog:
             self.metrics.log(step, epoch, "train", loss, grad_norm=norm, diverged=what)
         return UserError(
             f"step {step}: {what}: training has diverged; lower optimizer.learning_rate or raise "
-            "optimizer.warmup_steps; earlier snapshots are kept"
+            "optimizer.warmup_steps; earlier snapshots, if any, are kept"
         )
 
     def sync(self) -> int:

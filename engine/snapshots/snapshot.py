@@ -174,11 +174,11 @@ def verify(content: bytes | memoryview, name: str) -> None:
 
 
 def check_can_resume(
-    snapshot: Snapshot, path: str, config: dict[str, Any], defaults: dict[str, Any], dataset: Any, world: World
-) -> None:
+    snapshot: Snapshot, path: str, config: dict[str, Any], defaults: dict[str, Any], dataset: Any
+) -> dict[str, tuple[Any, Any]]:
     """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
-    settings and this text. Logs all other changes. Settings that the snapshot lacks have their `defaults` (dotted
-    keys).
+    settings and this text. Returns all other changes: before and now, by dotted key. Settings that the snapshot lacks
+    have their `defaults` (dotted keys).
     """
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
@@ -193,6 +193,11 @@ def check_can_resume(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
             "with run_name=NEW_NAME, or set this one aside with trainer.resume=never"
         )
+    return changes
+
+
+def log_changes(snapshot: Snapshot, changes: dict[str, tuple[Any, Any]], world: World) -> None:
+    """Logs the changes that `check_can_resume` returned, and those of the hardware."""
     changes["processes"] = (snapshot.processes, world.size)
     changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
     for key, (was, now) in changes.items():
