@@ -375,7 +375,7 @@ def main(arguments: list[str]) -> None:
         print_score(config, paths, snapshots)
     else:
         source = training_text(snapshots[0]) if config.copied else ""
-        texts = print_texts(sample(config, snapshots[0]), "" if config.stop else "-" * 40)
+        texts = print_texts(sample(config, snapshots[0]), "" if "\n" in (config.stop or "") else "-" * 40)
         if config.copied:
             share = copied_share(texts, source)
             where = f"from the training text, in pieces of {COPIED} characters or whole lines"

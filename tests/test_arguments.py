@@ -33,9 +33,12 @@ class Config:
             raise UserError("text=bad: is bad")
 
 
-def test_values_are_converted_to_the_type_of_their_field_and_strings_are_verbatim():
-    given = ["out=null", "text=a=${b} [c] 'd", "number=null", "rate=1e-3", "flag=true"]
-    assert arguments.parse(Config, given) == Config("null", "a=${b} [c] 'd", None, 1e-3, True)
+def test_values_are_converted_to_the_type_of_their_field(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    given = ["out=~/x", "text=a=${b} [c] 'd", "number=null", "rate=1e-3", "flag=true", "names=[~/a,b~]"]
+    expected = Config("/home/ada/x", "a=${b} [c] 'd", None, 1e-3, True, ["/home/ada/a", "b~"])
+    assert arguments.parse(Config, given) == expected
+    assert arguments.parse(SampleConfig, ["prompt=~", "stop=null", "run_dir=null"]) == SampleConfig("~", stop="null")
     assert arguments.parse(Config, ["out=1", "out=2"]) == Config("2")
     for value, names in (("[010, null]", ["010", "null"]), ("[ab]*", ["[ab]*"]), ("[]", [])):
         assert arguments.parse(Config, ["out=1", f"names={value}"]).names == names

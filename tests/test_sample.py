@@ -39,7 +39,7 @@ def test_sampling_needs_only_the_snapshot(run_dir, tmp_path):
     result = sample(f"snapshot={copy}", "max_new_tokens=30", "num_samples=2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.split("-" * 40 + "\n")
-    assert len(first) == len(second) == 32 and first[0] == second[0] == "\n"  # newline, 30, the one that print adds
+    assert len(first) == len(second) == 31  # 30 and the newline that print adds, but not the default prompt
 
 
 def test_a_prompt_is_verbatim_and_a_seed_repeats(run_dir):
@@ -170,14 +170,16 @@ def test_score_prints_its_figures(run_dir, tmp_path):
     assert perplexity == pytest.approx(math.exp(nats), rel=1e-5)
 
 
+@pytest.mark.parametrize("scored", ["text.txt", "{}/text.txt", "t*.txt", "other.txt"])
 @pytest.mark.parametrize("paths", ["text.txt", ["text.txt", "more.txt"]])
-def test_score_of_the_training_text_says_so(paths, tmp_path, monkeypatch, capsys):
+def test_score_of_the_training_text_says_so(scored, paths, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(VOCABULARY)
+    for name in ("text.txt", "other.txt"):
+        (tmp_path / name).write_text(VOCABULARY)
     snapshot = model_snapshot(VOCABULARY)
     snapshot.config["data"] = {"path": paths}
-    sampling.print_score(SampleConfig(score="text.txt"), ["a.pt"], [snapshot])
-    assert ("trained on most of this text" in capsys.readouterr().err) == (paths == "text.txt")
+    sampling.print_score(SampleConfig(score=scored.format(tmp_path)), ["a.pt"], [snapshot])
+    assert ("trained on most of this text" in capsys.readouterr().err) == (scored != "other.txt")
 
 
 def random_ids(length: int) -> torch.Tensor:
@@ -333,32 +335,23 @@ def test_the_copied_share_is_printed(run_dir):
     train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
     own = train.decode(train.data[100:150]), "#" * 50
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
-    assert sampling.copied_share([("", text) for text in own], snapshot) == 0.5
-    assert sampling.copied_share([("", held_out.decode(held_out.data[:100]))], snapshot) == 0
+    source = sampling.training_text(snapshot)
+    assert sampling.copied_share([("", text) for text in own], source) == 0.5
+    assert sampling.copied_share([("", held_out.decode(held_out.data[:100]))], source) == 0
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_short_sample_is_copied_if_it_is_a_line(tmp_path, end):
-    path = tmp_path / "names.txt"
-    path.write_bytes(end.join(["Ada", "Grace", "Edith"] * 40).encode())
-    data = CharDataset(DataConfig(path=str(path), block_size=8))
-    snapshot = model_snapshot(data.vocabulary)
-    snapshot.text_digest = data.digest
-    snapshot.config["data"] = {"path": str(path), "block_size": 8}
+def test_a_short_sample_is_copied_if_it_is_a_line(end):
+    source = end.join(["Ada", "Grace", "Edith"] * 40)
     for ending in ("", "\r"):  # where the sample stops
-        assert sampling.copied_share([("", f"Ada{ending}"), ("", f"Dith{ending}")], snapshot) < 0.6
-        assert sampling.copied_share([("", f"Ada{ending}")], snapshot) == 1
+        assert sampling.copied_share([("", f"Ada{ending}"), ("", f"Dith{ending}")], source) < 0.6
+        assert sampling.copied_share([("", f"Ada{ending}")], source) == 1
 
 
-def test_lines_are_copied_in_longer_samples_and_after_a_prompt(tmp_path):
-    path = tmp_path / "names.txt"
-    path.write_text("Ada\nGrace\nEdith\n" * 40)
-    data = CharDataset(DataConfig(path=str(path), block_size=8))
-    snapshot = model_snapshot(data.vocabulary)
-    snapshot.text_digest = data.digest
-    snapshot.config["data"] = {"path": str(path), "block_size": 8}
-    assert sampling.copied_share([("\n", "Ada\nEhe\nGrace\n")], snapshot) == 10 / 14
-    assert sampling.copied_share([("Gr", "ace"), ("Gr", "ada")], snapshot) == 0.5
+def test_lines_are_copied_in_longer_samples_and_after_a_prompt():
+    source = "Ada\nGrace\nEdith\n" * 40
+    assert sampling.copied_share([("\n", "Ada\nEhe\nGrace\n")], source) == 10 / 14
+    assert sampling.copied_share([("Gr", "ace"), ("Gr", "ada")], source) == 0.5
 
 
 def test_a_byte_model_reads_and_writes_text(tmp_path):
@@ -379,7 +372,16 @@ def test_the_copied_share_needs_the_training_text(run_dir):
     snapshot = load(f"{run_dir}/gpt_snapshot.pt")
     snapshot.text_digest = "0" * 64
     with pytest.raises(UserError, match="is not the text that was trained on"):
-        sampling.copied_share([("", "a")], snapshot)
+        sampling.training_text(snapshot)
+    snapshot.config["data"]["path"] = "gone.txt"
+    with pytest.raises(UserError, match=r"needs the training text, .*gone\.txt: no such file"):
+        sampling.training_text(snapshot)
+
+
+def test_names_are_printed_one_per_line(capsys):
+    texts = [("\n", "A", "da"), ("\n", "E", "ve")]
+    assert sampling.print_texts(texts, "") == [("\n", "Ada"), ("\n", "Eve")]
+    assert capsys.readouterr().out == "Ada\nEve\n"
 
 
 def test_a_stop_string_outside_the_vocabulary_is_refused(run_dir):
