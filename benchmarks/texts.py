@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.config.arguments import parse, run_program
 
-LANGUAGES = ("de", "el", "es", "fr", "it", "ja", "ko", "pl", "ru", "tr", "uk")
+LANGUAGES = ("cs", "de", "el", "es", "fr", "it", "ja", "ko", "nl", "pl", "pt_BR", "ru", "sv", "tr", "uk", "vi")
 PARAGRAPHS = {  # files whose paragraphs are taken
     "headers": ("/usr/include", "*.h"),
     "perl": ("/usr/share/perl", "*.p[lm]"),
