@@ -3,8 +3,8 @@
 Sources: a text is the concatenation of its files, which fsspec finds, opens and decompresses. They are streamed, as
 a text may be larger than memory. With `data.shuffle`, it is read whole, and a line ends where a file ends.
 
-Encoding: one streaming pass assigns ids in the order of first appearance; one rewrite replaces them by positions in the
-sorted vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into a cache file,
+Encoding: one streaming pass writes code points; one rewrite replaces them, in place, by positions in the sorted
+vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into a cache file,
 which all processes of a host memory-map.
 """
 
@@ -45,8 +45,7 @@ PROGRESS_S = 5  # seconds between progress lines
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
 LARGE = 64 * 2**20  # bytes
 FORMAT = 4  # version of the cache files
-CHUNK = 2**18  # ids rewritten at once
-UNSEEN = 2**32 - 1
+CHUNK = 2**18  # characters rewritten at once
 
 
 # --------------------------------------------------------------------------------------------------
@@ -312,10 +311,7 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     the text. Raises `UserError` if no character is left.
     """
     truncate, shuffle = config.truncate, config.shuffle
-    dtype, length = np.dtype(np.uint8), 0  # of the ids in the file
-    points = np.empty(0, np.uint32)  # code points by id, in the order of first appearance
-    id_of = np.full(0x110000, UNSEEN, np.uint32)  # of every code point
-    file_ends, tail = [], ""  # lengths at the ends of files; the last two characters
+    length, file_ends, tail = 0, [], ""  # characters; their number at the ends of files; the last two
     newlines = {"lines": 1, "paragraphs": 2}.get(shuffle, 0)  # that end an item
     for text in pieces:
         if text == FILE_END:
@@ -325,38 +321,27 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
             trailing = len(tail) - len(tail.rstrip("\n"))
             text = "\n" * (newlines - trailing) + text
         tail = (tail + text)[-2:]
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        ids = id_of.take(codes)
-        if len(unseen := codes[ids == UNSEEN]):
-            first = np.sort(np.unique(unseen, return_index=True)[1])
-            points = np.append(points, unseen[first])
-            id_of[points] = np.arange(len(points))
-            ids = id_of.take(codes)
-            wider = np.min_scalar_type(len(points) - 1)
-            if wider != dtype:
-                rewrite(file, length, dtype, np.arange(np.iinfo(dtype).max + 1, dtype=wider))
-                file.seek(0, os.SEEK_END)
-                dtype = wider
-        file.write(ids.astype(dtype).data)
-        length += len(ids)
+        file.write(text.encode("utf-32-le"))
+        length += len(text)
 
     length = int(length * truncate)
     if not length:
         share = f", with data.truncate={truncate}" if truncate < 1 else ""
         raise UserError(f"data.path={config.path}: the text is empty{share}")
-    digest, num_used = hashlib.sha256(), 0
-    for _, ids in chunks(file, length, dtype):
-        digest.update(points.take(ids).tobytes().decode("utf-32-le").encode())
-        num_used = max(num_used, int(ids.max()) + 1)
-    points = points[:num_used]  # the others appear only in the truncated part
-    vocabulary = np.sort(points)
-    final = np.searchsorted(vocabulary, points).astype(np.min_scalar_type(num_used - 1))
-    rewrite(file, length, dtype, final)
-    file.truncate(length * final.itemsize)
+    digest, is_used = hashlib.sha256(), np.zeros(0x110000, bool)
+    for _, points in chunks(file, length):
+        digest.update(points.tobytes().decode("utf-32-le").encode())
+        is_used[points] = True
+    vocabulary = np.flatnonzero(is_used).astype(np.uint32)
+    id_of = (np.cumsum(is_used) - 1).astype(np.min_scalar_type(len(vocabulary) - 1))  # of every code point
+    for start, points in chunks(file, length):  # in place: ids are no wider than code points
+        file.seek(start * id_of.itemsize)
+        file.write(id_of[points].data)
+    file.truncate(length * id_of.itemsize)
     if shuffle is not None:
         digest.update(f"data.shuffle={shuffle}".encode())  # another text
         file.seek(0)
-        data = np.frombuffer(file.read(), final.dtype)
+        data = np.frombuffer(file.read(), id_of.dtype)
         ends = np.asarray(file_ends)
         if shuffle != "files":
             newline = np.flatnonzero(vocabulary == ord("\n"))  # its id, if it has one
@@ -365,29 +350,17 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
         file.write(shuffle_items(data, ends, shuffle).data)
     return {
         "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
-        "type": final.dtype.name,
+        "type": id_of.dtype.name,
         "characters": length,
         "digest": digest.hexdigest(),
     }
 
 
-def chunks(file: BinaryIO, length: int, dtype: np.dtype, backwards: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (position, ids) for chunks of the first `length` ids in `file`, of type `dtype`."""
-    starts = range(0, length, CHUNK)
-    for start in reversed(starts) if backwards else starts:
-        file.seek(start * dtype.itemsize)
-        content = file.read(min(CHUNK, length - start) * dtype.itemsize)
-        yield start, np.frombuffer(content, dtype)
-
-
-def rewrite(file: BinaryIO, length: int, dtype: np.dtype, table: np.ndarray) -> None:
-    """Replaces, in place, the first `length` ids in `file`, of type `dtype`, by `table[ids]`.
-
-    Runs backwards if the ids become wider, so that none is overwritten before it is read.
-    """
-    for start, ids in chunks(file, length, dtype, backwards=table.itemsize > dtype.itemsize):
-        file.seek(start * table.itemsize)
-        file.write(table.take(ids).data)
+def chunks(file: BinaryIO, length: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (position, code points) for chunks of the first `length` code points, 4 bytes each, in `file`."""
+    for start in range(0, length, CHUNK):
+        file.seek(4 * start)
+        yield start, np.frombuffer(file.read(4 * min(CHUNK, length - start)), np.uint32)
 
 
 def line_ends(is_newline: np.ndarray, shuffle: str) -> np.ndarray:
