@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -193,11 +193,6 @@ class CharDataset(Dataset):
         part = copy.copy(self)
         part.data = self.data[start:end]
         return part
-
-    def to(self, device: torch.device | str) -> "CharDataset":
-        """Moves the encoded text to `device`, where batches are then gathered; returns self."""
-        self.data = self.data.to(device)
-        return self
 
     def __len__(self) -> int:
         return len(self.data) - self.block_size
@@ -421,10 +416,9 @@ def prefetch(batches: MicroBatches, first: int, last: int, workers: int, device:
         pool.shutdown(cancel_futures=True)
 
 
-def move_if_small(datasets: Iterable[Any], device: torch.device) -> None:
+def move_if_small(datasets: list[Any], device: torch.device) -> None:
     """Moves the texts to the GPU if they fit into a tenth of its memory; batches are then gathered there."""
-    datasets = list(datasets)
     memory = torch.cuda.get_device_properties(device).total_memory
     if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:
         for dataset in datasets:
-            dataset.to(device)
+            dataset.data = dataset.data.to(device)

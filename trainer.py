@@ -3,7 +3,7 @@
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
 It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)` and ignores targets of -1; a dataset is a
-`CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `to`, `data`, `block_size`,
+`CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `data`, `block_size`,
 `vocabulary` and `digest`.
 """
 
@@ -187,7 +187,7 @@ class Trainer:
         execution.apply(choices, bare)
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices["amp_dtype"] == "float16")
         if device.type == "cuda" and config.data_loader_workers == 0:
-            move_if_small(filter(None, (train_dataset, test_dataset)), device)
+            move_if_small([part for part in (train_dataset, test_dataset) if part is not None], device)
         if config.micro_batch_size is None:
             known = earlier.get("micro_batch_size")
             self.plan = memory.fit_micro_batch(self.plan, known, bare, train_dataset, choices, world)

@@ -1,7 +1,7 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-To add one, write a class like `TensorBoard`, constructed from a `Start`, and add it to `TRACKERS`.
-`package`: the package it imports, or None. `log` gets finite numbers, whose names vary; a resumed run logs
+To add one, write a class like `TensorBoard`, constructed from a `Start`, and add it to `TRACKERS` under the name of
+its package. `log` gets finite numbers, whose names vary; a resumed run logs
 the steps after its snapshot again. The final loss goes to metrics.jsonl only.
 """
 
@@ -32,8 +32,6 @@ class Start(NamedTuple):
 class TensorBoard:
     """TensorBoard: event files in `run_dir/tensorboard`. A resumed run replaces the steps that it repeats."""
 
-    package = "tensorboard"
-
     def __init__(self, start: Start):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -58,8 +56,6 @@ class WandB:
     Each start of a run writes its own folder; a shared id, stored beside them, makes them one W&B run. W&B cannot
     remove lines, so none is logged twice.
     """
-
-    package = "wandb"
 
     def __init__(self, start: Start):
         import wandb
@@ -97,9 +93,8 @@ def check(names: Iterable[str]) -> None:
     """Raises `UserError` for a name not in `TRACKERS`, or if its package is missing, except TensorBoard."""
     for name in names:
         check_option("trainer.trackers", name, TRACKERS)
-        package = TRACKERS[name].package
-        if package not in (None, "tensorboard") and not is_installed(package):
-            raise UserError(f"trainer.trackers: {package} is not installed: pip install {package}")
+        if name != "tensorboard" and not is_installed(name):
+            raise UserError(f"trainer.trackers: {name} is not installed: pip install {name}")
 
 
 def is_installed(package: str) -> bool:
