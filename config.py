@@ -85,13 +85,12 @@ def compose(overrides: list[str]) -> DictConfig:
         raise UserError(explain(error)) from error
 
 
-def validate(composed: DictConfig, run_dir: str | None = None) -> Config:
-    """Converts a composed configuration, with `run_dir` if given, to dataclasses, and runs every check that needs no
-    text. Raises `UserError` naming a key whose value is missing, mistyped or impossible.
+def validate(composed: DictConfig) -> Config:
+    """Converts a composed configuration to dataclasses, and runs every check that needs no text. Raises `UserError`
+    naming a key whose value is missing, mistyped or impossible.
     """
-    override = {} if run_dir is None else {"run_dir": run_dir}
     try:
-        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(composed, override)))
+        config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     for name, source in (("block_size", "data.block_size"), ("vocab_size", "the text")):

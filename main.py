@@ -160,10 +160,11 @@ def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> 
 def main(composed: DictConfig) -> float | None:
     """Trains as composed, in this process."""
     is_job = HydraConfig.get().mode == RunMode.MULTIRUN
-    chosen = HydraConfig.get().runtime.output_dir  # set for a sweep's job, or by hydra.run.dir
+    chosen = HydraConfig.get().runtime.output_dir
+    if chosen != os.getcwd():  # a sweep's job, or hydra.run.dir
+        composed.run_dir = chosen
     try:  # each job of a sweep has the whole time
-        config = validate(composed, None if chosen == os.getcwd() else chosen)
-        return run_training(config, time.monotonic() if is_job else signals.started)
+        return run_training(validate(composed), time.monotonic() if is_job else signals.started)
     except Stopped as stopped:  # also ends the sweep
         distributed.leave(stopped.status)
     except UserError as error:
