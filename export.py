@@ -63,40 +63,36 @@ class ExportConfig:
 def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
-    if config.page is not None:
-        write_page(paths, config.page)
-        return
-    assert config.out is not None
-    [path] = paths
-    snapshot = load_full(path)
-    line = f"{config.out}: {path}, {snapshot}"
+    name, out = ("page", config.page) if config.page else ("out", str(config.out))
     try:
-        if config.out.endswith(".pt"):
-            os.makedirs(os.path.dirname(os.path.abspath(config.out)), exist_ok=True)
-            with atomic_write(config.out, "w+b") as file:
-                snapshot.write(file)
-        else:
-            line += f"; {export(snapshot, path, config.out)}"
+        os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+        written = write_page(paths, out) if config.page else write_model(paths[0], out)
     except OSError as error:
-        raise UserError(f"out={config.out}: cannot be written: {one_line(error)}") from error
-    print(line)
+        raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
+    print(f"{out}: {written}")
 
 
-def write_page(paths: list[str], out: str) -> None:
-    """Writes a page that runs the models of the snapshots at `paths`. Raises `UserError`."""
+def write_model(path: str, out: str) -> str:
+    """Writes the snapshot at `path` to `out`: as a snapshot, or for Transformers. Returns a description."""
+    snapshot = load_full(path)
+    if not out.endswith(".pt"):
+        return f"{path}, {snapshot}; {export(snapshot, path, out)}"
+    with atomic_write(out, "w+b") as file:
+        snapshot.write(file)
+    return f"{path}, {snapshot}"
+
+
+def write_page(paths: list[str], out: str) -> str:
+    """Writes a page that runs the models of the snapshots at `paths`. Returns a description. Raises `UserError`."""
     models = {path: describe(load_full(path), path) for path in paths}
     names = [model["name"] for model in models.values()]
     for path, model in models.items():
         if names.count(model["name"]) > 1:  # snapshots of one run
             model["name"] += f" ({path})"
     content = page.render([*models.values()])
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        with atomic_write(out) as file:
-            file.write(content)
-    except OSError as error:
-        raise UserError(f"page={out}: cannot be written: {one_line(error)}") from error
-    print(f"{out}: {', '.join(models)}; {len(content) / 1e6:.1f} MB")
+    with atomic_write(out) as file:
+        file.write(content)
+    return f"{', '.join(models)}; {len(content) / 1e6:.1f} MB"
 
 
 @torch.no_grad()
