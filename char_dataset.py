@@ -128,7 +128,7 @@ class CharDataset(Dataset):
         stoi, itos: character to id and back, as in minGPT.
         data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. For a large text it
             is memory-mapped and read-only; never copy all of it.
-        digest: SHA-256 of the (truncated) text and of `data.shuffle`, if set; hexadecimal.
+        digest: SHA-256 of the text, as truncated and shuffled; hexadecimal.
         unit: what an id stands for, "character" or "byte".
 
     Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.

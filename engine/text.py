@@ -44,7 +44,7 @@ PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
 LARGE = 64 * 2**20  # bytes
-FORMAT = 4  # version of the cache files
+FORMAT = 5  # version of the cache files
 CHUNK = 2**18  # characters rewritten at once
 
 
@@ -211,7 +211,7 @@ class EncodedText(NamedTuple):
 
     vocabulary: str  # the distinct characters, sorted
     data: torch.Tensor  # their positions in it, 1-D, uint8, uint16 or uint32
-    digest: str  # SHA-256 of the text in UTF-8 and of `data.shuffle`, if set; hexadecimal
+    digest: str  # SHA-256 of the text in UTF-8, as shuffled; hexadecimal
 
 
 def is_small_local_file(path: str | list[str]) -> bool:
@@ -310,23 +310,15 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
     the text. Raises `UserError` if no character is left.
     """
-    truncate, shuffle = config.truncate, config.shuffle
-    length, file_ends, tail = 0, [], ""  # characters; their number at the ends of files; the last two
-    newlines = {"lines": 1, "paragraphs": 2}.get(shuffle, 0)  # that end an item
+    length, truncate = 0, config.truncate
+    if config.shuffle is not None:
+        pieces, truncate = [shuffled(pieces, config.shuffle, truncate)], 1.0
     for text in pieces:
-        if text == FILE_END:
-            file_ends.append(length)
-            continue
-        if length and file_ends[-1:] == [length]:  # items end where a file ends
-            trailing = len(tail) - len(tail.rstrip("\n"))
-            text = "\n" * (newlines - trailing) + text
-        tail = (tail + text)[-2:]
         file.write(text.encode("utf-32-le"))
         length += len(text)
-
     length = int(length * truncate)
     if not length:
-        share = f", with data.truncate={truncate}" if truncate < 1 else ""
+        share = f", with data.truncate={config.truncate}" if config.truncate < 1 else ""
         raise UserError(f"data.path={config.path}: the text is empty{share}")
     digest, is_used = hashlib.sha256(), np.zeros(0x110000, bool)
     for _, points in chunks(file, length):
@@ -338,16 +330,6 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
         file.seek(start * id_of.itemsize)
         file.write(id_of[points].data)
     file.truncate(length * id_of.itemsize)
-    if shuffle is not None:
-        digest.update(f"data.shuffle={shuffle}".encode())  # another text
-        file.seek(0)
-        data = np.frombuffer(file.read(), id_of.dtype)
-        ends = np.asarray(file_ends)
-        if shuffle != "files":
-            newline = np.flatnonzero(vocabulary == ord("\n"))  # its id, if it has one
-            ends = line_ends(np.isin(data, newline), shuffle)
-        file.seek(0)
-        file.write(shuffle_items(data, ends, shuffle).data)
     return {
         "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
         "type": id_of.dtype.name,
@@ -363,25 +345,23 @@ def chunks(file: BinaryIO, length: int) -> Iterator[tuple[int, np.ndarray]]:
         yield start, np.frombuffer(file.read(4 * min(CHUNK, length - start)), np.uint32)
 
 
-def line_ends(is_newline: np.ndarray, shuffle: str) -> np.ndarray:
-    """The positions after each line, or each paragraph with the empty lines that follow it."""
-    ends = np.flatnonzero(is_newline) + 1
-    if shuffle == "paragraphs":  # ends after a newline that follows one, and is followed by none
-        follows_one = np.insert(is_newline, 0, False)[ends - 1]
-        precedes_one = np.append(is_newline, False)[ends]
-        ends = ends[follows_one & ~precedes_one]
-    return ends
-
-
-def shuffle_items(data: np.ndarray, ends: np.ndarray, shuffle: str) -> np.ndarray:
-    """Shuffles the items of `data` that end at `ends`, always in the same order; what follows the last one stays there.
-    Raises `UserError` for fewer than two items.
+def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
+    """The first part of a text, the share `truncate`, its items (lines, paragraphs with the empty lines that follow, or
+    files) always in the same other order. An item ends where a file ends; what follows the last one stays there. Raises
+    `UserError` for fewer than two items.
     """
-    ends = ends[ends <= len(data)]
+    files = ["".join(group) for is_end, group in itertools.groupby(pieces, FILE_END.__eq__) if not is_end]
+    newlines = {"lines": 1, "paragraphs": 2, "files": 0}[shuffle]  # that end an item
+    for i, text in enumerate(files[:-1]):
+        files[i] += "\n" * (newlines - (len(text) - len(text.rstrip("\n"))))
+    text = "".join(files)
+    text = text[: int(len(text) * truncate)]
+    ends = [end for end in itertools.accumulate(map(len, files)) if end <= len(text)]
+    if newlines:
+        ends = [match.end() for match in re.finditer("\n" if newlines == 1 else "\n\n+", text)]
     if len(ends) < 2:
         hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs")
         raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{hint}")
-    starts = np.insert(ends[:-1], 0, 0)
+    starts = [0, *ends[:-1]]
     order = np.random.default_rng(0).permutation(len(ends))
-    items = [data[starts[i] : ends[i]] for i in order]
-    return np.concatenate([*items, data[ends[-1] :]])
+    return "".join([*(text[starts[i] : ends[i]] for i in order), text[ends[-1] :]])
