@@ -132,9 +132,7 @@ class GPTConfig:
 
 
 # Fields that `init_from` does not copy from a pretrained model; the others are its architecture.
-NOT_ARCHITECTURE = {
-    "model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_checkpointing",
-}  # fmt: skip
+NOT_ARCHITECTURE = {"model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_checkpointing"}
 ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not in NOT_ARCHITECTURE)
 
 

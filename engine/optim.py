@@ -20,7 +20,6 @@ from engine.parallel import sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial, steepest at zero
 ITERATIONS = 5
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 @dataclass
@@ -45,7 +44,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_option("optimizer.name", self.name, ("adamw", "muon"))
-        check_option("optimizer.schedule", self.schedule, SCHEDULES)
+        check_option("optimizer.schedule", self.schedule, ("constant", "linear", "cosine", "wsd"))
         check_range("optimizer.learning_rate", self.learning_rate, above=0, high=1e38)  # float32
         check_range("optimizer.weight_decay", self.weight_decay, 0, 1000)
         check_range("optimizer.ngram_decay", self.ngram_decay, 0, 1000)
