@@ -226,8 +226,7 @@ class CharDataset(Dataset):
         return -(-(len(self.data) - 1) // self.block_size)
 
     def _ids(self, positions: torch.Tensor) -> torch.Tensor:
-        # torch gathers from few unsigned types; a signed view has the same bits, and the mask
-        # removes its sign.
+        # torch gathers from few unsigned types; a signed view has the same bits, and the mask removes its sign.
         size = self.data.element_size()
         view = self.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
         return view[positions].long() & (256**size - 1)

@@ -252,10 +252,9 @@ def sample_during_training(model: GPT, text: CharDataset) -> list[str]:
 
 
 def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]:
-    """Scores the text at `config.score`, every character but the first once; without `config.stride`, in the
-    windows of the held-out loss. Returns (losses, characters scored): losses in nats per character, one for
-    each of `snapshots` and, if several, one more for the ensemble. Raises `UserError` for a text or stride
-    that cannot be scored.
+    """Scores the text at `config.score`, every character but the first once; without `config.stride`, in the windows of
+    the held-out loss. Returns (losses, characters scored): losses in nats per character, one for each of `snapshots`
+    and, if several, one more for the ensemble. Raises `UserError` for a text or stride that cannot be scored.
     """
     total, count = torch.zeros((), dtype=torch.float64), 0
     for losses in score_batches(config, *snapshots):

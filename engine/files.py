@@ -12,8 +12,7 @@ from engine import portable
 def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
     """Atomic write: the block writes `path.tmp`, which is flushed to disk and then replaces `path`.
 
-    After an error `path` is unchanged and the temporary file removed. Text is UTF-8. Raises OSError
-    naming `path`.
+    After an error `path` is unchanged and the temporary file removed. Text is UTF-8. Raises OSError naming `path`.
     """
     temporary = f"{path}.tmp"
     try:

@@ -60,10 +60,9 @@ def stream(
     first_row: int = 0,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each
-    row, int64 (B,), `max_new_tokens` times. The model is in evaluation mode, and sees at most
-    the last `block_size` characters: when the context is full, its last half is encoded again, and the cache
-    grows from there.
+    """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each row, int64 (B,),
+    `max_new_tokens` times. The model is in evaluation mode, and sees at most the last `block_size` characters: when the
+    context is full, its last half is encoded again, and the cache grows from there.
 
     Args:
         do_sample: draw from the softmax of logits / `temperature`; otherwise take the likeliest.

@@ -3,11 +3,10 @@
     files = to_files(config, weights, vocabulary, encoding)        # file name -> content
     config, weights, vocabulary, encoding = read(folder)
 
-`config` is a dictionary of `GPTConfig`'s fields, `weights` the model's `state_dict`, and
-`vocabulary[i]` the character with the id i, which stands for a byte if `encoding` is "bytes".
-`arch="gpt2"` is Transformers' `GPT2LMHeadModel`, `arch="modern"` its `NanoChatForCausalLM`; with a
-`token_shift` or n-gram embeddings, the directory has the code of `shifted.py`, too, which
-`trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
+`config` is a dictionary of `GPTConfig`'s fields, `weights` the model's `state_dict`, and `vocabulary[i]` the character
+with the id i, which stands for a byte if `encoding` is "bytes". `arch="gpt2"` is Transformers' `GPT2LMHeadModel`,
+`arch="modern"` its `NanoChatForCausalLM`; with a `token_shift` or n-gram embeddings, the directory has the code of
+`shifted.py`, too, which `trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
 
 Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement character). Its
 rows of embedding and head are the mean of all others: its logit is the mean logit, never the highest.

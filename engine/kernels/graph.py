@@ -21,17 +21,16 @@ def can_capture(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class CapturedStep:
-    """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it. The learning
-    rates of its `optimizer` become tensors on the GPU.
+    """Calls `step(micro_batches)`, from the fourth call on by replaying a CUDA graph of it. The learning rates of its
+    `optimizer` become tensors on the GPU.
 
-    `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and loss weights never
-    change, and returns (loss, gradient norm), scalars on the GPU. It must not synchronize with the device. Only
-    tensors that it reads and the GPU's random state may change between calls.
+    `step` takes the micro-batches (x, y, weight) of one step, on the GPU, whose shapes and loss weights never change,
+    and returns (loss, gradient norm), scalars on the GPU. It must not synchronize with the device. Only tensors that it
+    reads and the GPU's random state may change between calls.
 
-    A replay runs the captured kernels again; Python code, control flow included, does not run.
-    `loss(micro_batches)`, the same loss by itself, is therefore compared at the first replay and at
-    the 2nd, 4th, 8th and so on. Raises `UserError` if they differ by more than a relative `tolerance`, or if `step`
-    cannot be captured.
+    A replay runs the captured kernels again; Python code, control flow included, does not run. `loss(micro_batches)`,
+    the same loss by itself, is therefore compared at the first replay and at the 2nd, 4th, 8th and so on. Raises
+    `UserError` if they differ by more than a relative `tolerance`, or if `step` cannot be captured.
     """
 
     def __init__(

@@ -233,9 +233,8 @@ def attention(qkv: Tensor, n_head: int, rotation: Rotation) -> Tensor:
 
 
 def attention_step(qkv: Tensor, n_head: int, rotation: Rotation, keys: Tensor, values: Tensor, past: int) -> Tensor:
-    """Causal attention for one new position: (B, 1, C) from qkv (B, 1, 3 C) and the first `past`
-    entries of `keys` and `values` (B, H, block_size, D). Writes the new key and value at index
-    `past`. Not differentiable.
+    """Causal attention for one new position: (B, 1, C) from qkv (B, 1, 3 C) and the first `past` entries of `keys` and
+    `values` (B, H, block_size, D). Writes the new key and value at index `past`. Not differentiable.
     """
     B, D = qkv.size(0), keys.size(3)
     qkv, out = qkv.contiguous(), qkv.new_empty(B, 1, n_head * D)

@@ -189,18 +189,17 @@ def code_digest(function: Callable) -> str:
 
 
 def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates attention written in plain PyTorch: dispatches to a fused implementation that gives
-    the same results, where there is one.
+    """Decorates attention written in plain PyTorch: dispatches to a fused implementation that gives the same results,
+    where there is one.
 
-    `attention(qkv, n_head, rotation, cache, pdrop)` returns (B, S, C) for queries, keys and values
-    qkv (B, S, 3 C) of n_head heads, the last S characters of T: with a `cache`, an
-    `engine.generation.LayerCache`, those in it come first. `rotation`, cosines and sines
-    (S, D / 2), is None where queries and keys are neither rotated nor normalized; `pdrop` is the
-    dropout probability of the attention weights.
+    `attention(qkv, n_head, rotation, cache, pdrop)` returns (B, S, C) for queries, keys and values qkv (B, S, 3 C) of
+    n_head heads, the last S characters of T: with a `cache`, an `engine.generation.LayerCache`, those in it come first.
+    `rotation`, cosines and sines (S, D / 2), is None where queries and keys are neither rotated nor normalized; `pdrop`
+    is the dropout probability of the attention weights.
 
-    Only an `attention` whose code is the standard one (comments and docstring aside) is replaced: an edited one
-    runs as written, on every device, compiled or not, but slower; so do calls with keyword arguments or with
-    subclasses of Tensor.
+    Only an `attention` whose code is the standard one (comments and docstring aside) is replaced: an edited one runs as
+    written, on every device, compiled or not, but slower; so do calls with keyword arguments or with subclasses of
+    Tensor.
     """
     is_standard = code_digest(attention) == STANDARD_ATTENTION
 

@@ -1,8 +1,7 @@
-"""FSDP2 (Zhao et al., "PyTorch FSDP", 2023): each rank keeps a shard of every parameter, gradient
-and optimizer state.
+"""FSDP2 (Zhao et al., "PyTorch FSDP", 2023): each rank keeps a shard of every parameter, gradient and optimizer state.
 
-A sharded parameter is a `DTensor` (torch.distributed.tensor), sharded along dimension 0.
-`full_tensor` and `shard_like` convert it to the plain tensor that a snapshot holds and back.
+A sharded parameter is a `DTensor` (torch.distributed.tensor), sharded along dimension 0. `full_tensor` and `shard_like`
+convert it to the plain tensor that a snapshot holds and back.
 """
 
 import logging

@@ -185,9 +185,7 @@ class SnapshotManager:
             )
 
     def finish(self, step: int) -> None:
-        """Waits for the last save. Raises `UserError` on every rank if the latest snapshot is not that of
-        `step`.
-        """
+        """Waits for the last save. Raises `UserError` on every rank if the latest snapshot is not that of `step`."""
         self.wait()
         if self.saved_step != step:
             raise UserError(

@@ -49,11 +49,9 @@ def checkpoint_errors(folder: str) -> Iterator[None]:
 
 
 def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
-    """Writes the tensors of `snapshot`, plain or sharded, beside the latest one, at `path`; all ranks
-    take part.
+    """Writes the tensors of `snapshot`, plain or sharded, beside the latest one, at `path`; all ranks take part.
 
-    Returns the rest: `snapshot` with `shards` in place of tensors. Raises `UserError` on every rank if
-    it fails.
+    Returns the rest: `snapshot` with `shards` in place of tensors. Raises `UserError` on every rank if it fails.
     """
     from torch.distributed import checkpoint  # a second to import, for those who use it
 

@@ -127,9 +127,7 @@ class Snapshot:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """`config["model"]`, from which the model is rebuilt. Raises `SnapshotError` if another program
-        saved none.
-        """
+        """`config["model"]`, from which the model is rebuilt. Raises `SnapshotError` if another program saved none."""
         if not self.config.get("model"):
             raise SnapshotError(
                 "the snapshot does not record the size of its model: the Trainer was given a model "
