@@ -279,8 +279,7 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# The order of training windows
+# --- the order of training windows ---
 
 
 def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int = 1) -> np.ndarray:
@@ -341,8 +340,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-# --------------------------------------------------------------------------------------------------
-# Batches
+# --- batches ---
 
 ORDER_STEPS = 64  # steps per call of `window_order`, at little more than the cost of one
 

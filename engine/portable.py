@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import signal
-import sys
 from typing import Any
 
 try:
@@ -27,14 +26,6 @@ def lock(file: Any, wait: bool) -> None:
         with contextlib.suppress(*((OSError,) if wait else ())):  # LK_LOCK gives up after 10 s
             windows.locking(file.fileno(), windows.LK_LOCK if wait else windows.LK_NBLCK, 1)
             return
-
-
-def peak_memory() -> int:
-    """Peak memory of this process so far, bytes; 0 if not available."""
-    if resource is None:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
 
 
 def preemptions() -> int:

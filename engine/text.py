@@ -48,8 +48,7 @@ FORMAT = 5  # version of the cache files
 CHUNK = 2**18  # characters rewritten at once
 
 
-# --------------------------------------------------------------------------------------------------
-# Sources
+# --- sources ---
 
 
 class Unreadable(UserError):
@@ -202,8 +201,7 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
         raise UserError(f"data.path={path}: cannot be written: {error.strerror}") from error
 
 
-# --------------------------------------------------------------------------------------------------
-# Encoding
+# --- encoding ---
 
 
 class EncodedText(NamedTuple):

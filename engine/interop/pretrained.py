@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, run_long_on_rank_0
-from engine.run.directory import choose_snapshots
+from engine.run.directory import choose_snapshot
 from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
@@ -63,7 +63,7 @@ def read_pretrained(source: str) -> Snapshot:
             log.info("init_from   %s", source)
             settings = {"model": model, "data": {"encoding": encoding}}
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
-        [path] = choose_snapshots([source], None, None)
+        path = choose_snapshot(source, None)
         found = load_full(path)
         log.info("init_from   %s, %s", path, found)
         settings = found.config | {"model": found.model_config}  # SnapshotError if it has none

@@ -111,8 +111,7 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-# --------------------------------------------------------------------------------------------------
-# Linear layers
+# --- linear layers ---
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -173,8 +172,7 @@ def _products_are_slow(dtype: torch.dtype) -> bool:
     return by_amd and mkl and instructions(torch.float32) == "AVX512"
 
 
-# --------------------------------------------------------------------------------------------------
-# Attention
+# --- attention ---
 
 
 def code_digest(function: Callable) -> str:

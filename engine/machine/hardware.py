@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from engine import portable
 from engine.errors import UserError
+from engine.portable import resource
 
 # Peak dense bfloat16 and float16 rates with float32 accumulation, FLOP/s, from NVIDIA's data sheets
 # and architecture white papers. The first pattern found in a device's name counts.
@@ -112,10 +112,11 @@ def flops_per_character(model: nn.Module) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process so far, bytes: in torch's allocator of a GPU, else in the host."""
+    """Peak memory of this process so far, bytes: in torch's allocator of a GPU, else in the host (Windows: 0)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)  # a CUDA graph keeps what it has freed
-    return portable.peak_memory()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if resource else 0
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB elsewhere
 
 
 def is_out_of_memory(error: Exception) -> bool:

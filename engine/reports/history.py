@@ -68,7 +68,7 @@ class Run:
 
     @functools.cached_property
     def job(self) -> dict[str, Any]:
-        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed or stopped; empty for another run."""
+        """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed, stopped; empty for another run."""
         path = os.path.join(self.path, JOB)
         if not os.path.exists(path):
             return {}

@@ -107,8 +107,7 @@ def log_to_file(path: str) -> Iterator[None]:
             handler.close()
 
 
-# --------------------------------------------------------------------------------------------------
-# Finding runs and their snapshots
+# --- finding runs and their snapshots ---
 
 
 def is_run(path: str) -> bool:
@@ -185,8 +184,6 @@ def choose_snapshots(snapshots: list[str] | None, snapshot: str | None, run_dir:
     both.
     """
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
-    if snapshots is None:
-        return [choose_snapshot(snapshot, run_dir)]
-    if not snapshots:
+    if snapshots == []:
         raise UserError("snapshots=[]: names no snapshot; use [a.pt,b.pt]")
-    return [choose_snapshot(path, None) for path in snapshots]
+    return [choose_snapshot(path, run_dir) for path in snapshots or [snapshot]]

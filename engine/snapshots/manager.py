@@ -58,8 +58,7 @@ class SnapshotManager:
         if config.resume != "never" or distributed.is_restart(world):
             self.found = self._find()
 
-    # ----------------------------------------------------------------------------------------------
-    # Before the first step
+    # --- before the first step ---
 
     def _find(self) -> Snapshot | None:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
@@ -73,8 +72,17 @@ class SnapshotManager:
         return snapshot
 
     def earlier_choices(self) -> dict[str, Any]:
-        """Resolved `auto` settings of the snapshot to resume from; empty without one, or on another type of device."""
-        return self.found.choices_on(self.world.device.type) if self.found else {}
+        """Resolved `auto` and null settings of the snapshot to resume from; empty without one, or on another type of
+        device.
+        """
+        found, device_type = self.found, self.world.device.type
+        if found is None or found.choices.get("device", device_type) != device_type:
+            return {}
+        settings = found.config.get("trainer", {})
+        resolved = {name: choice for name, choice in found.choices.items() if settings.get(name) in ("auto", None)}
+        if settings.get("use_amp") is False:
+            resolved.pop("amp_dtype", None)
+        return resolved
 
     def open(self, step: int, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
@@ -123,8 +131,7 @@ class SnapshotManager:
         if snapshot.best_loss is not None and snapshot.best_step is not None:
             self.best = (snapshot.best_loss, snapshot.best_step)
 
-    # ----------------------------------------------------------------------------------------------
-    # Saving
+    # --- saving ---
 
     def save(self, snapshot: Snapshot, is_best: bool, is_numbered: bool) -> None:
         """Starts to write `snapshot` as the latest one, and also as the best or a numbered one, after the previous

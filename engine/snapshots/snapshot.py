@@ -109,16 +109,6 @@ class Snapshot:
         readable = " and ".join(map(str, READABLE_FORMATS))
         raise UserError(f"{name}: snapshot format {fields.get('format')}; this application reads {readable}")
 
-    def choices_on(self, device_type: str) -> dict[str, Any]:
-        """Resolved `auto` and null settings; empty on another type of device."""
-        if self.choices.get("device", device_type) != device_type:
-            return {}
-        settings = self.config.get("trainer", {})
-        resolved = {name: c for name, c in self.choices.items() if settings.get(name) in ("auto", None)}
-        if settings.get("use_amp") is False:
-            resolved.pop("amp_dtype", None)
-        return resolved
-
     def __str__(self) -> str:
         if self.loss is None:
             return f"step {self.step}"

@@ -121,8 +121,7 @@ class SnapshotStorage:
         self.temporary_path = beside(path, "new.tmp")
         self.best_step: int | None = None  # of the best snapshot, if it was written here
 
-    # ----------------------------------------------------------------------------------------------
-    # Writing
+    # --- writing ---
 
     def prepare(self) -> None:
         """Creates the folder of the snapshots, and removes the temporary files of a killed writer. Raises
@@ -206,8 +205,7 @@ class SnapshotStorage:
     def _remove(self, path: str) -> None:
         self.file_system.rm_file(locate(path)[1])
 
-    # ----------------------------------------------------------------------------------------------
-    # Finding
+    # --- finding ---
 
     def present(self, kind: str) -> list[str]:
         """The existing snapshots whose kind matches the regular expression `kind`, sorted."""
