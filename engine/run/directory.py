@@ -186,4 +186,5 @@ def choose_snapshots(snapshots: list[str] | None, snapshot: str | None, run_dir:
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots == []:
         raise UserError("snapshots=[]: names no snapshot; use [a.pt,b.pt]")
-    return [choose_snapshot(path, run_dir) for path in snapshots or [snapshot]]
+    paths: list[Any] = snapshots or [snapshot]
+    return [choose_snapshot(path, run_dir) for path in paths]
