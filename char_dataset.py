@@ -8,9 +8,7 @@ into batches by one vectorized gather. Large texts are memory-mapped.
 """
 
 import copy
-import dataclasses
 import functools
-import logging
 import math
 import os
 from collections import deque
@@ -28,19 +26,8 @@ from engine.errors import UserError, check_option, check_range
 from engine.kernels.graph import MicroBatch
 from engine.kernels.ops import IGNORE
 from engine.run.plan import Plan
-from engine.text import (
-    PYDOC,
-    SHAKESPEARE_URL,
-    Unreadable,
-    download,
-    from_text,
-    is_small_local_file,
-    open_text,
-    to_text,
-    unit_of,
-)
+from engine.text import SHAKESPEARE_URL, from_text, open_text, to_text, unit_of
 
-log = logging.getLogger("gpt")
 MAX_COUNTED = 2**26  # characters
 
 
@@ -89,32 +76,6 @@ class DataConfig:
         self.cache_dir = os.path.expanduser(self.cache_dir)
         if not self.cache_dir or "://" in self.cache_dir:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
-
-
-def prepare_text(config: DataConfig, recorded_path: str | list[str] | None = None) -> DataConfig:
-    """Downloads the text if `path` does not exist, and encodes a large one into the cache; call it in one process per
-    host. Returns the configuration of the text to use: without a network, `pydoc:topics` replaces the default text, and
-    a run that started on it (`recorded_path`) keeps it. Raises `UserError` for any other missing text.
-    """
-    pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
-    if recorded_path == PYDOC and config.url == SHAKESPEARE_URL:
-        log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
-        return pydoc
-    if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
-        try:
-            download(config.url, config.path, config.sha256, config.encoding)
-        except Unreadable as error:
-            if config.url != SHAKESPEARE_URL:
-                raise
-            log.warning(
-                "%s; training on %s, which comes with Python, instead. To train on Shakespeare, put "
-                "it at %s",
-                error, PYDOC, os.path.abspath(config.path),
-            )  # fmt: skip
-            return pydoc
-    if not is_small_local_file(config.path):
-        open_text(config)
-    return config
 
 
 class CharDataset(Dataset):
@@ -236,7 +197,7 @@ class CharDataset(Dataset):
         an unknown one.
         """
         encoding = self.config.encoding
-        return encode(from_text(text, encoding), self.vocabulary, encoding=encoding)
+        return encode(from_text(text, encoding), self.vocabulary, encoding)
 
     def decode(self, ids) -> str:
         """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
@@ -258,11 +219,11 @@ def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float
     return unseen, -(share * frequency.log()).sum().item()
 
 
-def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") -> torch.Tensor:
+def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
     """The ids of `text`, int64 of shape (len(text),): positions in `vocabulary`. With the `encoding` "bytes" the
     characters of both are bytes.
 
-    Raises `UserError` naming the first unknown character and its position; `text` begins at `start`.
+    Raises `UserError` naming the first unknown character and its position.
     """
     ids = {character: i for i, character in enumerate(vocabulary)}
     try:
@@ -274,7 +235,7 @@ def encode(text: str, vocabulary: str, start: int = 0, encoding: str = "utf-8") 
     is_part = unit == "byte" and not character.isascii()  # of a multi-byte character
     shown = code if is_part else f"{character!r} ({code})"
     raise UserError(
-        f"{unit} {shown} at position {start + text.index(character)} is not among the {len(vocabulary)} {unit}s of "
+        f"{unit} {shown} at position {text.index(character)} is not among the {len(vocabulary)} {unit}s of "
         "the training text"
     )
 

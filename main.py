@@ -32,14 +32,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import CharDataset, compare_characters, prepare_text
+from char_dataset import CharDataset, compare_characters
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config import auto
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
-from engine.parallel import distributed
+from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World, join_processes, run_on_each_host
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
@@ -50,7 +50,8 @@ from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, check_can_resume, probe_logits
-from model import build_model, create_optimizer
+from engine.text import prepare_text
+from model import GPT, create_optimizer
 from report import finish_run
 from sample import sample_during_training
 from trainer import Trainer
@@ -119,7 +120,8 @@ def build_trainer(
     """Builds the model, with `pretrained` weights if given, its optimizer and the Trainer."""
     train_text, held_out = split
     dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
-    model = build_model(config.model, config.trainer, dtype, world)
+    torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
+    model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, getattr(torch, dtype))
     if pretrained is not None:
         warn_if_seen(pretrained, config.data)
         load_pretrained(pretrained, model, train_text.vocabulary)

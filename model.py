@@ -27,9 +27,8 @@ from engine.generation import LayerCache
 from engine.kernels import ops
 from engine.optim import OptimizerConfig, create_optimizer
 from engine.parallel import sharding
-from engine.parallel.distributed import World
 
-__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "build_model", "create_optimizer"]
+__all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
 
 # n_layer, n_head, n_embd of the named sizes; names and values as in karpathy/minGPT
 SIZES = {
@@ -418,9 +417,3 @@ class GPT(nn.Module):
 
     # generate(idx, max_new_tokens, ...) -> (B, T + max_new_tokens); `stream` yields the ids
     generate, stream = generation.generate, generation.stream
-
-
-def build_model(config: GPTConfig, trainer: Any, amp_dtype: str, world: World) -> nn.Module:
-    """A `GPT` with fresh weights on this rank's device, wrapped in DDP or sharded with FSDP2 (`trainer.strategy`)."""
-    torch.manual_seed(trainer.seed)  # every rank starts from the same weights
-    return sharding.build(lambda: GPT(config), world, trainer.strategy, getattr(torch, amp_dtype))

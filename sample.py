@@ -224,7 +224,7 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
     if not prompt:
         raise UserError(f"{name}: is empty; a prompt has at least one character")
     try:
-        return prompt, encode(prompt, vocabulary, encoding=encoding)
+        return prompt, encode(prompt, vocabulary, encoding)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 
@@ -285,9 +285,17 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
     overlap = block_size - stride
     num_characters = max(1, BATCH_CHARACTERS // block_size) * stride
     vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding
-    for ids, seen in read_batches(config.score, vocabulary, num_characters, overlap, encoding):
-        ids = ids.to(device)
-        inputs, targets = ids[:-1], ids[seen:]
+    text = "".join(read_text(find_files(config.score), encoding=encoding))
+    if len(text) < 2:
+        raise UserError(f"score={config.score}: characters: {len(text)}; at least 2 are needed")
+    try:
+        ids = encode(text, vocabulary, encoding)
+    except UserError as error:
+        raise UserError(f"score={config.score}: {error}") from error
+    for first in range(0, max(len(ids) - overlap - 1, 1), num_characters):
+        batch = ids[first : first + num_characters + overlap + 1].to(device)
+        seen = overlap + 1 if first else 1  # at its start, not scored: the previous batch did
+        inputs, targets = batch[:-1], batch[seen:]
         last = -(-max(len(inputs) - block_size, 0) // stride) * stride  # start of the last window
         padding = last + block_size - len(inputs)
         x = F.pad(inputs, (0, padding)).unfold(0, block_size, stride)  # (windows, block_size)
@@ -304,28 +312,6 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
         if len(models) > 1:  # -log of the mean probability
             losses.append(math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0))
         yield torch.stack(losses)
-
-
-def read_batches(
-    path: str, vocabulary: str, num_characters: int, overlap: int, encoding: str
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yields (ids, seen) of the text at `path`: ids int64 (num_characters + overlap + 1,), fewer in the last batch. The
-    first `seen` are not scored: 1 in the first batch, then the overlap + 1 shared with the previous batch.
-    """
-    ids, seen, position = torch.empty(0, dtype=torch.int64), 1, 0
-    for piece in read_text(find_files(path), encoding=encoding):
-        try:
-            ids = torch.cat((ids, encode(piece, vocabulary, position, encoding)))
-        except UserError as error:
-            raise UserError(f"score={path}: {error}") from error
-        position += len(piece)
-        while len(ids) > num_characters + overlap:
-            yield ids[: num_characters + overlap + 1], seen
-            ids, seen = ids[num_characters:], overlap + 1
-    if position < 2:
-        raise UserError(f"score={path}: characters: {position}; at least 2 are needed")
-    if len(ids) > seen:
-        yield ids, seen
 
 
 def real_files(path: str | list[str]) -> set[str]:

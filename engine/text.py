@@ -10,6 +10,7 @@ which all processes of a host memory-map.
 
 import codecs
 import contextlib
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -261,6 +262,33 @@ def open_text(config: Any) -> EncodedText:
     except OSError as error:
         where = f"data.cache_dir={config.cache_dir}"
         raise UserError(f"{where}: cannot be used: {one_line(error)}") from error
+
+
+def prepare_text(config: Any, recorded_path: str | list[str] | None = None) -> Any:
+    """Downloads the text of the `DataConfig` if its `path` does not exist, and encodes a large one into the cache; call
+    it in one process per host. Returns the configuration of the text to use: without a network, `pydoc:topics` replaces
+    the default text, and a run that started on it (`recorded_path`) keeps it. Raises `UserError` for any other missing
+    text.
+    """
+    pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
+    if recorded_path == PYDOC and config.url == SHAKESPEARE_URL:
+        log.warning("this run was started on %s; for another text: run_name=NEW_NAME", PYDOC)
+        return pydoc
+    if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
+        try:
+            download(config.url, config.path, config.sha256, config.encoding)
+        except Unreadable as error:
+            if config.url != SHAKESPEARE_URL:
+                raise
+            log.warning(
+                "%s; training on %s, which comes with Python, instead. To train on Shakespeare, put "
+                "it at %s",
+                error, PYDOC, os.path.abspath(config.path),
+            )  # fmt: skip
+            return pydoc
+    if not is_small_local_file(config.path):
+        open_text(config)
+    return config
 
 
 def load_cached(stem: str) -> EncodedText | None:

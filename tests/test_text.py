@@ -28,11 +28,11 @@ from conftest import ALONE, ROOT, UNREAD, command, metrics, read_until, run_pyth
 from omegaconf import OmegaConf
 
 import main
-from char_dataset import CharDataset, DataConfig, prepare_text
+from char_dataset import CharDataset, DataConfig
 from config import Config
 from engine import text as text_files
 from engine.errors import UserError
-from engine.text import PYDOC, SHAKESPEARE_URL, find_files, load_cached, read_text
+from engine.text import PYDOC, SHAKESPEARE_URL, find_files, load_cached, prepare_text, read_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
 TEXTS = {
@@ -267,7 +267,7 @@ def test_processes_that_start_together_download_a_text_once(site, tmp_path, spaw
     (tmp_path / "late.txt").write_bytes(TEXT.encode())
     target = tmp_path / "new" / "text.txt"
     settings = {"path": str(target), "url": f"{site}/late.txt"}
-    code = f"from char_dataset import *; prepare_text(DataConfig(**{settings!r}))"
+    code = f"from char_dataset import *; from engine.text import prepare_text; prepare_text(DataConfig(**{settings!r}))"
     both = [spawn([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(timeout=60) for process in both] == [0, 0]
     assert sorted(p.name for p in target.parent.iterdir()) == [".text.txt.lock", "text.txt"]
@@ -319,7 +319,7 @@ def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(tmp_path, 
         raise text_files.Unreadable("no network")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("char_dataset.download", refuse)
+    monkeypatch.setattr("engine.text.download", refuse)
     config = prepare_text(DataConfig(**default))
     assert (config.path, config.url, config.sha256) == (PYDOC, None, None)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
