@@ -79,20 +79,14 @@ class DataConfig:
 
 
 class CharDataset(Dataset):
-    """All windows of `block_size` characters of a text, with their targets.
-
-    `dataset[i]` is `(x, y)`, two int64 tensors of shape `(block_size,)`, `y` being `x` one character
-    later; `len(dataset) == characters - block_size`.
+    """All windows of `block_size` characters of a text: `dataset[i]` is `(x, y)`, int64 of shape `(block_size,)` each,
+    `y` being `x` one character later. Raises `UserError` for a text that is missing, empty, not UTF-8 or too short.
 
     Attributes:
-        vocabulary: the distinct characters of the (truncated) text, sorted; positions are ids.
-        stoi, itos: character to id and back, as in minGPT.
-        data: the ids of the text, a 1-D tensor of uint8, uint16 or uint32. For a large text it
-            is memory-mapped and read-only; never copy all of it.
+        vocabulary: the distinct characters of the text, sorted; positions are ids (`stoi`, `itos`, as in minGPT).
+        data: the ids of the text, 1-D, uint8, uint16 or uint32. If large, memory-mapped: never copy all of it.
         digest: SHA-256 of the text, as truncated and shuffled; hexadecimal.
         unit: what an id stands for, "character" or "byte".
-
-    Raises `UserError` for a text that is missing, empty, not UTF-8 or shorter than one window.
     """
 
     def __init__(self, config: DataConfig):

@@ -1,8 +1,5 @@
-"""Resolves the `auto` settings of a run once; its snapshots keep the choices.
-
-The choices of a run are a dictionary: `device` ("cpu", "cuda", ...), `amp_dtype`, `compile`,
-`deterministic`, and `micro_batch_size` where the trainer has found one that fits into memory. They follow from a
-`TrainerConfig`; where a setting is `auto`, `earlier` choices from a snapshot are kept.
+"""Resolves the `auto` settings of a `TrainerConfig` once, as a dictionary: `device`, `amp_dtype`, `compile`,
+`deterministic`, and `micro_batch_size` where the trainer has found one. `earlier` choices, from a snapshot, are kept.
 """
 
 import importlib.util

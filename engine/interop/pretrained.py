@@ -1,8 +1,5 @@
 """Fine-tuning: starts a run from pretrained weights, on another text.
 
-    pretrained = read_init_weights(config, snapshot, world)
-    load_pretrained(pretrained, model, vocabulary)       # into a fresh model of its architecture
-
 Characters in both vocabularies keep their rows of the embedding and the head. The rows of new characters are drawn
 around the mean of the pretrained ones, so that they are neither out of distribution nor likelier than the rest (Hewitt,
 "Initializing New Word Embeddings for Pretrained Language Models", 2021). Optimizer, schedule and steps start afresh.

@@ -68,15 +68,13 @@ def format_loss(loss: float | None) -> str:
 class Metrics:
     """Appends to `metrics.jsonl` in `run_dir` and passes numbers and samples on to `trackers`.
 
-    Every line has `step`, `epoch`, `split` ("train", "val", or "final" for the part of the text that is scored once,
-    after training), `loss` in nats per character, `bpc` in bits per character and `seconds` of training so far, time
-    between starts not counted. Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of
-    all processes), `mfu` (share of the peak rate), `memory` (peak bytes) and sometimes `samples`; held-out lines add
+    Every line has `step`, `epoch`, `split` (train, val, or final), `loss` in nats per character, `bpc` in bits, and
+    `seconds` of training so far. Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of
+    all processes), `mfu` (share of the peak rate), `memory` (peak bytes) and sometimes `samples`; the others add
     `tokens` (characters scored) and `rank_losses`. If the run diverged, the last line says why in `diverged`.
 
     Resuming at `step` drops all later lines, which will be logged again, and the evaluation of `step` itself unless
-    `evaluated`. Warns if fewer than `lines`, the count in the snapshot, are left. `hyperparameters`: flat, for the
-    trackers.
+    `evaluated`. Warns if fewer than `lines`, the count in the snapshot, are left.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-To add one, write a class like `TensorBoard`, constructed from a `Start`, and add it to `TRACKERS` under the name of
-its package. `log` gets finite numbers, whose names vary; a resumed run logs
-the steps after its snapshot again. The final loss goes to metrics.jsonl only.
+To add one, write a class like `TensorBoard`, and add it to `TRACKERS` under the name of its package. `log` gets finite
+numbers, whose names vary; a resumed run logs the steps after its snapshot again.
 """
 
 import contextlib

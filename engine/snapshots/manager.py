@@ -39,9 +39,8 @@ class SaveInProgress(NamedTuple):
 
 
 class SnapshotManager:
-    """The snapshots of the run in `run_dir`. Of `config`, a `TrainerConfig`, it uses `snapshot_path`,
-    `snapshot_format`, `keep_snapshots`, `max_save_failures` and `resume`. Raises `UserError` on every rank if
-    the run cannot resume from the files that exist.
+    """The snapshots of the run in `run_dir`, with the settings of a `TrainerConfig`. Raises `UserError` on every rank
+    if the run cannot resume from the files that exist.
     """
 
     def __init__(self, config: Any, run_dir: str, world: World):
