@@ -206,6 +206,17 @@ def test_a_full_context_is_encoded_again_from_its_last_half(length):
         seen += 1
 
 
+def test_a_compiled_model_generates_without_compiling():
+    def fail(*_):
+        raise AssertionError("compiled")
+
+    model = tiny("modern")
+    model.compile(backend=fail)
+    assert model.generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
+    with pytest.raises(Exception, match="compiled"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arch", ARCHS)

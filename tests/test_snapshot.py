@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE, equal, some_snapshot
+from conftest import equal, some_snapshot
 
 from engine.errors import UserError
 from engine.snapshots import snapshot as module
@@ -184,7 +184,7 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
     def resume(config: dict, text_digest: str) -> None:
         defaults = {"model.n_layer": 1, "model.gain": 1.0}
         text = SimpleNamespace(digest=text_digest)
-        check_can_resume(saved, "s.pt", config, defaults, text, ALONE)
+        check_can_resume(saved, "s.pt", config, defaults, text)
 
     resume(now, "ab")
     now["model"]["gain"] = 1.0  # a setting that the snapshot does not know had its default

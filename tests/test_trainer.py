@@ -552,7 +552,7 @@ def test_patience_ends_a_run_and_more_patience_resumes_it(parts, tmp_path, caplo
 
     with caplog.at_level("INFO", logger="gpt"):
         assert train([3.0, 3.1, 2.0, 2.5, 2.0], patience=2) == 5  # an equal loss is no lower one
-        assert "stopped: no lower held-out loss in 2 evaluations" in caplog.text
+        assert "stopped by trainer.patience=2: no lower held-out loss" in caplog.text
         assert train([], patience=2) == 5
         assert "to train longer, raise trainer.patience" in caplog.text
     assert train([1.9, 2.0, 2.0, 1.95], patience=3) == 9

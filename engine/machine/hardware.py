@@ -16,44 +16,17 @@ from engine.portable import resource
 # Peak dense bfloat16 and float16 rates with float32 accumulation, FLOP/s, from NVIDIA's data sheets
 # and architecture white papers. The first pattern found in a device's name counts.
 PEAK_FLOPS = {
-    "H[12]00 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "G?H[12]00": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A10": 125e12,
-    "A6000": 154.8e12,
-    "L40S": 362e12,
-    "L40$": 181e12,
-    "L4": 121e12,
-    "T4": 65e12,
-    # GeForce: twice the float32 rate; not the Laptop and D variants.
-    "RTX 5090$": 209.5e12,
-    "RTX 5080$": 112.6e12,
-    "RTX 5070 Ti$": 87.9e12,
-    "RTX 5070$": 61.7e12,
-    "RTX 5060 Ti$": 47.4e12,
-    "RTX 5060$": 38.4e12,
-    "RTX 4090$": 165.2e12,
-    "RTX 4080 SUPER$": 104.4e12,
-    "RTX 4080$": 97.5e12,
-    "RTX 4070 Ti SUPER$": 88.2e12,
-    "RTX 4070 Ti$": 80.2e12,
-    "RTX 4070 SUPER$": 71e12,
-    "RTX 4070$": 58.3e12,
-    "RTX 4060 Ti$": 44.1e12,
-    "RTX 4060$": 30.2e12,
-    "RTX 3090 Ti$": 80e12,
-    "RTX 3090$": 71e12,
-    "RTX 3080 Ti$": 68.2e12,
-    "RTX 3080$": 59.5e12,  # with 10 GB; 61.3e12 with 12
-    "RTX 3070 Ti$": 43.5e12,
-    "RTX 3070$": 40.6e12,
-    "RTX 3060 Ti$": 32.4e12,
-    "RTX 3060$": 25.5e12,
-    "MI300X": 1307.4e12,
+    "H[12]00 NVL": 835e12, "H100 PCIe": 756e12, "G?H[12]00": 989e12, "B200": 2250e12, "A100": 312e12, "A10": 125e12,
+    "A6000": 154.8e12, "L40S": 362e12, "L40$": 181e12, "L4": 121e12, "T4": 65e12, "MI300X": 1307.4e12,
     "MI300A": 980.6e12,
-}
+    # GeForce: twice the float32 rate; not the Laptop and D variants. 3080: with 10 GB.
+    "RTX 5090$": 209.5e12, "RTX 5080$": 112.6e12, "RTX 5070 Ti$": 87.9e12, "RTX 5070$": 61.7e12,
+    "RTX 5060 Ti$": 47.4e12, "RTX 5060$": 38.4e12, "RTX 4090$": 165.2e12, "RTX 4080 SUPER$": 104.4e12,
+    "RTX 4080$": 97.5e12, "RTX 4070 Ti SUPER$": 88.2e12, "RTX 4070 Ti$": 80.2e12, "RTX 4070 SUPER$": 71e12,
+    "RTX 4070$": 58.3e12, "RTX 4060 Ti$": 44.1e12, "RTX 4060$": 30.2e12, "RTX 3090 Ti$": 80e12, "RTX 3090$": 71e12,
+    "RTX 3080 Ti$": 68.2e12, "RTX 3080$": 59.5e12, "RTX 3070 Ti$": 43.5e12, "RTX 3070$": 40.6e12,
+    "RTX 3060 Ti$": 32.4e12, "RTX 3060$": 25.5e12,
+}  # fmt: skip
 
 
 def check_device(key: str, device: str) -> None:

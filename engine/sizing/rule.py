@@ -17,7 +17,6 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
-    has_time = affordable >= 0.9 * enough
     if characters >= 200_000:  # n-gram embeddings take the place of a layer or two
         if affordable < min(2.5 * characters, 5e6):
             layers = 2
@@ -29,9 +28,8 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
         # A short text gains more from depth and context than from width ("Depth for short texts").
         layers = 8 if characters < 50_000 and affordable >= 1.8 * enough else 6
     else:
-        layers = 3 if width <= 96 and not has_time else 4
-    is_long = characters >= 200_000 and affordable >= 2e6
-    return layers, width, 256 if is_long or has_time else 128
+        layers = 3 if width <= 96 and affordable < 0.9 * enough else 4
+    return layers, width, 256 if affordable >= 0.5 * enough else 128
 
 
 def characters_per_step(characters: int, width: int, affordable: float, on_cuda: bool) -> int:
