@@ -53,7 +53,8 @@ class DataConfig:
         paths = self.path if several else [self.path]
         if not paths or any(path in (None, "") or isinstance(path, list | dict) for path in paths):
             raise UserError(f"data.path={self.path}: must be a path or URL, or a list of these")
-        self.path = [str(path) for path in paths] if several else str(self.path)
+        paths = [os.path.expanduser(str(path)) for path in paths]
+        self.path = paths if several else paths[0]
         if self.url == SHAKESPEARE_URL and self.path != "data/input.txt":
             raise UserError(
                 f"data.path={self.path}: data.url and data.sha256 are those of data=shakespeare; for "
@@ -219,12 +220,13 @@ def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
 
     Raises `UserError` naming the first unknown character and its position.
     """
-    ids = {character: i for i, character in enumerate(vocabulary)}
-    try:
-        return torch.tensor([ids[character] for character in text], dtype=torch.int64)
-    except KeyError as error:
-        character = error.args[0]
-    unit = unit_of(encoding)
+    known, points = (np.frombuffer(part.encode("utf-32-le"), np.uint32) for part in (vocabulary, text))
+    id_of = np.full(0x110000, -1)  # of every code point
+    id_of[known] = np.arange(len(known))
+    ids = id_of[points]
+    if (ids >= 0).all():
+        return torch.from_numpy(ids)
+    character, unit = text[int((ids < 0).argmax())], unit_of(encoding)
     code = f"0x{ord(character):02x}" if unit == "byte" else f"U+{ord(character):04X}"
     is_part = unit == "byte" and not character.isascii()  # of a multi-byte character
     shown = code if is_part else f"{character!r} ({code})"

@@ -63,17 +63,17 @@ def main(arguments: list[str]) -> None:
     config = parse(ExportConfig, arguments)
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
     name, out = ("page", config.page) if config.page else ("out", str(config.out))
+    snapshots = {path: load_full(path) for path in paths}
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        written = write_page(paths, out) if config.page else write_model(paths[0], out)
+        written = write_page(snapshots, out) if config.page else write_model(*snapshots.popitem(), out)
     except OSError as error:
         raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
     print(f"{out}: {written}")
 
 
-def write_model(path: str, out: str) -> str:
-    """Writes the snapshot at `path` to `out`: as a snapshot, or for Transformers. Returns a description."""
-    snapshot = load_full(path)
+def write_model(path: str, snapshot: Snapshot, out: str) -> str:
+    """Writes a snapshot, read from `path`, to `out`: as a snapshot, or for Transformers. Returns a description."""
     if not out.endswith(".pt"):
         return f"{path}, {snapshot}; {export(snapshot, path, out)}"
     with atomic_write(out, "w+b") as file:
@@ -81,9 +81,9 @@ def write_model(path: str, out: str) -> str:
     return f"{path}, {snapshot}"
 
 
-def write_page(paths: list[str], out: str) -> str:
-    """Writes a page that runs the models of the snapshots at `paths`. Returns a description. Raises `UserError`."""
-    models = {path: describe(load_full(path), path) for path in paths}
+def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
+    """Writes a page that runs the models of `snapshots`, by path. Returns a description. Raises `UserError`."""
+    models = {path: describe(snapshot, path) for path, snapshot in snapshots.items()}
     names = [model["name"] for model in models.values()]
     for path, model in models.items():
         if names.count(model["name"]) > 1:  # snapshots of one run

@@ -393,10 +393,10 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if recompute:
                 x = checkpoint(block, x, rotation, use_reentrant=False)
-            elif cache is None:
+            elif targets is not None:
                 x = block(x, rotation)
             else:  # never the compiled block, which each new length would compile again
-                x = block._call_impl(x, rotation, cache[i])
+                x = block._call_impl(x, rotation, None if cache is None else cache[i])
         logits = self.head(self.ln_f(x))  # (B, T, V)
         if targets is None:
             return ops.cap(logits, self.softcap), None

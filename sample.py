@@ -18,6 +18,7 @@ if __name__ == "__main__":
     signals.prepare()
 
 import codecs
+import glob
 import itertools
 import logging
 import math
@@ -315,11 +316,10 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
 
 
 def real_files(path: str | list[str]) -> set[str]:
-    """The files at a path or pattern, symbolic links resolved; none if it cannot be read."""
-    try:
-        return {os.path.realpath(file.path) for file in find_files(path)}
-    except UserError:
-        return set()
+    """The files at local paths or patterns, symbolic links resolved, and URLs as they are."""
+    names = [path] if isinstance(path, str) else path
+    local = [file for name in names if "://" not in name for file in glob.glob(name) or [name]]
+    return {*map(os.path.realpath, local), *(name for name in names if "://" in name)}
 
 
 def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot]) -> None:
@@ -360,7 +360,7 @@ def main(arguments: list[str]) -> None:
         print_score(config, paths, snapshots)
     else:
         source = training_text(snapshots[0]) if config.copied else ""
-        texts = print_texts(sample(config, snapshots[0]), "" if "\n" in (config.stop or "") else "-" * 40)
+        texts = print_texts(sample(config, snapshots[0]), "" if config.stop == "\n" else "-" * 40)
         if config.copied:
             share = copied_share(texts, source)
             where = f"from the training text, in pieces of {COPIED} characters or whole lines"

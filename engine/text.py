@@ -338,7 +338,8 @@ def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[st
     """
     length, truncate = 0, config.truncate
     if config.shuffle is not None:
-        pieces, truncate = [shuffled(pieces, config.shuffle, truncate)], 1.0
+        whole, truncate = shuffled(pieces, config.shuffle, truncate), 1.0
+        pieces = (whole[first : first + CHUNK] for first in range(0, len(whole), CHUNK))
     for text in pieces:
         file.write(text.encode("utf-32-le"))
         length += len(text)
@@ -382,11 +383,13 @@ def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
         files[i] += "\n" * (newlines - (len(text) - len(text.rstrip("\n"))))
     text = "".join(files)
     text = text[: int(len(text) * truncate)]
+    if not text:
+        return text
     ends = [end for end in itertools.accumulate(map(len, files)) if end <= len(text)]
     if newlines:
         ends = [match.end() for match in re.finditer("\n" if newlines == 1 else "\n\n+", text)]
     if len(ends) < 2:
-        hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs")
+        hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs" and "\r\n" in text)
         raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{hint}")
     starts = [0, *ends[:-1]]
     order = np.random.default_rng(0).permutation(len(ends))

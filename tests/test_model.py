@@ -214,7 +214,7 @@ def test_a_compiled_model_generates_without_compiling():
     model.compile(backend=fail)
     assert model.generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
     with pytest.raises(Exception, match="compiled"):
-        model(torch.zeros(1, 2, dtype=torch.int64))
+        model(*torch.zeros(2, 1, 2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=["float32", "bfloat16"])

@@ -18,16 +18,16 @@ from engine.config.settings import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")
-NOT_PATHS = {"prompt", "stop", "device"}  # of the arguments that are strings
+NOT_PATHS = {"prompt", "stop", "device"}  # strings that are taken as they are, also null and ~
 KINDS = {"Integer": "an integer, in digits", "Float": "a number", "bool": "true or false"}
 # A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
 def parse(cls: type[T], arguments: list[str]) -> T:
-    """An instance of the dataclass `cls`, whose fields have defaults. `NOT_PATHS` are verbatim; in paths, `~` is the
-    home directory; lists are `[a,b]` or a single value; `null` is None. Raises `UserError` naming an argument that is
-    unknown, empty or of the wrong type.
+    """An instance of the dataclass `cls`, whose fields have defaults. `NOT_PATHS` are verbatim. Of the others, `null`
+    is None, `~` in paths is the home directory, and lists are `[a,b]` or a single value. Raises `UserError` naming an
+    argument that is unknown, empty or of the wrong type.
     """
     # A type variable cannot say that its type is a dataclass.
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

@@ -121,6 +121,7 @@ def text_name(path: Any) -> str:
     return next((name for name in reversed(names) if name.strip("_")), "text")
 
 
+OmegaConf.register_new_resolver("home", os.path.expanduser, replace=True)  # ~/runs
 OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 OmegaConf.register_new_resolver("text_name", text_name, replace=True)
 

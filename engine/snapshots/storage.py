@@ -44,9 +44,7 @@ def locate(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the file's name in it."""
     if is_local(path):  # url_to_fs would expand patterns
         return LocalFileSystem(), os.path.abspath(path).replace(os.sep, "/")
-    file_system, inner = fsspec.core.url_to_fs(path)
-    file_system.invalidate_cache()  # a listing may be older than the file
-    return file_system, inner
+    return fsspec.core.url_to_fs(path)
 
 
 @contextlib.contextmanager
@@ -64,6 +62,7 @@ def exists(path: str) -> bool:
     """Whether there is a file at a path or URL. Raises `UserError` if the file system does not answer."""
     with storage_errors(path):
         file_system, inner = locate(path)
+        file_system.invalidate_cache()  # a listing may be older than the file
         return file_system.exists(inner)
 
 
@@ -73,6 +72,7 @@ def read(path: str) -> bytes:
     """
     with storage_errors(path):
         file_system, inner = locate(path)
+        file_system.invalidate_cache()
         try:
             size = file_system.info(inner)["size"]
         except FileNotFoundError as error:  # fsspec raises it for any HTTP failure
@@ -172,6 +172,7 @@ class SnapshotStorage:
             os.fsync(file.fileno())
 
     def _verify_written(self, path: str, content: bytes | memoryview) -> None:
+        self.file_system.invalidate_cache()
         pieces = (content[first : first + PIECE] for first in range(0, len(content), PIECE))
         with self.file_system.open(locate(path)[1], "rb") as file:
             if any(file.read(len(piece)) != piece for piece in pieces) or file.read(1):
@@ -212,6 +213,7 @@ class SnapshotStorage:
         root, extension = os.path.splitext(name)
         pattern = re.compile(rf"{re.escape(root)}(?:{kind}){re.escape(extension)}")
         with storage_errors(self.path):
+            self.file_system.invalidate_cache()
             try:
                 parent = locate(self.path)[1].rpartition("/")[0] or "/"
                 listing = self.file_system.ls(parent, detail=False)
