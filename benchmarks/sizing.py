@@ -73,7 +73,7 @@ UNSEEN = [
     ("vi", 1_000_000, 1.1),
 ]
 FACTORS = {"context": (2,), "width": (0.7, 1.4), "rate": (0.6, 1.7), "decay": (0.5, 2)}
-DEPTHS = {2: (3,), 3: (2, 4), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
+DEPTHS = {1: (2,), 2: (1, 3), 3: (2, 4), 4: (3, 6), 6: (4, 8), 8: (6,)}  # layers that are tried beside the chosen ones
 
 
 @dataclass
