@@ -220,7 +220,9 @@ def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
 
     Raises `UserError` naming the first unknown character and its position.
     """
-    known, points = (np.frombuffer(part.encode("utf-32-le"), np.uint32) for part in (vocabulary, text))
+    # Bytes of a command line that are not UTF-8 arrive as surrogates.
+    content = (part.encode("utf-32-le", "surrogatepass") for part in (vocabulary, text))
+    known, points = (np.frombuffer(part, np.uint32) for part in content)
     id_of = np.full(0x110000, -1)  # of every code point
     id_of[known] = np.arange(len(known))
     ids = id_of[points]

@@ -57,6 +57,11 @@ parse = functools.partial(arguments.parse, Config)
         (parse, "number=x", "number=x: must be an integer"),
         (parse, "out=a text=bad", "text=bad: is bad"),
         (sample.main, "snapshot=a.pt prompt=漢", "prompt: character '漢' (U+6F22) at position 0 is"),
+        (
+            sample.main,
+            "snapshot=a.pt prompt=\udcff",
+            "prompt: character '\\udcff' (U+DCFF) at position 0 is",
+        ),  # no UTF-8
         (sample.main, "top_k=0", "top_k=0: must be at least 1"),
         (sample.main, "score=b stop=x", "stop=x: has no effect with score=; leave it out"),
         (sample.main, "num_samples=0", "num_samples=0: must be at least 1"),
