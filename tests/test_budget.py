@@ -20,6 +20,7 @@ from engine.optim import set_learning_rate
 from model import GPT, create_optimizer
 
 LAUNCHES, GIGABYTES = 430, 3.05  # of experiment=shakespeare_gpu; 418 and 2.94 without n-grams
+UPDATE_LAUNCHES = 251  # of clipping and the optimizer's step
 # Operations that launch nothing; views apart. `zeros` makes the flash kernel's random state.
 FREE = ("device", "_unsafe_view", "zeros")
 
@@ -38,6 +39,16 @@ class Launches(TorchDispatchMode):
             self.count += 1  # an expanded tensor is read as often as it is stored
             self.bytes += sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
         return result
+
+
+def test_the_norm_is_torchs_fused_one_on_a_gpu(monkeypatch):
+    calls: list[tuple] = []
+    with monkeypatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.ops.aten, "_fused_rms_norm", lambda *given: (calls.append(given),))
+        ops.rms_norm(torch.empty(2, 8, 64, device="cuda", dtype=torch.bfloat16))
+    [(_, *settings)] = calls
+    x = torch.randn(2, 8, 64)
+    torch.testing.assert_close(torch.ops.aten._fused_rms_norm(x, *settings)[0], ops.rms_norm(x))
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -78,5 +89,7 @@ def test_a_gpu_step_stays_within_its_budget_of_launches_and_bytes_without_synchr
             group["initial_lr"] = group["lr"]
             group["lr"] = torch.empty(())  # unlike a number made a tensor, unknown
         set_learning_rate(optimizer, 0.5)
+        launched.count = 0
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.grad_norm_clip)
         optimizer.step()
+        assert launched.count <= UPDATE_LAUNCHES

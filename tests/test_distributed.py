@@ -130,6 +130,8 @@ trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
     assert "2 processes x 3 micro-batch x 2 accumulated" in result.stdout, result.stdout
     assert "step 4: out of memory with 3 windows at once; the same command with" in result.stderr
     assert "trainer.micro_batch_size=1" in result.stderr
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", "trainer.micro_batch_size=1", nproc=2)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_save_may_take_longer_than_ranks_wait_for_each_other(tmp_path):

@@ -148,6 +148,13 @@ def test_an_unreadable_source_gets_one_line(content, says, tmp_path):
     assert str(error.value).startswith(f"init_from={path}: ") and "\n" not in str(error.value)
 
 
+def test_a_text_model_is_not_trained_on_bytes(source):
+    config = configured(source())
+    config.data = dataclasses.replace(config.data, encoding="bytes")
+    with pytest.raises(UserError, match="was trained with data.encoding=utf-8; set the same"):
+        read_init_weights(config, None, ALONE)
+
+
 def test_weights_that_do_not_fit_are_refused(source, tmp_path):
     for name, change in [
         ("blocks.0.mlp.c_fc.weight", lambda state, name: state.update({name: state[name][:-1]})),

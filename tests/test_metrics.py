@@ -75,15 +75,16 @@ def test_metrics_are_json_whatever_the_numbers(tmp_path):
 
 
 def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog):
-    metrics, write, room = Metrics(str(tmp_path), 0, trackers=()), os.write, [5]
+    metrics, room = Metrics(str(tmp_path), 0, trackers=()), [5]
+    write = metrics.file.write
 
-    def full(file, data):
+    def full(data):
         if not room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data[: room.pop()])
+        return write(data[: room.pop()])
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(metrics.file, "write", full)
         metrics.log(1, 0.1, "train", 3.0)
     assert "metrics.jsonl (No space left on device); will retry" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""

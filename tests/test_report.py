@@ -433,13 +433,20 @@ def test_the_verdict_of_a_run(tmp_path, card, changed, has_reference, on_track, 
 def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_path):
     run = some_run(tmp_path / "run", losses=lambda s: 3.4 - s / 1e5, held_out=lambda s: 3.4 + s / 9e3)
     _, words = check(run, {})
-    assert any("worse than guessing" in sentence for sentence in words)
+    assert any("worse than guessing" in sentence and "use the best snapshot" in sentence for sentence in words)
     assert not any("overfits" in sentence for sentence in words)
     run.step = run.val[-1]["step"] = 20
     assert not loss_warning(run)  # too early
     run.starts[-1]["total_steps"] = 20
     assert "worse than guessing" in loss_warning(run)
     assert check(run, {})[0] == "too few steps to tell"
+
+
+def test_a_risen_held_out_loss_is_seen_without_training_lines(tmp_path):
+    run = some_run(tmp_path / "run", held_out=lambda s: 1.6 + s / 2000)
+    run.train.clear()
+    verdict, words = check(run, {})
+    assert verdict == OFF_TRACK and any("lowest at step 500" in sentence for sentence in words)
 
 
 def test_a_run_without_a_step_of_its_reference_is_judged_on_its_own(tmp_path, card):

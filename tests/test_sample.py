@@ -360,12 +360,15 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
     run = [*TINY, "data=text", f"data.path={book}", "data.truncate=1", "data.encoding=bytes"]
     result = start(*run, f"run_dir={tmp_path / 'run'}")
     assert "bits per byte" in result.stdout, result.stderr
+    assert "(of which 0.28% do not occur in training)" in result.stdout
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=größer", "max_new_tokens=9")
     assert result.stdout.startswith("größer"), result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=Ü")
     assert "prompt: byte 0x9c at position 1 is not among the 8 bytes of the training text" in result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")
     assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout
+    result = start(*run, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=9")
+    assert "resuming from" in result.stdout and result.returncode == 0, result.stderr
 
 
 def test_the_copied_share_needs_the_training_text(run_dir):

@@ -28,11 +28,15 @@ def test_parameter_and_operation_counts_equal_the_models(name):
     assert size.parameters == pytest.approx(float(number) * {"M": 1e6, "B": 1e9}[unit], rel=0.05)
 
 
+@pytest.mark.parametrize("processes", [8, 64])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_of_eight_communicates_as_the_formulas(strategy, accumulation):
-    size = scaling.Size(layers=2, width=48, context=8)
-    kept, calls = scaling.simulated(8, strategy, accumulation, size)
+def test_a_rank_communicates_as_the_formulas(processes, strategy, accumulation):
+    size = scaling.Size(layers=3, width=192, context=8)
+    kept, calls = scaling.simulated(processes, strategy, accumulation, size)
     found = [kept, *(sum(bytes for kind, bytes in calls if kind == k) for k in "gr")]
-    assert found == list(scaling.formula(8, strategy, accumulation, size))
+    assert found == list(scaling.formula(processes, strategy, accumulation, size))
+    # Root and blocks are gathered forward, and again backward, where each is reduced once the next one is gathered.
+    order = "".join(kind for kind, _ in calls)
+    assert order == accumulation * "gggggggrgrrr" if strategy == "fsdp" else set(order) == {"r"}
     assert scaling.sent(size, 1) == 0

@@ -98,6 +98,13 @@ def test_given_values_are_kept(key, value):
     assert None not in [chosen[key] for key in draft.CHOSEN]
 
 
+def test_steps_and_rates_follow_a_given_width():
+    narrow, wide = (choose(f"model.n_embd={width}")[0] for width in (128, 512))
+    assert wide["trainer.max_steps"] < narrow["trainer.max_steps"] / 8
+    assert wide["optimizer.learning_rate"] != narrow["optimizer.learning_rate"]
+    assert wide["optimizer.weight_decay"] != narrow["optimizer.weight_decay"]
+
+
 @pytest.mark.parametrize("characters", [1_000, 30_000, 1_000_000, 100_000_000])
 @pytest.mark.parametrize("minutes", [0.2, 1.5, 60])
 @pytest.mark.parametrize("flops", [1e10, 1e12, 1e14])

@@ -2,6 +2,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import signal
 import threading
 from fractions import Fraction
@@ -116,6 +117,22 @@ def test_the_first_step_and_evaluations_do_not_count_in_the_time_of_a_step(parts
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["tokens_per_s"] for line in lines if line["split"] == "train"] == [12 * 8 / 2] * 2
+
+
+def test_the_time_left_is_that_of_recent_steps(parts, tmp_path, monkeypatch, caplog):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    trainer = make(parts, tmp_path, log_every_steps=4, max_steps=12)
+    step = trainer.train_step
+
+    def slower_from_step_5(micro_batches):
+        clock[0] += 1.0 if trainer.step < 4 else 5.0
+        return step(micro_batches)
+
+    trainer.train_step = slower_from_step_5
+    with caplog.at_level("INFO", logger="gpt"):
+        trainer.train()
+    assert re.findall(r"step +(\d+)/12 .* (\S+) left", caplog.text) == [("4", "0:08"), ("8", "0:20"), ("12", "0:00")]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -252,6 +269,20 @@ def test_missing_requirements_of_compiling_are_named(device, has, missing, monke
     assert missing_to_compile(device) == missing
 
 
+def test_compiling_is_chosen_on_a_gpu_for_long_runs_alone(monkeypatch):
+    monkeypatch.setattr(auto, "missing_to_compile", lambda device_type: None)
+    config = TrainerConfig(amp_dtype="bfloat16")
+    choices = [auto.resolve(config, torch.device("cuda"), flops, {}) for flops in (1e15, 1e16)]
+    assert [each["compile"] for each in choices] == [False, True]
+
+
+def test_the_order_of_windows_is_computed_once_for_a_block_of_steps(parts, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("char_dataset.window_order", lambda *given: calls.append(given) or window_order(*given))
+    steps = len(list(make(parts, tmp_path, max_steps=2 * ORDER_STEPS)._micro_batches()))
+    assert steps == 2 * ORDER_STEPS and len(calls) == 2
+
+
 def test_another_seed_is_another_order(parts, tmp_path):
     first = [next(make(parts, tmp_path / str(n), seed=n)._micro_batches())[0] for n in (1, 2, 1)]
     assert torch.equal(first[0], first[2]) and not torch.equal(first[0], first[1])
@@ -287,6 +318,14 @@ def test_prefetch_threads_raise_errors_and_end_when_closed():
     assert threading.active_count() == before
 
 
+def test_a_plan_of_many_passes_warns_of_overfitting(parts, tmp_path, caplog):
+    for steps in (2, 10**6):
+        assert "will probably overfit" not in caplog.text
+        trainer = make(parts, tmp_path, max_steps=steps, max_epochs=None)
+        trainer.training_log.start(0, trainer.choices)
+    assert "will probably overfit; the best snapshot is kept" in caplog.text
+
+
 def test_the_plan_covers_every_window_of_its_epochs():
     def total_steps(max_steps: int | None, max_epochs: int | None) -> int:
         config = TrainerConfig(batch_size=10, max_steps=max_steps, max_epochs=max_epochs)
@@ -295,7 +334,7 @@ def test_the_plan_covers_every_window_of_its_epochs():
     assert (total_steps(None, 2), total_steps(5, 2), total_steps(500, None)) == (21, 5, 500)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 8])
 def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts, size):
     for batch, limit in itertools.product(range(size, size + 12), (1, 2, 3, 7, None)):
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)

@@ -18,6 +18,7 @@ from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
 FIRST_JUDGED = 50  # steps; earlier losses say little
+BEST_IS_USED = "sample.py and export.py use the best snapshot, of step {step}; "
 References = dict[str, dict[str, Any]]
 
 
@@ -133,7 +134,7 @@ def overfitting_warning(run: Run) -> str:
         verdict, what_to_do = "gets worse", "train for fewer steps"
     return (
         f"The run {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
-        f"sample.py and export.py use the best snapshot, of step {step}; {what_to_do}."
+        f"{BEST_IS_USED.format(step=step)}{what_to_do}."
     )
 
 
@@ -149,7 +150,8 @@ def unigram_warning(run: Run) -> str:
     step, loss = lowest["step"], lowest["loss"]
     if loss <= unigram_loss:
         return ""
+    split, best = ("held-out", BEST_IS_USED.format(step=run.best["step"])) if run.best else ("training", "")
     return (
-        f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than "
-        f"guessing by frequency, {unigram_loss:.4f}: train for more steps, or change optimizer.learning_rate."
+        f"The {split} loss at step {step}, {loss:.4f}, is worse than guessing by frequency, {unigram_loss:.4f}; "
+        f"{best}train for more steps, or change optimizer.learning_rate."
     )

@@ -97,7 +97,7 @@ class Metrics:
             log.warning("%s: missing %d of %d lines up to step %d", self.path, missing, lines, step)
         before = kept[-1].get("seconds", 0) if kept else 0
         self.started = time.perf_counter() - before
-        self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        self.file = open(self.path, "ab", buffering=0)  # each write reaches the system or fails
         self.unwritten = b""
         logged = max([(step, evaluated), *map(position, earlier)])
         start = Start(os.path.abspath(run_dir), hyperparameters or {}, step, logged)
@@ -126,13 +126,13 @@ class Metrics:
         for the next call.
         """
         try:
-            size = os.fstat(self.file).st_size
-            if os.write(self.file, self.unwritten) < len(self.unwritten):
-                os.ftruncate(self.file, size)  # half a line
+            size = self.file.seek(0, os.SEEK_END)
+            if self.file.write(self.unwritten) < len(self.unwritten):
+                self.file.truncate(size)  # half a line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.unwritten = b""
             if sync:
-                os.fsync(self.file)
+                os.fsync(self.file.fileno())
         except OSError as error:
             log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
 
@@ -141,5 +141,5 @@ class Metrics:
         warns.
         """
         self.flush()
-        os.close(self.file)
+        self.file.close()
         self.trackers.close()

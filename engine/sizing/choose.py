@@ -136,8 +136,8 @@ def choose_model(draft: Draft, trial: Any) -> None:
     draft.fill(dict.fromkeys(DROPOUT, rule.dropout(training, passes)))
     draft.fill({"model.ngram_rows": rule.ngram_rows(training)})
     log.info(
-        "sizing      %d layers, width %d, context %d, dropout %g, n-gram rows %d: for a text of %s %ss and %s",
-        model.n_layer, model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows,
+        "sizing      %d layer%s, width %d, context %d, dropout %g, n-gram rows %d: for a text of %s %ss and %s",
+        model.n_layer, "s" * (model.n_layer > 1), model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows,
         f"{draft.characters:,}", unit, budget,
     )  # fmt: skip
 
