@@ -151,7 +151,7 @@ def test_an_unreadable_source_gets_one_line(content, says, tmp_path):
 def test_a_text_model_is_not_trained_on_bytes(source):
     config = configured(source())
     config.data = dataclasses.replace(config.data, encoding="bytes")
-    with pytest.raises(UserError, match="was trained with data.encoding=utf-8; set the same"):
+    with pytest.raises(UserError, match=r"was trained with data\.encoding=utf-8; set the same"):
         read_init_weights(config, None, ALONE)
 
 
