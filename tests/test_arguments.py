@@ -140,10 +140,13 @@ def test_help_has_type_default_and_meaning_of_every_field():
 
 
 @pytest.mark.parametrize("program", ["sample", "export", "report"])
-def test_every_program_has_help_and_refuses_unknown_arguments(program, tmp_path):
+def test_every_program_has_help(program, tmp_path):
     result = start("--help", script=f"{program}.py", cwd=tmp_path)
     assert result.returncode == 0 and f"python {program}.py" in result.stdout
-    wrong = start("no=argument", script=f"{program}.py", cwd=tmp_path)
+
+
+def test_an_unknown_argument_is_refused():
+    wrong = start("no=argument", script="sample.py")
     assert wrong.returncode == 1 and wrong.stderr.startswith("error: no=argument: not an argument")
     assert wrong.stderr.count("\n") == 1
 

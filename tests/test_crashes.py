@@ -62,7 +62,7 @@ def test_sigterm_saves_and_the_run_resumes_there(tmp_path, begin, to):
     assert "SIGTERM: stopped after step" in log and "ERROR" not in log
     if to == "rank 1":
         assert "exitcode  : 143" in out  # of both ranks, as shells have it
-    result = start(*LONG, f"trainer.max_steps={step + 5}", f"run_dir={tmp_path}", nproc=2)
+    result = start(*LONG, f"trainer.max_steps={step + 5}", f"run_dir={tmp_path}")
     assert f"resuming from {tmp_path}/gpt_snapshot.pt, step {step}" in result.stdout
 
 

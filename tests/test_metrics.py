@@ -194,7 +194,6 @@ def test_wandb_gets_the_metrics_within_the_run_directory(tmp_path):
         *TINY,
         f"run_dir={tmp_path / 'run'}",
         "trainer.trackers=[wandb]",
-        nproc=2,
         cwd=tmp_path,
         env={"WANDB_MODE": "offline"},
     )

@@ -1,7 +1,6 @@
 """Snapshots in an object store: a real S3 server on this machine, and a network that fails."""
 
 import contextlib
-import os
 import socket
 import socketserver
 import subprocess
@@ -10,7 +9,7 @@ import threading
 import time
 
 import pytest
-from conftest import ALONE, ROOT, TINY, equal, free_port, metrics, some_snapshot, start
+from conftest import ALONE, TINY, equal, free_port, metrics, some_snapshot, start
 
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
@@ -165,12 +164,11 @@ def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):
     assert "damaged" in caplog.text and "s.damaged1.pt" in names()
 
 
-@pytest.mark.parametrize("fault", ["refused", "500", "cut"])
-def test_a_network_failure_while_saving_is_a_warning(files, network, fault, caplog, tmp_path):
+def test_a_network_failure_while_saving_is_a_warning(files, network, caplog, tmp_path):
     write(files, 1)
     config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
     snapshots = SnapshotManager(config, str(tmp_path), ALONE)
-    network.fail(fault)
+    network.fail("cut")
     snapshots.save(some_snapshot(2), is_best=False, is_numbered=True)
     snapshots.wait()
     assert network.failed and snapshots.failures == 1
@@ -240,10 +238,9 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
 
 def test_a_run_on_a_fresh_disk_resumes_from_the_store(network, tmp_path):
     settings = [*TINY, "trainer.snapshot_path=s3://bucket/run/gpt.pt", "trainer.save_every_steps=2"]
-    whole = start(*TINY, f"run_dir={tmp_path / 'whole'}", "trainer.max_steps=8")
     first = start(*settings, f"run_dir={tmp_path / 'a'}")
-    second = start(*settings, f"run_dir={tmp_path / 'b'}", "trainer.max_steps=8", nproc=2)
-    for result in (whole, first, second):
+    second = start(*settings, f"run_dir={tmp_path / 'b'}", "trainer.max_steps=8")
+    for result in (first, second):
         assert result.returncode == 0, result.stderr
     assert "resuming from s3://bucket/run/gpt.pt, step 6" in second.stdout
     assert "metrics.jsonl: missing 8 of 8 lines up to step 6" in second.stdout
@@ -261,22 +258,12 @@ def test_a_run_on_a_fresh_disk_resumes_from_the_store(network, tmp_path):
         ("s3://nowhere/run/gpt.pt", {}, "nowhere"),
     ],
 )
-def test_a_store_that_cannot_be_used_gets_one_line_before_training(network, tmp_path, path, environment, says):
-    env = {k: v for k, v in (os.environ | environment).items() if v}
-    missing = {k: None for k, v in environment.items() if not v}
-    result = subprocess.run(
-        [
-            *("env", *(f"--unset={k}" for k in missing)),
-            *(sys.executable, str(ROOT / "main.py"), *TINY),
-            f"run_dir={tmp_path}",
-            f"trainer.snapshot_path={path}",
-        ],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_store_that_cannot_be_used_gets_one_line_before_training(
+    network, tmp_path, path, environment, says, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    result = start(*TINY, f"run_dir={tmp_path}", f"trainer.snapshot_path={path}")
     assert result.returncode == 1 and result.stderr.startswith("error: "), result.stderr
     assert result.stderr.count("\n") == 1 and says in result.stderr.lower()
     assert "step 1/" not in result.stdout

@@ -12,6 +12,8 @@ from conftest import ROOT, TINY, model_snapshot, run_python, start
 from packaging.requirements import Requirement
 
 import export
+import main
+from config import validate
 from engine.snapshots.storage import load
 
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -85,6 +87,9 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
             short += ["model.n_embd=32", "model.ngram_rows=0"]
         if not any(a.startswith("data") for a in arguments):
             short += ["data=pydoc", "data.truncate=0.02"]
+        if re.fullmatch(r"python main.py( (?!data|experiment)[\w.]+=\w+)+", line):  # it trains as `python main.py` does
+            validate(main.configure(*arguments, *short))
+            return
         result = start(*arguments, *short, nproc=nproc, launcher=launcher, cwd=tmp_path)
         several = any("*" in argument for argument in arguments)
         assert ("encoding    books/one.txt, books/two.txt into " in result.stdout) == several

@@ -42,13 +42,6 @@ def test_sampling_needs_only_the_snapshot(run_dir, tmp_path):
     assert len(first) == len(second) == 31  # 30 and the newline that print adds, but not the default prompt
 
 
-def test_a_prompt_is_verbatim_and_a_seed_repeats(run_dir):
-    arguments = [f"run_dir={run_dir}", "max_new_tokens=40", "top_k=10", "top_p=0.9", "temperature=0.9"]
-    prompt = 'prompt=a: b, (c) = [d] "e" #1.3 + %'
-    a, b, c = (sample(*arguments, prompt, f"seed={seed}").stdout for seed in (1, 1, 2))
-    assert a == b != c and a.startswith(prompt.removeprefix("prompt="))
-
-
 def test_a_terminal_shows_characters_as_they_are_drawn_until_ctrl_c(run_dir, spawn):
     terminal, shown = pty.openpty()
     arguments = [f"run_dir={run_dir}", "prompt=a", "max_new_tokens=100000000"]
@@ -197,8 +190,8 @@ def probabilities(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     return model(ids[None])[0][0].double().softmax(-1)
 
 
-@pytest.mark.parametrize("stride", [None, 24, 23, 12, 7, 1])
-@pytest.mark.parametrize("length", [2, 13, 24, 25, 26, 37, 38, 49, 150])
+@pytest.mark.parametrize("stride", [None, 23, 12, 7, 1])
+@pytest.mark.parametrize("length", [2, 24, 25, 26, 37, 49, 150])
 def test_every_character_is_scored_once_in_its_window(length, stride, tmp_path, monkeypatch):
     snapshot, ids = model_snapshot(VOCABULARY), random_ids(length)
     model, step, expected = sampling.load_model(snapshot, "cpu"), stride or 24, []
@@ -300,13 +293,6 @@ def test_the_snapshot_of_a_run_is_found_by_its_configuration(run_dir, tmp_path):
         choose_snapshot(None, str(tmp_path))
 
 
-def test_an_empty_standard_input_gets_one_line(run_dir):
-    result = sample(f"run_dir={run_dir}", "prompt_file=-")
-    assert result.returncode == 1
-    errors = [line for line in result.stderr.splitlines() if not line.startswith("[")]
-    assert len(errors) == 1 and errors[0].startswith("error: prompt_file=-: is empty")
-
-
 def test_the_newest_run_is_the_one_that_logged_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, at in (("b", 200), ("a", 300), ("c", 100)):
@@ -318,15 +304,16 @@ def test_the_newest_run_is_the_one_that_logged_last(tmp_path, monkeypatch):
     assert run_directory.newest_run() == "runs/a"
 
 
-@pytest.mark.parametrize("num_samples", [1, 5])
-def test_a_text_ends_before_the_stop_string(num_samples, run_dir):
-    def texts(*more: str) -> list[str]:
-        arguments = [f"run_dir={run_dir}", "prompt=The ", f"num_samples={num_samples}", *more]
-        return sample(*arguments, "max_new_tokens=60").stdout[:-1].split("\n" + "-" * 40 + "\n")
+def test_a_text_ends_before_the_stop_string(run_dir):
+    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+
+    def texts(**more: str) -> list[str]:
+        config = SampleConfig(prompt="The ", num_samples=5, max_new_tokens=60, device="cpu", **more)
+        return ["".join(pieces) for pieces in sampling.sample(config, snapshot)]
 
     whole = texts()
     stop = whole[0][20:22]
-    for text, stopped in zip(whole, texts(f"stop={stop}"), strict=True):
+    for text, stopped in zip(whole, texts(stop=stop), strict=True):
         assert stopped == "The " + text.removeprefix("The ").split(stop)[0]
 
 

@@ -129,8 +129,6 @@ def test_a_sharded_snapshot_is_exported_as_a_single_file(alone, tmp_path):
         assert not whole.shards and whole.model_state.keys() == single.model_state.keys()
         assert all(torch.equal(whole.model_state[n], single.model_state[n]) for n in whole.model_state)
     assert whole.config == single.config
-    sampled = start(f"run_dir={run}", "max_new_tokens=3", script="sample.py")  # as the log says
-    assert sampled.returncode == 0, sampled.stderr
     assert single.model_state.keys() == plain.model_state.keys()
     assert single.optimizer_state.keys() == plain.optimizer_state.keys()
     for name, value in plain.model_state.items():

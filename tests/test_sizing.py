@@ -404,7 +404,7 @@ def test_a_learning_rate_is_not_chosen_for_another_optimizer():
     assert choose("optimizer=adamw")[0]["optimizer.learning_rate"] == 3e-4
 
 
-def test_a_run_without_max_minutes_refuses_it_later(tmp_path):
+def test_a_run_without_max_minutes_refuses_it_later():
     config = settings("trainer.max_minutes=1", recipe="nanogpt_cpu")
     recorded: dict = {"data": {"path": config.data.path}}
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}

@@ -161,6 +161,7 @@ def test_garbage_with_a_valid_digest_is_refused():
     chance = random.Random(0)
     content = archive()
     body = content[: -len(COMMENT) - 64]
+    refused = 0
     for _ in range(200):
         damaged = bytearray(body)
         for _ in range(chance.randrange(1, 20)):
@@ -170,7 +171,9 @@ def test_garbage_with_a_valid_digest_is_refused():
         try:
             Snapshot.from_bytes(whole, "s.pt")
         except UserError as error:
+            refused += 1
             assert str(error).startswith("s.pt: ") and "\n" not in str(error)
+    assert refused > 20  # most of the bytes are the tensors', of which any are valid
 
 
 # --- resuming ---

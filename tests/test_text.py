@@ -594,13 +594,13 @@ def test_several_files_train_and_resume_as_one(tmp_path):
     (tmp_path / "1.txt").write_text(text[:500])
     (tmp_path / "2.gz").write_bytes(gzip.compress(text[500:].encode()))
     (tmp_path / "whole.txt").write_text(text)
-    for steps, path, nproc in (
-        (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]", 0),
-        (3, f"'{tmp_path}/[12].*'", 2),
-        (4, str(tmp_path / "whole.txt"), 0),
+    for steps, path in (
+        (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]"),
+        (3, f"'{tmp_path}/[12].*'"),
+        (4, str(tmp_path / "whole.txt")),
     ):
         run = [f"data.path={path}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}"]
-        result = start(*UNREAD, "data.block_size=16", *run, nproc=nproc)
+        result = start(*UNREAD, "data.block_size=16", *run)
         assert result.returncode == 0, result.stderr
         assert steps == 2 or f"gpt_snapshot.pt, step {steps - 1}" in result.stdout
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3, 4]

