@@ -262,11 +262,7 @@ def test_a_damaged_export_is_refused(file, folder):
 # --- the command ---
 
 
-def run(*arguments, **kwargs):
-    return start(*arguments, script="export.py", **kwargs)
-
-
-def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_path):
+def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "runs" / "mine"
     run_dir.mkdir(parents=True)
     best, latest = model_snapshot(VOCABULARY), model_snapshot(VOCABULARY, arch="modern")
@@ -274,8 +270,9 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     (run_dir / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
     (run_dir / "gpt_snapshot.pt").write_bytes(latest.to_bytes())
     (run_dir / "metrics.jsonl").write_text("{}\n")
-    result = run("out=model", cwd=tmp_path)
-    assert result.returncode == 0 and "gpt_snapshot.best.pt" in result.stdout, result.stderr
+    monkeypatch.chdir(tmp_path)
+    export.main(["out=model"])
+    assert "gpt_snapshot.best.pt" in capsys.readouterr().out
     out = tmp_path / "model"
     _, weights, _, _ = huggingface.read(str(out))
     assert all(torch.equal(weights[name], tensor) for name, tensor in best.model_state.items())
@@ -283,8 +280,8 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     assert "\n| snapshot | step 7, held-out loss 1.2500 (nats per character) |\n" in card
     assert "\n# small\n" in card
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    again = run("out=model", cwd=tmp_path)
-    assert again.returncode == 1 and again.stderr.startswith("error: out=model: already exists")
+    with pytest.raises(UserError, match="^out=model: already exists"):
+        export.main(["out=model"])
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     assert sorted(os.listdir(tmp_path)) == ["model", "runs"]
 
@@ -292,8 +289,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
 def test_the_model_card_has_the_figures_of_the_run(tmp_path):
     result = start(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
-    result = run(f"run_dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}")
-    assert result.returncode == 0, result.stderr
+    export.main([f"run_dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}"])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.n_embd == 16
     card = (tmp_path / "model" / "README.md").read_text()
     assert 'pipeline("text-generation", "model")("\\n")[0]' in card  # make lint passes beside it

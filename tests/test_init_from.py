@@ -247,16 +247,16 @@ def test_a_resumed_run_refuses_another_init_from(tmp_path):
     tuned = f"run_dir={tmp_path / 'tuned'}"
     weights = f"init_from={tmp_path / 'run'}"
     run = f"run_dir={tmp_path / 'run'}"
-    assert start(*TINY, run, "trainer.max_steps=2").returncode == 0
-    refused = start(*unsized, run, "trainer.max_steps=4", weights)
-    assert refused.returncode == 1 and "this run started without it" in refused.stderr
+    train(configure(*TINY, run, "trainer.max_steps=2"))
+    with pytest.raises(UserError, match="this run started without it"):
+        train(configure(*unsized, run, "trainer.max_steps=4", weights))
     for steps, settings in (2, [*unsized, weights]), (3, TINY), (4, [*unsized, weights]):
-        result = start(*settings, tuned, f"trainer.max_steps={steps}")
-        assert result.returncode == 0 and "init_from was" not in result.stdout, result.stderr
+        train(configure(*settings, tuned, f"trainer.max_steps={steps}"))
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # needed by the first start alone
-    assert "resuming from the run's own snapshot" in result.stdout
-    refused = start(*unsized, tuned, "init_from=other.pt", "trainer.max_steps=5")
-    assert refused.returncode == 1 and f"this run started from {tmp_path}/run;" in refused.stderr
+    log = (tmp_path / "tuned" / "main.log").read_text()
+    assert "init_from was" not in log and "resuming from the run's own snapshot" in log
+    with pytest.raises(UserError, match=re.escape(f"this run started from {tmp_path}/run;")):
+        train(configure(*unsized, tuned, "init_from=other.pt", "trainer.max_steps=5"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
