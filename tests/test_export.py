@@ -280,7 +280,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
     assert "\n| snapshot | step 7, held-out loss 1.2500 (nats per character) |\n" in card
     assert "\n# small\n" in card
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(UserError, match="^out=model: already exists"):
+    with pytest.raises(UserError, match=r"^out=model: already exists"):
         export.main(["out=model"])
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     assert sorted(os.listdir(tmp_path)) == ["model", "runs"]
