@@ -7,7 +7,7 @@ python sample.py max_new_tokens=200 temperature=0.8 top_k=20 top_p=0.95 seed=7 d
 python sample.py run_dir=runs/NAME                          another run
 python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
-python sample.py score=book.txt stride=128                  in windows that overlap: more context for each character
+python sample.py score=book.txt stride=64                   in windows that overlap: more context for each character
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of their ensemble
 python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and the share that is copied
 """

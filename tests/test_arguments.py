@@ -39,6 +39,8 @@ def test_values_are_converted_to_the_type_of_their_field(monkeypatch):
     expected = Config("/home/ada/x", "a=${b} [c] 'd", None, 1e-3, True, ["/home/ada/a", "b~"])
     assert arguments.parse(Config, given) == expected
     assert arguments.parse(SampleConfig, ["prompt=~", "stop=null", "run_dir=null"]) == SampleConfig("~", stop="null")
+    verbatim = 'a: b, (c) = [d] "e" #1.3 + %'
+    assert arguments.parse(SampleConfig, [f"prompt={verbatim}"]) == SampleConfig(verbatim)
     assert arguments.parse(Config, ["out=1", "out=2"]) == Config("2")
     for value, names in (("[010, null]", ["010", "null"]), ("[ab]*", ["[ab]*"]), ("[]", [])):
         assert arguments.parse(Config, ["out=1", f"names={value}"]).names == names

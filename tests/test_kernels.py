@@ -428,8 +428,9 @@ def test_results_are_bitwise_equal_for_any_number_of_threads(dtype, arch, shift,
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path):
-    environment = {"CC": "/bin/false", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
+def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path, compiler):
+    environment = {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = start(*TINY, f"run_dir={tmp_path / 'run'}", env=environment)
     assert run.returncode == 0, run.stderr
     assert "plain PyTorch" in run.stdout

@@ -305,6 +305,7 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
         ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
         ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
+        ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
         ("trainer.snapshot_path=./job.yaml", "./job.yaml: must name a file of"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
     ],
@@ -319,6 +320,7 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
     "override, says",
     [
         ("trainer.batch_size=1", "=1: must be at least the number of processes, 2"),
+        ("data.block_size=2000", "data.block_size=2000: the held-out part has"),
         pytest.param("model.n_layr=3", "did you mean model.n_layer?", marks=pytest.mark.slow),
     ],
 )

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 
@@ -68,7 +69,7 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
             (tmp_path / name).symlink_to(finished / "gpt_snapshot.pt")
         if "snapshots=" not in line:
             kept.append(f"run_dir={finished}")
-        kept = [a.replace("stride=128", "stride=8").replace("$\\n", "\n") for a in kept]
+        kept = [a.replace("stride=64", "stride=8").replace("$\\n", "\n") for a in kept]
         kept += [] if "score=" in line else ["max_new_tokens=5"]
         result = start(*kept, script="sample.py", cwd=tmp_path)
     elif "export.py" in words:
@@ -103,7 +104,8 @@ def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(tmp
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "input.txt").write_text("ROMEO: a text of one's own, and long. " * 100)
     script, env = str(tmp_path / "mine.py"), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for nproc in (2, 0):  # the second finds the run finished
+    for nproc in (2, 0):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         result = start(script=script, nproc=nproc, cwd=tmp_path, env=env)
         assert result.returncode == 0, result.stderr
         printed = re.findall("^held-out loss [0-9.]+$|^ROMEO:", result.stdout, re.MULTILINE)

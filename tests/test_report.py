@@ -368,7 +368,7 @@ def test_the_band_is_around_the_recorded_mean(tmp_path, card):
 def test_a_run_that_diverged_is_not_on_track(tmp_path, capsys):
     result = start(*TINY, "optimizer.learning_rate=1e38", "trainer.eval_every_steps=1", f"run_dir={tmp_path}")
     assert result.returncode == 1 and "training has diverged" in result.stderr
-    (line,) = result.stderr.splitlines()  # also in the file, from an evaluation, too
+    (line,) = result.stderr.splitlines()  # also in the file
     assert line.removeprefix("error: ") in (tmp_path / "main.log").read_text()
     assert report.main(["check", f"run_dir={tmp_path}"]) == 1
     assert "The run diverges: step" in capsys.readouterr().out

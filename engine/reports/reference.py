@@ -150,8 +150,9 @@ def unigram_warning(run: Run) -> str:
     step, loss = lowest["step"], lowest["loss"]
     if loss <= unigram_loss:
         return ""
-    split, best = ("held-out", BEST_IS_USED.format(step=run.best["step"])) if run.best else ("training", "")
+    is_best = run.best is None or run.best["step"] == step
+    best = "" if is_best else BEST_IS_USED.format(step=run.best["step"])
     return (
-        f"The {split} loss at step {step}, {loss:.4f}, is worse than guessing by frequency, {unigram_loss:.4f}; "
-        f"{best}train for more steps, or change optimizer.learning_rate."
+        f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than guessing by "
+        f"frequency, {unigram_loss:.4f}; {best}train for more steps, or change optimizer.learning_rate."
     )

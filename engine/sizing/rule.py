@@ -18,7 +18,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
     if characters >= 200_000:  # n-gram embeddings take the place of some layers
-        if affordable < min(0.5 * characters, 1e6):
+        if affordable < min(0.5 * characters, 3e6):
             layers = 1
         elif affordable < min(2.5 * characters, 5e6):
             layers = 2
