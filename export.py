@@ -83,7 +83,7 @@ def write_model(path: str, snapshot: Snapshot, out: str) -> str:
 
 def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
     """Writes a page that runs the models of `snapshots`, by path. Returns a description. Raises `UserError`."""
-    models = {path: describe(snapshot, path) for path, snapshot in snapshots.items()}
+    models = {path: page_model(snapshot, path) for path, snapshot in snapshots.items()}
     names = [model["name"] for model in models.values()]
     for path, model in models.items():
         if names.count(model["name"]) > 1:  # snapshots of one run
@@ -95,7 +95,7 @@ def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
 
 
 @torch.no_grad()
-def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
+def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
     """Serializes the model of `snapshot`, read from `path`, for the page. Raises `UserError`."""
     snapshot = dataclasses.replace(snapshot, model_state=page.rounded(snapshot.model_state))
     try:
@@ -108,7 +108,7 @@ def describe(snapshot: Snapshot, path: str) -> dict[str, Any]:
             "prompt": default_prompt(snapshot.vocabulary),
             "vocabulary": list(snapshot.vocabulary),
             "encoding": snapshot.encoding,
-            **page.describe(settings, snapshot.model_state, logits),
+            **page.serialize(settings, snapshot.model_state, logits),
         }
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -1,6 +1,6 @@
 """A model as one HTML page, which runs it in the browser: engine/interop/browser/.
 
-    content = render([{"name": ..., **describe(config, weights, logits)}, ...])
+    content = render([{"name": ..., **serialize(config, weights, logits)}, ...])
 
 The page computes in float32 from float16 weights. When opened, it compares its logits for one input with PyTorch's.
 """
@@ -29,7 +29,7 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.half().float() if weight.is_floating_point() else weight for name, weight in weights.items()}
 
 
-def describe(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
+def serialize(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
     """Serializes a model for the page: `GPTConfig`'s fields, the `rounded` weights, and the logits (T, V) that it gives
     with them for `checked_ids`. Raises `UserError` if the page would compute others: the model's code was edited.
     """

@@ -27,7 +27,7 @@ def render(runs: list[Run], references: References) -> str:
         (run.starts[-1]["text_sha256"], *(run.config["data"].get(part) or 0 for part in parts))
         for run in runs
     }
-    described = [describe(run, references) for run in runs]
+    described = [shown_values(run, references) for run in runs]
     import jinja2  # which only this needs
 
     environment = jinja2.Environment(
@@ -62,7 +62,7 @@ def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
 
-def describe(run: Run, references: References) -> dict[str, Any]:
+def shown_values(run: Run, references: References) -> dict[str, Any]:
     """The values that the template shows for one run."""
     verdict, sentences = check(run, references)
     return {
