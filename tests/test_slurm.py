@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE, LONG, ROOT, TINY, lines, start, wait_until
+from conftest import ALONE, LONG, ROOT, TINY, lines, metrics, start, wait_until
 
 from engine.errors import UserError
 from engine.parallel import distributed, slurm
@@ -198,6 +198,17 @@ def stopped(submit, run: Path, cluster: dict[str, str], number: signal.Signals) 
 def test_a_job_at_its_time_limit_is_requeued(submit, cluster, tmp_path):
     assert stopped(submit, tmp_path / "run", cluster, signal.SIGUSR2) > 0
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
+
+
+@pytest.mark.slow
+def test_a_requeued_job_resumes(submit, cluster, tmp_path):
+    run = tmp_path / "run"
+    step = stopped(submit, run, cluster, signal.SIGUSR2)
+    again = submit(run, *LONG, f"trainer.max_steps={step + 5}")
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, out
+    assert f"resuming from {run}/gpt_snapshot.pt, step {step}" in out
+    assert metrics(run)[-1]["step"] == step + 5
 
 
 def test_a_preempted_or_cancelled_job_does_not_requeue_itself(submit, cluster, tmp_path):

@@ -150,8 +150,7 @@ def unigram_warning(run: Run) -> str:
     step, loss = lowest["step"], lowest["loss"]
     if loss <= unigram_loss:
         return ""
-    is_best = run.best is None or run.best["step"] == step
-    best = "" if is_best else BEST_IS_USED.format(step=run.best["step"])
+    best = BEST_IS_USED.format(step=run.best["step"]) if run.best and run.best["step"] != step else ""
     return (
         f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than guessing by "
         f"frequency, {unigram_loss:.4f}; {best}train for more steps, or change optimizer.learning_rate."
