@@ -236,6 +236,24 @@ def test_gelu_is_exact_far_from_zero(dtype, relative, absolute):
 
 
 @both
+def test_dropout_has_its_rate_repeats_by_seed_and_its_gradient_has_the_same_mask(dtype):
+    x, g = (1 + torch.rand(64, 640)).to(dtype), scattered(64, 640).to(dtype)
+    drawn = []
+    for seed, threads in ((0, 1), (0, 2), (1, 2)):
+        torch.manual_seed(seed)
+        torch.set_num_threads(threads)
+        drawn.append(results(lambda z: kernels.dropout(z, 0.2), x, g=g))
+    (y, gradient), again, other = drawn
+    kept = y != 0
+    assert torch.equal(y, again[0]) and torch.equal(gradient, again[1])
+    assert abs(kept.float().mean() - 0.8) < 0.01
+    for pair in (kept[:, 1:] & kept[:, :-1], kept & (other[0] != 0)):  # independent of neighbors and of other seeds
+        assert abs(pair.float().mean() - 0.64) < 0.01
+    assert relative_error(y, torch.where(kept, x.double() / 0.8, 0)) < ERROR[dtype]
+    assert relative_error(gradient, torch.where(kept, g.double() / 0.8, 0)) < ERROR[dtype]
+
+
+@both
 @pytest.mark.parametrize("softcap", [0, 15])
 @pytest.mark.parametrize("width", [1, 7, 16, 65, 150])
 def test_cross_entropy_and_its_gradient_match_float64(dtype, softcap, width):
@@ -357,13 +375,14 @@ def loss_and_gradient(
 def test_a_model_uses_the_kernels(dtype, monkeypatch):
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     called = set()
-    for name in ("attention", "linear", "cross_entropy"):
+    names = {"attention", "linear", "cross_entropy", "dropout"}
+    for name in names:
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, k=kernel, n=name: called.add(n) or k(*a))
     idx = torch.randint(0, 19, (8, 33))
     with torch.no_grad(), torch.autocast("cpu", enabled=dtype is torch.bfloat16):
-        build("gpt2")(idx, idx)
-    assert called == {"attention", "linear", "cross_entropy"}
+        build("gpt2", resid_pdrop=0.1)(idx, idx)
+    assert called == names
 
 
 @both

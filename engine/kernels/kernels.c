@@ -1,6 +1,6 @@
 // What a step on a CPU spends its time on, in one pass over memory each: causal attention with rotary
 // positions and normalized queries and keys, RMSNorm, LayerNorm, token shift, squared ReLU, GELU,
-// cross-entropy; and linear layers where torch's matrix products are slow (`linear` in ops.py).
+// dropout, cross-entropy; and linear layers where torch's matrix products are slow (`linear` in ops.py).
 //
 // Built once for each type of number, `real`, and called by native.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
@@ -24,6 +24,7 @@ enum { ROWS = 32 };  // of scores are worked on at once: they stay in the cache
 // GCC's and Clang's own vectors: + - * / < and a single number work on each lane.
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 
 static const float LOG2_E = 1.44269504f;
 static const float NORM_EPS = 1e-6f, LAYER_NORM_EPS = 1e-5f;  // as in native.py
@@ -831,6 +832,24 @@ int gelu_backward(long threads, long n, const real *x, const real *dy, real *dx)
         vector z = load(x + i), bell, share = normal(z, &bell);
         vector slope = z * bell * 0.39894228f + share;
         store(dx + i, slope * load(dy + i));
+    }
+    return 0;
+}
+
+// y (n) = x with dropout: 0 with probability dropped / 2^24, else x / (1 - that); n a multiple of 16.
+// A hash of seed and position decides, so that the backward pass, the same for dy, stores no mask.
+// Its constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
+int dropout(long threads, long n, long dropped, uint64_t seed, const real *x, real *y) {
+    const float scale = 16777216.0f / (16777216 - dropped);
+    bits lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i += LANES) {
+        bits hash = lane + ((uint32_t)i + (uint32_t)seed);
+        hash = (hash ^ (hash >> 16)) * 0x7feb352dU ^ (uint32_t)(seed >> 32);
+        hash = (hash ^ (hash >> 15)) * 0x846ca68bU;
+        integers kept = (integers)((hash ^ (hash >> 16)) >> 8) >= (int32_t)dropped;
+        store(y + i, load(x + i) * (vector)((integers)broadcast(scale) & kept));
     }
     return 0;
 }

@@ -191,6 +191,24 @@ class _Elementwise(torch.autograd.Function):
         return None, grad
 
 
+class _Dropout(torch.autograd.Function):
+    """Dropout by a hash of `seed` and position; `dropped` is the probability times 2^24."""
+
+    @staticmethod
+    def forward(ctx, x, dropped, seed):
+        ctx.drawn = x.numel(), dropped, seed
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _call(x.dtype, "dropout", *ctx.drawn, x.contiguous(), y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        grad = torch.empty_like(g, memory_format=torch.contiguous_format)
+        _call(g.dtype, "dropout", *ctx.drawn, g.contiguous(), grad)
+        return grad, None, None
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, targets, softcap):
@@ -241,6 +259,12 @@ def attention_step(qkv: Tensor, n_head: int, rotation: Rotation, keys: Tensor, v
     sizes, tables = (B, n_head, D, keys.size(2), past), rotation or (None, None)
     _call(qkv.dtype, "attention_step", *sizes, qkv, *tables, keys, values, out)
     return out
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout, with a seed from torch's global generator."""
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    return _apply(_Dropout, x, min(round(p * 2**24), 2**24 - 1), seed)
 
 
 # As in ops; weights and biases are float32.

@@ -1,5 +1,5 @@
 """Operations of a model: plain PyTorch, or a faster implementation where device and sizes allow it. All implementations
-of a function agree up to rounding.
+of a function agree up to rounding; those of dropout draw other masks.
 """
 
 import functools
@@ -89,7 +89,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """Dropout (Srivastava et al., 2014). Skipped where it does nothing; the call takes 4 % of `generate`."""
-    return F.dropout(x, p) if training and p else x
+    if not (training and p):
+        return x
+    return native.dropout(x, p) if native.supports(x) else F.dropout(x, p)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
