@@ -26,9 +26,9 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
             layers = 3
         else:
             layers = 4 if affordable < most or characters < 500_000 else 6
-    elif characters >= 20_000 and affordable >= enough:
+    elif characters >= 20_000 and affordable >= (1.2 if characters < 50_000 else 1.35) * enough:
         # A short text gains more from depth and context than from width ("Depth for short texts").
-        layers = 8 if characters < 50_000 and affordable >= 1.2 * enough else 6
+        layers = 8 if characters < 50_000 else 6
     else:
         layers = 3 if width <= 96 and affordable < 0.9 * enough else 4
     return layers, width, 256 if affordable >= 0.5 * enough else 128
