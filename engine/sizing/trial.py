@@ -17,7 +17,7 @@ from engine.run import memory
 from engine.sizing.draft import DROPOUT, NO_NGRAMS, Draft
 
 TRIAL_S = 1.2  # seconds of steps to time, more than the `PERIOD` of engine/machine/threads.py
-# For fields that are chosen after the trial. No dropout: it takes up to a third of the speed.
+# For fields that are chosen after the trial.
 PROVISIONAL = {
     **dict.fromkeys(DROPOUT, 0.0), **NO_NGRAMS, "optimizer.weight_decay": 0.2, "optimizer.learning_rate": 8e-3,
 }  # fmt: skip
