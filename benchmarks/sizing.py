@@ -215,7 +215,8 @@ def run(job: tuple[str, Settings, Settings]) -> Settings:
 
 def recipe_of() -> Settings:
     """What tells a run of the default recipe of today from older ones."""
-    return {"kind": "recipe", "ngrams": main.configure("experiment=shakespeare_cpu").model.ngram_rows}
+    config = main.configure("experiment=shakespeare_cpu")
+    return {"kind": "recipe", "ngrams": config.model.ngram_rows, "embeddings": config.optimizer.decay_embeddings}
 
 
 def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
@@ -230,7 +231,7 @@ def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
 def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    older = {"ngrams": 0, "ngram_decay": 0}  # what their lines are without
+    older = {"ngrams": 0, "ngram_decay": 0, "embeddings": False}  # what their lines are without
     done = [older | json.loads(line) for line in lines]
     cells = UNSEEN if config.unseen else CELLS
     if config.report:
