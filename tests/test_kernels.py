@@ -237,7 +237,7 @@ def test_gelu_is_exact_far_from_zero(dtype, relative, absolute):
 
 @both
 def test_dropout_has_its_rate_repeats_by_seed_and_its_gradient_has_the_same_mask(dtype):
-    x, g = (1 + torch.rand(64, 640)).to(dtype), scattered(64, 640).to(dtype)
+    x, g = (scattered(64, 640).abs() + 1).to(dtype), scattered(64, 640).to(dtype)
     drawn = []
     for seed, threads in ((0, 1), (0, 2), (1, 2)):
         torch.manual_seed(seed)
@@ -247,7 +247,8 @@ def test_dropout_has_its_rate_repeats_by_seed_and_its_gradient_has_the_same_mask
     kept = y != 0
     assert torch.equal(y, again[0]) and torch.equal(gradient, again[1])
     assert abs(kept.float().mean() - 0.8) < 0.01
-    for pair in (kept[:, 1:] & kept[:, :-1], kept & (other[0] != 0)):  # independent of neighbors and of other seeds
+    pairs = [kept[:, lag:] & kept[:, :-lag] for lag in (1, 8, 16)]  # independent of neighbors,
+    for pair in (*pairs, kept[1:] & kept[:-1], kept & (other[0] != 0)):  # of other rows, and of other seeds
         assert abs(pair.float().mean() - 0.64) < 0.01
     assert relative_error(y, torch.where(kept, x.double() / 0.8, 0)) < ERROR[dtype]
     assert relative_error(gradient, torch.where(kept, g.double() / 0.8, 0)) < ERROR[dtype]

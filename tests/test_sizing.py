@@ -122,6 +122,14 @@ def test_steps_and_evaluations_fit_into_the_time(characters, minutes, flops):
     assert held_out > context  # a window fits into the held-out part
 
 
+@pytest.mark.parametrize("characters", [2_000, 25_000, 60_000, 300_000, 2_000_000, 10**8])
+def test_more_time_gives_no_smaller_a_model(characters):
+    sizes = [rule.best_sizes(characters, 1e10 * 1.1**i) for i in range(100)]
+    for smaller, larger in itertools.pairwise(sizes):
+        assert all(a <= b for a, b in zip(smaller, larger, strict=True)), (smaller, larger)
+    assert sizes[0] != sizes[-1]
+
+
 def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
     """Seconds of a step and of an evaluation."""
     layers, width = chosen["model.n_layer"], chosen["model.n_embd"]

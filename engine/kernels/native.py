@@ -264,7 +264,7 @@ def attention_step(qkv: Tensor, n_head: int, rotation: Rotation, keys: Tensor, v
 def dropout(x: Tensor, p: float) -> Tensor:
     """Dropout, with a seed from torch's global generator."""
     seed = int(torch.randint(2**62, (), device="cpu"))
-    return _apply(_Dropout, x, min(round(p * 2**24), 2**24 - 1), seed)
+    return _apply(_Dropout, x, round(p * 2**24), seed)
 
 
 # As in ops; weights and biases are float32.

@@ -27,7 +27,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
         else:
             layers = 4 if affordable < most or characters < 500_000 else 6
     elif characters >= 20_000 and affordable >= (1.2 if characters < 50_000 else 1.35) * enough:
-        # A short text gains more from depth and context than from width ("Depth for short texts").
+        # A short text gains more from depth than from width ("Depth for short texts", "Layers of short texts").
         layers = 8 if characters < 50_000 else 6
     else:
         layers = 3 if width <= 96 and affordable < 0.9 * enough else 4
@@ -46,7 +46,7 @@ def characters_per_step(characters: int, width: int, affordable: float, on_cuda:
 
 def dropout(characters: int, passes: float) -> float:
     """Dropout probability for `passes` over a training text of `characters`."""
-    # Dropout costs a third of the steps on a CPU; it pays only in many passes over a short text.
+    # It pays only in many passes over a short text.
     return round(0.1 + (passes - 10) / 160, 2) if passes >= 10 and characters < 160_000 else 0.0
 
 
