@@ -26,7 +26,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
             layers = 3
         else:
             layers = 4 if affordable < most or characters < 500_000 else 6
-    elif characters >= 20_000 and affordable >= (1.2 if characters < 50_000 else 1.35) * enough:
+    elif characters >= 20_000 and affordable >= (1.05 if characters < 50_000 else 1.35) * enough:
         # A short text gains more from depth than from width ("Depth for short texts", "Layers of short texts").
         layers = 8 if characters < 50_000 else 6
     else:
