@@ -837,8 +837,8 @@ int gelu_backward(long threads, long n, const real *x, const real *dy, real *dx)
 }
 
 // y (n) = x with dropout: 0 with probability dropped / 2^24, else x / (1 - that); n a multiple of 16.
-// A hash of the seed, 64 random bits, and the position decides, so that the backward pass, the same for
-// dy, stores no mask. Its constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
+// A hash of the seed, random in both halves, and the position decides, so that the backward pass, the
+// same for dy, stores no mask. Its constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
 int dropout(long threads, long n, long dropped, uint64_t seed, const real *x, real *y) {
     const float scale = 16777216.0f / (16777216 - dropped);
     bits lane;
