@@ -151,7 +151,7 @@ def neighbours(settings: Settings) -> list[Settings]:
 
 def cost(settings: Settings, vocabulary: int) -> float:
     """Seconds for a character of training, relative to the reference model, as measured on two cores of a Zen 4 before
-    dropout had a kernel: since, it costs a tenth or less, not 1.4.
+    dropout had a kernel. It costs a tenth or less since; `slow` keeps 1.4, so that rows can be compared.
     """
     layers, width = settings["layers"], settings["width"]
     flops = 72 * layers * width**2 + 12 * layers * width * settings["context"] + 6 * vocabulary * width

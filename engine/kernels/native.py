@@ -196,17 +196,16 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dropped, seed):
-        ctx.drawn = x.numel(), dropped, seed
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _call(x.dtype, "dropout", *ctx.drawn, x.contiguous(), y)
+        ctx.drawn = dropped, seed
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        _call(x.dtype, "dropout", x.numel(), dropped, seed, x, y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        grad = torch.empty_like(g, memory_format=torch.contiguous_format)
-        _call(g.dtype, "dropout", *ctx.drawn, g.contiguous(), grad)
-        return grad, None, None
+        return _Dropout.forward(NO_CONTEXT, g, *ctx.drawn), None, None  # the gradient has the same mask
 
 
 class _CrossEntropy(torch.autograd.Function):
