@@ -96,7 +96,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not `IGNORE`. The loss has no gradient with respect to the returned logits.
+    (...), int64, that are not `IGNORE`. Both are differentiable, but the loss is not computed from the returned tensor.
     """
     # The kernel's cap is an integer.
     fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1] and isinstance(softcap, int)

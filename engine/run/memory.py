@@ -112,10 +112,15 @@ def report_exhausted() -> Iterator[None]:
         ) from error
 
 
+def block_weights(model: Any) -> int:
+    """The number of weights in the matrices of the blocks of a `GPTConfig`."""
+    return 12 * model.n_layer * model.n_embd**2
+
+
 def weights(model: Any) -> int:
     """The number of weights of a `GPTConfig`, without those of norms, biases and positions."""
     rows = 2 * (model.vocab_size + model.ngram_rows)
-    return 12 * model.n_layer * model.n_embd**2 + rows * model.n_embd
+    return block_weights(model) + rows * model.n_embd
 
 
 def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:

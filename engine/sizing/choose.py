@@ -252,8 +252,7 @@ def choose_rates(draft: Draft) -> None:
     if draft.config.init_from is None:
         rate = rule.learning_rate(draft.usable_characters, model.n_embd, steps)
         draft.fill({"optimizer.learning_rate": rate})
-        weights = 12 * model.n_layer * model.n_embd**2
-        decay = rule.weight_decay(passes, weights, optimizer.learning_rate * steps)
+        decay = rule.weight_decay(passes, memory.block_weights(model), optimizer.learning_rate * steps)
         ngram_decay = rule.ngram_decay(passes, draft.passes(1), optimizer.learning_rate)
     else:
         rate = rule.fine_tuning_rate(draft.training_characters, model.n_embd, passes)

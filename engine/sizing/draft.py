@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from engine.run import plan
+from engine.run import memory, plan
 from engine.sizing.rule import USEFUL_PASSES
 
 # The fields that are chosen if null. Snapshots and config.yaml store them.
@@ -68,9 +68,8 @@ class Draft:
     def flops_per_character(self) -> float:
         """Floating-point operations of training on a character, as `GPT.flops_per_character`."""
         model = self.config.model
-        layers, width = model.n_layer, model.n_embd
-        head = 6 * width * model.vocab_size
-        return 72 * layers * width**2 + 12 * layers * width * self.config.data.block_size + head
+        matrices = memory.block_weights(model) + model.n_embd * model.vocab_size
+        return 6 * matrices + 12 * model.n_layer * model.n_embd * self.config.data.block_size
 
     @property
     def planned_steps(self) -> float:
