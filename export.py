@@ -76,8 +76,8 @@ def write_model(path: str, snapshot: Snapshot, out: str) -> str:
     """Writes a snapshot, read from `path`, to `out`: as a snapshot, or for Transformers. Returns a description."""
     if not out.endswith(".pt"):
         return f"{path}, {snapshot}; {export(snapshot, path, out)}"
-    with atomic_write(out, "w+b") as file:
-        snapshot.write(file)
+    with atomic_write(out, "wb") as file:
+        file.write(snapshot.to_bytes())
     return f"{path}, {snapshot}"
 
 
@@ -97,7 +97,7 @@ def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
 @torch.no_grad()
 def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
     """Serializes the model of `snapshot`, read from `path`, for the page. Raises `UserError`."""
-    snapshot = dataclasses.replace(snapshot, model_state=page.rounded(snapshot.model_state))
+    snapshot = dataclasses.replace(snapshot, model_state=page.round_to_float16(snapshot.model_state))
     try:
         model = load_model(snapshot, "cpu", strict=True)
         settings = dataclasses.asdict(model.config)

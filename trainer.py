@@ -112,7 +112,7 @@ class TrainerConfig:
             raise UserError(
                 f"trainer.snapshot_path={self.snapshot_path}: a sharded snapshot needs a folder that all hosts see"
             )
-        trackers.check(self.trackers)
+        trackers.check_installed(self.trackers)
 
 
 class Trainer:
@@ -222,8 +222,7 @@ class Trainer:
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
                 self.training_log.start(self.step, self.choices)
-                # The initial weights are pretrained, or the run was stopped before this evaluation. (Otherwise a
-                # resumed step has its snapshot.)
+                # Due here for pretrained weights, or if the run was stopped between a step and its evaluation.
                 if self.evaluations.is_due(self.step):
                     self._evaluate_if_due()
                     self._save_if_due()

@@ -32,7 +32,7 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
 
 @contextlib.contextmanager
 def file_lock(path: str) -> Iterator[None]:
-    """File lock: one process at a time runs the block, also of several hosts with a shared disk. Raises OSError."""
+    """File lock: one process at a time runs the block, even across hosts that share a disk. Raises OSError."""
     with open(path, "a") as file:
         portable.lock(file, wait=True)
         yield  # the file stays: others may wait for its lock

@@ -3,7 +3,6 @@
 The module knows parameters by name and shape, not the model they belong to.
 """
 
-import functools
 import inspect
 import math
 from collections import defaultdict
@@ -35,7 +34,6 @@ class OptimizerConfig:
     beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
     beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step
     momentum: float = 0.95  # momentum of Muon, per step
-    normalize: bool = False  # Muon: scale rows of an update (columns, if more) to equal norms
     schedule: str = "constant"  # constant, linear, cosine or wsd, after the warm-up
     warmup_steps: int = 0  # steps over which the learning rate rises to its peak; at most the run
     min_lr_ratio: float = 0.0  # end of the schedule, as a share of the peak
@@ -114,7 +112,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
     if config.name == "adamw":
         return AdamW(groups, **adamw)
-    muon = {name: getattr(config, name) for name in ("momentum", "weight_decay", "normalize")}
+    muon = {name: getattr(config, name) for name in ("momentum", "weight_decay")}
     if not hidden:
         raise UserError("optimizer.name=muon: the model has no matrices in `blocks`; set optimizer.name=adamw")
     return MuonWithAdamW(hidden, groups, {"lr": config.learning_rate, **muon}, adamw)
@@ -150,13 +148,9 @@ for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
     setattr(_plain, "__dynamo_disable", _plain)
 
 
-def orthogonalize(matrices: torch.Tensor, normalize: bool) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """Newton-Schulz iteration: approximates U V^T for each matrix U S V^T of (N, R, C). The singular
     values lie between about 0.7 and 1.2. Computes in bfloat16 where the hardware does.
-
-    With `normalize`, rows (columns, if there are more) are scaled to equal norms, and to the norm of an
-    orthogonal matrix overall: NorMuon (Li et al., 2025) without its running mean of the norms, which
-    gained nothing here (benchmarks/experiments.md).
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(1) > matrices.size(2)
@@ -169,32 +163,30 @@ def orthogonalize(matrices: torch.Tensor, normalize: bool) -> torch.Tensor:
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
-    x = x.mT if is_tall else x
-    if not normalize:
-        return x
-    rows, columns = x.shape[1:]
+    return x.mT if is_tall else x
+
+
+def normalize_rows(matrices: torch.Tensor) -> torch.Tensor:
+    """Scales the rows of each matrix (columns, if there are more) to equal norms, and to the norm of an orthogonal
+    matrix overall: NorMuon (Li et al., 2025) without its running mean of the norms, which gained nothing here
+    (benchmarks/experiments.md).
+    """
+    rows, columns = matrices.shape[1:]
     norm = (min(rows, columns) / max(rows, columns)) ** 0.5  # of a row or column of an orthogonal matrix
     # Not `norm`: along a dimension that is not the last in memory it takes ten times as long on a CPU.
-    squares = x.float().square().sum(dim=2 if rows >= columns else 1, keepdim=True)
-    return x * (norm * squares.clamp(min=1e-14).rsqrt()).to(x.dtype)
+    squares = matrices.float().square().sum(dim=2 if rows >= columns else 1, keepdim=True)
+    return matrices * (norm * squares.clamp(min=1e-14).rsqrt()).to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized, with decoupled weight decay.
+    """Nesterov momentum, orthogonalized, with equal row norms and decoupled weight decay.
 
     Updates have the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so that
     both can share a learning rate. All parameters must be matrices.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.Tensor],
-        lr: float,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        normalize: bool = False,
-    ):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "normalize": normalize}
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         # Capturable, as torch calls it: a CUDA graph may repeat `step`.
         super().__init__(parameters, {**defaults, "capturable": True})
 
@@ -217,10 +209,9 @@ class Muon(torch.optim.Optimizer):
             by_shape = defaultdict(list)  # one batch of products for all matrices of a shape
             for p, update in zip(parameters, updates, strict=True):
                 by_shape[p.shape].append((p, update))
-            function = functools.partial(orthogonalize, normalize=group["normalize"])
             for shape, pairs in by_shape.items():
                 batch = torch.stack([update for _, update in pairs])
-                result = sharding.map_matrices(function, batch)
+                result = sharding.map_matrices(lambda x: normalize_rows(orthogonalize(x)), batch)
                 # Not as `alpha`, which would read the rate from the GPU, where a CUDA graph has it.
                 scale = -group["lr"] * 0.2 * max(shape) ** 0.5
                 torch._foreach_add_([p for p, _ in pairs], [*(result.float() * scale)])

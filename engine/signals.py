@@ -1,6 +1,6 @@
 """Signals as requests: SIGUSR1 saves; SIGHUP, SIGTERM, SIGUSR2 and SIGINT save and stop.
 
-A signal reaches one process at any time. The trainer checks requests between micro-batches, where all ranks agree on
+A signal reaches one process, at any moment. The trainer checks requests between micro-batches, where all ranks agree on
 the highest.
 """
 
@@ -15,9 +15,15 @@ from engine import portable
 started = time.monotonic()  # when the program started: this is the first module that it imports
 
 
-# By rising priority. The first saves, the others save and stop: the terminal was closed; the process is to end; a
-# cluster job's time is nearly up, above SIGTERM, which SLURM sends next; Ctrl-C. 0 stands for no request.
-REQUESTS = ("", "SIGUSR1", "SIGHUP", "SIGTERM", "SIGUSR2", "SIGINT")
+# By rising priority.
+REQUESTS = (
+    "",  # no request
+    "SIGUSR1",  # save
+    "SIGHUP",  # the terminal was closed; this and the following save and stop
+    "SIGTERM",  # the process is asked to end
+    "SIGUSR2",  # the time of a cluster's job is nearly up; SLURM sends SIGTERM next
+    "SIGINT",  # Ctrl-C
+)
 SAVE = 1
 
 

@@ -172,9 +172,9 @@ def pydoc_text() -> str:
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -> None:
-    """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed; by one process at a
-    time, and no more if there is a file at `path`.
+def download(url: str, path: str, sha256: str | None) -> None:
+    """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed. One process at a time
+    downloads; an existing file is kept.
 
     Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
     that cannot be written.
@@ -197,7 +197,7 @@ def download(url: str, path: str, sha256: str | None, encoding: str = "utf-8") -
                 compression = infer_compression(path)
                 partial = OpenFile(LocalFileSystem(), target.name, compression=compression)
                 if sha256 is not None:
-                    deque(read_text([partial], sha256, encoding), maxlen=0)  # raises for another
+                    deque(read_text([partial], sha256, "bytes"), maxlen=0)  # raises for another
     except OSError as error:
         raise UserError(f"data.path={path}: cannot be written: {error.strerror}") from error
 
@@ -276,7 +276,7 @@ def prepare_text(config: Any, recorded_path: str | list[str] | None = None) -> A
         return pydoc
     if config.url is not None and not ("://" in config.path or os.path.exists(config.path)):
         try:
-            download(config.url, config.path, config.sha256, config.encoding)
+            download(config.url, config.path, config.sha256)
         except Unreadable as error:
             if config.url != SHAKESPEARE_URL:
                 raise
@@ -330,8 +330,8 @@ def unit_of(encoding: str | None) -> str:
 
 
 def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
-    """Streaming encoder: writes the ids of the first part of a text, the share `config.truncate`, into the
-    empty `file`, in the smallest unsigned type that holds them, its items shuffled as `config.shuffle` says.
+    """Streaming encoder: truncates the text to the share `config.truncate`, shuffles it by `config.shuffle`, and writes
+    its ids into the empty `file`, in the smallest unsigned type that holds them.
 
     Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
     the text. Raises `UserError` if no character is left.
@@ -373,9 +373,9 @@ def chunks(file: BinaryIO, length: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
-    """The first part of a text, the share `truncate`, its items (lines, paragraphs with the empty lines that follow, or
-    files) always in the same other order. An item ends where a file ends; what follows the last one stays there. Raises
-    `UserError` for fewer than two items.
+    """Shuffles the items of the first part of a text, the share `truncate`, always into the same order: lines, files,
+    or paragraphs with the empty lines after them. The end of a file ends an item; text after the last item stays at the
+    end. Raises `UserError` for fewer than two items.
     """
     files = ["".join(group) for is_end, group in itertools.groupby(pieces, FILE_END.__eq__) if not is_end]
     newlines = {"lines": 1, "paragraphs": 2, "files": 0}[shuffle]  # that end an item

@@ -248,14 +248,14 @@ def test_a_resumed_run_refuses_another_init_from(tmp_path):
     weights = f"init_from={tmp_path / 'run'}"
     run = f"run_dir={tmp_path / 'run'}"
     train(configure(*TINY, run, "trainer.max_steps=2"))
-    with pytest.raises(UserError, match="this run started without it"):
+    with pytest.raises(UserError, match="another run: init_from was null, is "):
         train(configure(*unsized, run, "trainer.max_steps=4", weights))
     for steps, settings in (2, [*unsized, weights]), (3, TINY), (4, [*unsized, weights]):
         train(configure(*settings, tuned, f"trainer.max_steps={steps}"))
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # needed by the first start alone
     log = (tmp_path / "tuned" / "main.log").read_text()
     assert "init_from was" not in log and "resuming from the run's own snapshot" in log
-    with pytest.raises(UserError, match=re.escape(f"this run started from {tmp_path}/run;")):
+    with pytest.raises(UserError, match=re.escape(f"init_from was {tmp_path}/run, is other.pt")):
         train(configure(*unsized, tuned, "init_from=other.pt", "trainer.max_steps=5"))
 
 

@@ -74,7 +74,7 @@ def test_the_pages_script_computes_the_models_logits(name, tmp_path):
     if not shutil.which("node"):
         pytest.skip("there is no Node.js")
     model = load_model(snapshot_of(name), "cpu")
-    model.load_state_dict(page.rounded(model.state_dict()))
+    model.load_state_dict(page.round_to_float16(model.state_dict()))
     config = dataclasses.asdict(model.config)
     with torch.no_grad():
         logits = model(page.checked_ids(config)[None])[0][0]
@@ -207,7 +207,7 @@ def test_a_page_computes_as_pytorch_and_shows_that(browser, served):
     opened = Page(browser, path)
     assert opened.texts(".status") == ["Ready."] * (len(MODELS) + 1)
     for number, snapshot in enumerate(snapshots):
-        weights = page.rounded(snapshot.model_state)
+        weights = page.round_to_float16(snapshot.model_state)
         model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
         ids = torch.randint(len(LETTERS), (20,))
         looked = opened.ask(number, {"kind": "look", "ids": ids.tolist(), "layer": 1, "head": 2}, "looked")
@@ -226,7 +226,7 @@ def test_greedy_text_and_scores_equal_those_of_sample_py(browser, served, tmp_pa
     opened.wait(lambda: all(s.startswith("200 ") for s in opened.texts(".status")))
     texts = opened.texts(".text")
     for text, snapshot in zip(texts, snapshots, strict=False):
-        weights = page.rounded(snapshot.model_state)
+        weights = page.round_to_float16(snapshot.model_state)
         model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
         ids = torch.tensor([[LETTERS.index(c) for c in prompt]])
         assert text == "".join(LETTERS[i] for i in model.generate(ids, 200)[0])

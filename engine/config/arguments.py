@@ -76,7 +76,7 @@ def explain_value(error: Exception) -> str:
 
 
 def field_table(cls: Any, prefix: str = "") -> str:
-    """The fields of a dataclass but nested ones, inherited ones first, as lines for a terminal:
+    """The fields of a dataclass, without nested ones, inherited ones first, as lines for a terminal:
     `name=default`, type and meaning in columns. A field without a default shows `???`.
     """
     found: dict[str, tuple[str, str]] = {}

@@ -14,6 +14,7 @@ FIXED = {
     *WINDOWS,
     "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
     "trainer.seed",  # another order of the windows
+    "init_from",  # other initial weights
 }  # fmt: skip
 # Runs that differ in these, or in their model, are not compared by their losses.
 INCOMPARABLE = {

@@ -24,13 +24,13 @@ CHECKED = 32  # characters of the input that the page itself compares
 TOLERANCE = 0.01  # of a logit, for float16 weights
 
 
-def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def round_to_float16(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the page, rounded to float16; integers unchanged."""
     return {name: weight.half().float() if weight.is_floating_point() else weight for name, weight in weights.items()}
 
 
 def serialize(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
-    """Serializes a model for the page: `GPTConfig`'s fields, the `rounded` weights, and the logits (T, V) that it gives
+    """Serializes a model for the page: `GPTConfig`'s fields, the rounded weights, and the logits (T, V) that it gives
     with them for `checked_ids`. Raises `UserError` if the page would compute others: the model's code was edited.
     """
     ids, count = checked_ids(config), min(CHECKED, config["block_size"])

@@ -16,7 +16,7 @@ import torch.nn as nn
 from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_long_on_rank_0
+from engine.parallel.distributed import World, run_on_rank_0
 from engine.run.directory import choose_snapshot
 from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
@@ -35,14 +35,10 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
             config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
         return None
     if snapshot is not None:  # the source may be gone
-        recorded = snapshot.config.get("init_from", source)
-        if recorded != source:
-            how = "without it" if recorded is None else f"from {recorded}"
-            raise UserError(f"init_from={source}: this run started {how}; set run_name=NEW_NAME")
         log.info("init_from   ignored: resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
-    pretrained = run_long_on_rank_0(lambda: read_pretrained(source), world)
+    pretrained = run_on_rank_0(lambda: read_pretrained(source), world)
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
         raise UserError(f"init_from={source}: was trained with data.encoding={encoding}; set the same")

@@ -42,8 +42,7 @@ CODES = "ngrams.codes"  # one number for each character
 ROPE_BASE, SOFTCAP = 10_000.0, 15
 NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
-# Our modules and theirs, {} being the number of the block. Where theirs are several, our matrix is
-# theirs on top of each other.
+# Our modules and theirs; {} is the block's number. Where theirs are several, our matrix is theirs stacked.
 BLOCK = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 MODULES: dict[str, dict[str, list[str]]] = {
     "gpt2": {
@@ -78,7 +77,7 @@ FIELDS = {
         "attn_pdrop": "attention_dropout",
     },
 }
-# All of `GPTConfig` that an exported model accounts for.
+# The fields of `GPTConfig` that an export can represent or may ignore.
 KNOWN = {"arch", "model_type", "vocab_size", "block_size", "bias", "tie_weights", "token_shift"}
 KNOWN |= {*SAME, "activation_checkpointing", "ngram_rows"}
 
@@ -148,7 +147,7 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
     if is_shifted(config) and not config["token_shift"]:
         shift = torch.zeros(config["n_embd"])
         weights = weights | {f"blocks.{i}.shift.weight": shift for i in range(config["n_layer"])}
-    names = parameter_names(config)
+    names = transformers_names(config)
     tensors = {}
     for name, tensor in weights.items():
         if name == "head.weight" and config["tie_weights"]:
@@ -241,7 +240,7 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor], str, str]:
         if encoding == "bytes":
             tokens = byte_tokens()
             vocabulary = "".join(chr(tokens.index(token)) for token in vocabulary)
-        config = read_config(given, len(vocabulary))
+        config = read_model_config(given, len(vocabulary))
         weights = from_transformers(config, safetensors().load_file(Path(folder, WEIGHTS)))
         biases = [name for name in weights if name.endswith(".bias")]
         config["bias"] = any(weights[name].any() for name in biases)  # its GPT-2 always has them
@@ -273,8 +272,8 @@ def read_vocabulary(tokenizer: dict[str, Any]) -> tuple[str, Tensor]:
     return vocabulary, torch.tensor([ids[character] for character in vocabulary])
 
 
-def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """`GPTConfig`'s fields from `config.json`, but `bias`, which follows from the weights."""
+def read_model_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """`GPTConfig`'s fields from `config.json`, except `bias`, which follows from the weights."""
     if given["model_type"] not in KINDS:
         raise UserError(f"model_type={given['model_type']}: must be {', '.join(KINDS)}")
     arch, shift, _ = KINDS[given["model_type"]]
@@ -288,9 +287,9 @@ def read_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of `to_transformers`, but the unknown token and zero biases stay."""
+    """Inverse of `to_transformers`, except that the unknown token and zero biases stay."""
     weights, left = {}, dict(tensors)
-    for name, theirs in parameter_names(config).items():
+    for name, theirs in transformers_names(config).items():
         if theirs[0] in left:
             tensor = torch.cat([left.pop(their) for their in theirs])
             if name != CODES:
@@ -301,7 +300,7 @@ def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dic
     return weights
 
 
-def parameter_names(config: dict[str, Any]) -> dict[str, list[str]]:
+def transformers_names(config: dict[str, Any]) -> dict[str, list[str]]:
     """Our parameters, and Transformers' that hold the same numbers; not every model has them all."""
     return {
         f"{ours.format(layer)}.{kind}": [f"{module.format(layer)}.{kind}" for module in theirs]

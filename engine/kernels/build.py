@@ -1,6 +1,5 @@
 """Build: compiles `kernels.c` for this machine, caches the library and loads it."""
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -52,34 +51,44 @@ def instructions(dtype: torch.dtype) -> str | None:
 @functools.cache
 def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
     """The kernels and their file, or None and the reason."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None, "the C kernels need Linux on x86-64"
     chosen = instructions(dtype)
     if chosen is None:
         return None, f"no C kernels for {str(dtype).removeprefix('torch.')} on this CPU"
-    if not compiler or shutil.which(compiler[0]) is None:
-        return None, "no C compiler (cc, or what CC names)"
     try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         flags = [*FLAGS.split(), *INSTRUCTION_FLAGS[chosen].split()]
         key = repr((compiler, flags, SOURCE.read_bytes(), platform.libc_ver()))
         key = hashlib.sha256(key.encode()).hexdigest()[:16]
         built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
-        if built.exists():
-            with contextlib.suppress(OSError):  # rebuild a corrupt file
-                return ctypes.CDLL(str(built)), str(built)
+        if _is_complete(built):
+            return ctypes.CDLL(str(built)), str(built)
+        if not compiler or shutil.which(compiler[0]) is None:
+            return None, "no C compiler (cc, or what CC names)"
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             fresh = Path(folder, "kernels.so")
             command = [*compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            with open(fresh, "rb") as file:
+            digest = hashlib.sha256(fresh.read_bytes()).digest()
+            with open(fresh, "ab") as file:
+                file.write(digest)
+                file.flush()
                 os.fsync(file.fileno())
             os.replace(fresh, built)  # atomic: other processes may be building too
         return ctypes.CDLL(str(built)), str(built)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines()
         return None, f"{' '.join(compiler)} failed: {lines[0] if lines else error.returncode}"
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return None, one_line(error)
+
+
+def _is_complete(built: Path) -> bool:
+    """Whether the library ends with the SHA-256 of the rest. Loading a truncated one would kill the process."""
+    if not built.exists():
+        return False
+    content = built.read_bytes()
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]

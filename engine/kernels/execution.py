@@ -33,7 +33,7 @@ def autocast(choices: dict[str, Any]) -> torch.autocast:
 @contextlib.contextmanager
 def tf32(choices: dict[str, Any]) -> Iterator[None]:
     """TF32: a context in which a GPU's float32 products keep 10 bits of 23 (bfloat16: 7) and are several
-    times as fast. For training steps, also deterministic ones: it repeats bit for bit.
+    times as fast. Used in training steps, even deterministic ones, since TF32 repeats bit for bit.
     Evaluation and sampling stay in float32, to agree with sample.py and export.py.
     """
     if (choices["device"], choices["amp_dtype"]) != ("cuda", "float32"):

@@ -1,4 +1,4 @@
-// What a step on a CPU spends its time on, in one pass over memory each: causal attention with rotary
+// Kernels for a training step on a CPU, each one pass over memory: causal attention with rotary
 // positions and normalized queries and keys, RMSNorm, LayerNorm, token shift, squared ReLU, GELU,
 // dropout, cross-entropy; and linear layers where torch's matrix products are slow (`linear` in ops.py).
 //
@@ -19,7 +19,7 @@ enum { LANES = 16, HEIGHT = 8 };  // float32 in a register; rows of a tile of a 
 #else
 enum { LANES = 8, HEIGHT = 4 };  // half the registers, too
 #endif
-enum { ROWS = 32 };  // of scores are worked on at once: they stay in the cache
+enum { ROWS = 32 };  // queries of attention, or rows of x in `linear`, at once: they stay in the cache
 
 // GCC's and Clang's own vectors: + - * / < and a single number work on each lane.
 typedef float vector __attribute__((vector_size(4 * LANES)));
@@ -108,7 +108,7 @@ static inline float largest_of(vector x) {
 #endif
 
 // 2^x, with a relative error below 3e-7, for x from -126 to 127. Below, the result is at most 2^-126, for
-// -inf it is 0. A nan stays one.
+// -inf it is 0; above, it is wrong. A nan stays one.
 static inline vector exp2_of(vector x) {
 #ifdef __AVX512F__
     vector rest = (vector)_mm512_reduce_ps((__m512)x, 0), whole = x - rest;
@@ -201,7 +201,7 @@ static void group_columns(long rows, long width, const real *x, group *y) {
             for (long i = first; i < first + 16; i++) y[d * rows + i] = groups[i * width + d];
 }
 
-// Asks memory for `count` numbers from x on, for later. Some may lie behind the last one.
+// Prefetches `count` numbers from x on, some of which may lie behind the last one of an array.
 static inline void fetch(const real *x, long count) {
     for (long i = 0; i < count; i += 64 / sizeof(real)) __builtin_prefetch(x + i);
 }
@@ -290,7 +290,7 @@ static void score(long first, long D, long padded, const real *q, const group *k
 int attention(long threads, long B, long T, long H, long D, const real *qkv, const float *cosine,
               const float *sine, real *out, float *highest, float *log_sum) {
     long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D;
-    float scale = LOG2_E / sqrtf(D);  // scores are powers of 2
+    float scale = LOG2_E / sqrtf(D);  // scores are binary logarithms
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
@@ -324,7 +324,7 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
                 score(first, D, padded, q, k, scores);
                 for (long i = 0; i < ROWS; i++) {
                     const float *row = scores + i * padded;
-                    // A head's rows lie apart, which the CPU does not foresee.
+                    // The next head's rows are 3 C apart, which the CPU's own prefetching does not follow.
                     for (long part = 0; part < 3; part++)
                         fetch(next_x + ((first + i) * 3 + part) * C, D);
                     vector most = get(row);
@@ -362,7 +362,7 @@ int attention(long threads, long B, long T, long H, long D, const real *qkv, con
 int attention_step(long threads, long B, long H, long D, long block, long past, const real *qkv,
                    const float *cosine, const float *sine, real *keys, real *values, real *out) {
     long seen = past + 1, padded = (seen + LANES - 1) / LANES * LANES;
-    float scale = LOG2_E / sqrtf(D);  // scores are powers of 2
+    float scale = LOG2_E / sqrtf(D);  // scores are binary logarithms
     int failed = 0;
     if (B * H * seen < 4096) threads = 1;  // waking others takes longer
 #pragma omp parallel num_threads(threads) reduction(| : failed)
@@ -416,7 +416,7 @@ int attention_backward(long threads, long B, long T, long H, long D, const real 
                        const float *highest, const float *log_sum, const real *dout,
                        real *dqkv) {
     long padded = (T + ROWS - 1) / ROWS * ROWS, C = H * D, groups = D / TOGETHER;
-    float root = 1 / sqrtf(D), scale = LOG2_E * root;  // scores are powers of 2
+    float root = 1 / sqrtf(D), scale = LOG2_E * root;  // scores are binary logarithms
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
@@ -837,8 +837,8 @@ int gelu_backward(long threads, long n, const real *x, const real *dy, real *dx)
 }
 
 // y (n) = x with dropout: 0 with probability dropped / 2^24, else x / (1 - that); n a multiple of 16.
-// A hash of the seed, random in both halves, and the position decides, so that the backward pass, the
-// same for dy, stores no mask. Its constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
+// A hash of the seed and the position decides, so that the backward pass, the same for dy, stores no
+// mask. Seeds must be random in all bits: the masks of two that differ in few are alike. The constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
 int dropout(long threads, long n, long dropped, uint64_t seed, const real *x, real *y) {
     const float scale = 16777216.0f / (16777216 - dropped);
     bits lane;
@@ -873,8 +873,8 @@ static inline void store_rest(real *p, vector x, long left) {
 }
 
 // loss (rows) = log(sum(exp(y))) - y of the target, or 0 where that is -1, for y (rows, V) =
-// softcap tanh(x / softcap), or x where softcap is 0. Saved for backward: the highest y of each
-// row, and the logarithm of the sum once it is subtracted. sum_of_losses is added up in order: it
+// softcap tanh(x / softcap), with an absolute error of 2e-8 softcap, or x where softcap is 0. Saved
+// for backward: the highest y of each row, and the logarithm of the sum once it is subtracted. sum_of_losses is added up in order: it
 // is the same with any number of threads. Returns 2 for a target that is none.
 int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
                   const int64_t *target, float *y, float *highest, float *log_sum, float *loss,

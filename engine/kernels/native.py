@@ -38,7 +38,9 @@ def holds_memory(x: Tensor) -> bool:
 
 
 def _call(dtype: torch.dtype, name: str, *arguments: Tensor | int | None) -> None:
-    """Calls the kernel `name` for `dtype` with the addresses of tensors, which must be contiguous."""
+    """Calls the kernel `name` for `dtype` with the number of threads and, in the order of its C function, the sizes and
+    the addresses of tensors, which must be contiguous.
+    """
     addresses = [a if a is None or isinstance(a, int) else a.data_ptr() for a in arguments]
     failed = _kernel(dtype, name, 1 + len(arguments))(torch.get_num_threads(), *addresses)
     if failed == 2:
@@ -55,7 +57,7 @@ def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
     return kernel
 
 
-# The `ctx` of a forward pass without a backward pass.
+# The `ctx` of a forward pass without a backward pass, whose attributes nothing reads.
 NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *_: None, set_materialize_grads=lambda _: None)
 
 

@@ -22,7 +22,7 @@ from engine.machine import hardware
 log = logging.getLogger("gpt")
 
 IGNORE = -1  # a target that is not scored; minGPT's convention
-MIN_KERNEL_FLOPS = 2**17  # multiplications of a linear layer, below which torch's is faster
+MIN_KERNEL_PRODUCTS = 2**17  # multiplications of a linear layer, below which torch's is faster
 MIN_KERNEL_ROWS = 256  # of a linear layer in bfloat16, whose weight has to be rounded and reordered
 MIN_KERNEL_ELEMENTS = 8192  # of a squared ReLU, below which torch's two operations are faster
 # `code_digest` of the attention that the fused kernels compute; see `fused`.
@@ -45,8 +45,9 @@ def rms_norm(x: Tensor, eps: float = native.NORM_EPS) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer normalization (Ba et al., 2016) of x (..., C) with `weight` and `bias` (C,)."""
+    given = [weight] if bias is None else [weight, bias]
     # FSDP2 gathers weights in the type that is computed in; the kernel's are float32.
-    fits = weight.dtype is torch.float32 and weight.shape == x.shape[-1:]
+    fits = all(_is_dense_float32(z) and z.shape == x.shape[-1:] for z in given)
     if fits and eps == native.LAYER_NORM_EPS and native.supports(x):
         return native.layer_norm(x, weight, bias)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -66,7 +67,7 @@ def token_shift(x: Tensor, weight: Tensor, last: Tensor | None = None) -> Tensor
     """Token shift (RWKV, Peng et al., 2023): x (B, T, C) plus `weight` (C,) times the previous position. `last`
     (B, 1, C), or zeros, precedes x.
     """
-    fits = _is_dense_float32(weight) and weight.shape == x.shape[-1:]
+    fits = x.dim() == 3 and _is_dense_float32(weight) and weight.shape == x.shape[-1:]
     if last is None and fits and native.supports(x):
         return native.token_shift(x, weight)
     last = torch.zeros_like(x[:, :1]) if last is None else last
@@ -98,8 +99,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
     (...), int64, that are not `IGNORE`. Both are differentiable, but the loss is not computed from the returned tensor.
     """
-    # The kernel's cap is an integer.
-    fits = targets.dtype is torch.int64 and targets.shape == logits.shape[:-1] and isinstance(softcap, int)
+    # The kernel's cap is an integer; its error grows with it.
+    has_cap = isinstance(softcap, int) and 0 <= softcap <= 100
+    fits = has_cap and targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
         return native.cross_entropy(logits, targets, softcap)
     logits = cap(logits, softcap)
@@ -122,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return native.linear(x, weight, bias)
     columns = weight.size(0)
     extra = -columns % native.WIDTH
-    is_large = x.numel() * columns >= MIN_KERNEL_FLOPS
+    is_large = x.numel() * columns >= MIN_KERNEL_PRODUCTS
     is_head = extra and columns < MAX_PADDED and bias is None  # of a small vocabulary
     if is_head and is_large and x.dtype is torch.float32 and x.is_cpu:
         # With few columns, not a multiple of 16, MKL's order of summation depends on the threads.
@@ -134,7 +136,7 @@ def _linear_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel can compute this and beats torch (benchmarks/experiments.md): large
     products only, in bfloat16 under its autocast, in float32 without autocast and gradients.
     """
-    if torch.compiler.is_compiling() or x.numel() * weight.size(0) < MIN_KERNEL_FLOPS:
+    if torch.compiler.is_compiling() or x.numel() * weight.size(0) < MIN_KERNEL_PRODUCTS:
         return False
     if torch.is_autocast_enabled("cpu"):
         rows = x.numel() // x.size(-1)

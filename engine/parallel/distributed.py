@@ -6,7 +6,6 @@ one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under sru
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -215,50 +214,34 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
 
 
 def run_on_rank_0(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank. A `UserError` or
-    `OSError` there is raised as a `UserError` on every rank.
+    """Runs `action` on rank 0 alone; returns its result, a plain value, on every rank. A `UserError` or `OSError` there
+    is raised as a `UserError` on every rank. It may take longer than the ranks' timeout: they poll whether it is done.
     """
-    outcome = [_attempt(action) if world.is_rank_0 else (None, None)]
-    if world.size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    return _first_result(outcome)
+    return _run(action, world.is_rank_0, world)
 
 
 def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
-    """Runs `action` on the first process of every host; returns and raises as `run_on_rank_0`. A download may exceed
-    the ranks' timeout, so they poll whether it is done.
-    """
+    """Runs `action` on the first process of every host; returns rank 0's result, and raises as `run_on_rank_0`."""
+    return _run(action, world.local_rank == 0, world)
+
+
+def _run(action: Callable[[], Any], is_mine: bool, world: World) -> Any:
     if world.size == 1:
-        return run_on_rank_0(action, world)
-    own = action if world.local_rank == 0 else lambda: None
-    attempt = ThreadPoolExecutor(1).submit(_attempt, own)
+        try:
+            return action()
+        except OSError as error:
+            raise UserError(str(error)) from error
+    attempt = ThreadPoolExecutor(1).submit(action if is_mine else lambda: None)
     while not all(all_gather(attempt.done(), world)):
         wait([attempt], timeout=1)
-    return _first_result(all_gather(attempt.result(), world))
-
-
-def run_long_on_rank_0(action: Callable[[], Any], world: World) -> Any:
-    """As `run_on_rank_0`, for an `action` that may take longer than ranks wait for each other."""
-    action = functools.cache(action)
-    # All ranks poll while rank 0 computes; the kept result is then sent.
-    run_on_each_host(lambda: world.is_rank_0 and bool(action()), world)
-    return run_on_rank_0(action, world)
-
-
-def _attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of `action`, or None and the message of its error."""
-    try:
-        return action(), None
-    except (UserError, OSError) as error:
-        return None, str(error)
-
-
-def _first_result(outcomes: list[tuple[Any, str | None]]) -> Any:
-    """The first result of several attempts. Raises the first error as a `UserError`."""
-    for _, error in outcomes:
-        if error is not None:
-            raise UserError(error)
-    return outcomes[0][0]
+    failed = attempt.exception()
+    if failed and not isinstance(failed, UserError | OSError):
+        raise failed
+    if errors := [message for message in all_gather(failed and str(failed), world) if message is not None]:
+        raise UserError(errors[0])
+    result = [attempt.result()]
+    dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+    return result[0]
 
 
 @contextlib.contextmanager

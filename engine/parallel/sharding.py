@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
-from engine.machine import hardware
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 
@@ -76,8 +75,6 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
     # Also reshard the root: by default, it stays gathered after the forward pass.
     for module in (*blocks, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    if world.device.type == "cpu":  # or the heap would grow to more than a full model
-        hardware.return_freed_memory()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -93,22 +90,6 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one, on every rank; all ranks must call it. Plain ones unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
-def gather_on_rank_0(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """A nested dictionary of tensors with full ones in place of shards, one gathered at a time, in rank
-    0's host memory; None in their place on other ranks. Every rank must call it.
-    """
-    result: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, dict):
-            result[name] = gather_on_rank_0(value, world)
-        elif is_dtensor(value):
-            full = value.full_tensor()
-            result[name] = full.cpu() if world.is_rank_0 else None
-        else:
-            result[name] = value
-    return result
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

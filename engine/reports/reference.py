@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import operator
-import os
 import statistics
 from typing import Any
 
@@ -23,9 +22,7 @@ References = dict[str, dict[str, Any]]
 
 
 def load_references(path: str) -> References:
-    """The references by recipe; empty if there is no file."""
-    if not os.path.exists(path):
-        return {}
+    """The references by recipe."""
     with open(path) as file:
         return json.load(file)
 
@@ -107,7 +104,8 @@ def loss_warning(run: Run) -> str:
 
 def overfitting_warning(run: Run) -> str:
     """A sentence if the held-out or the training loss has risen, else "". The run overfits if its training loss fell,
-    diverges if that rose by 0.25 nats more than noise, and else gets worse. At step 0 the weights are pretrained ones.
+    diverges if that rose by 0.25 nats more than noise, and otherwise gets worse. A best step of 0 means the pretrained
+    weights.
     """
     if run.best is None or (is_too_early(run) and run.best["step"] > 0):
         return ""

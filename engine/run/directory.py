@@ -97,7 +97,7 @@ def log_to_file(path: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, Stopped):  # the console gets it from the program
-            # Of another error the line may be just a key.
+            # The message of another error may be only a key, so its traceback is logged.
             traceback = None if isinstance(error, UserError) else (type(error), error, error.__traceback__)
             handler.handle(log.makeRecord(log.name, logging.ERROR, path, 0, one_line(error), (), traceback))
         raise
@@ -180,8 +180,8 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
 
 
 def choose_snapshots(snapshots: list[str] | None, snapshot: str | None, run_dir: str | None) -> list[str]:
-    """`choose_snapshot` for each of `snapshots`, or for the other two. Raises `UserError` if there is none, or for
-    both.
+    """`choose_snapshot` for each of `snapshots`, or for `snapshot` or `run_dir`. Raises `UserError` for more than one
+    of the three, or if there is no snapshot.
     """
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots == []:

@@ -14,7 +14,7 @@ from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # per rank and forward pass; other devices: cpu
-MIN_HALVED = 20  # steps of a run that is also evaluated halfway
+MIN_HALVED = 20  # the fewest steps of a run that is also evaluated halfway
 
 
 class Evaluation(NamedTuple):

@@ -30,8 +30,8 @@ def fit_micro_batch(
     forward and backward pass of `model` fits into the memory of every rank. Returns the plan with it, and records it
     in `choices`. Raises `UserError` if one window is too many.
 
-    Tries nothing on devices that raise no OutOfMemoryError, and for sharded models, where a rank that fails would
-    leave the others waiting.
+    Tries nothing on devices that raise no OutOfMemoryError, nor for sharded models: a rank that failed would leave the
+    others waiting.
     """
     if known is not None:
         plan, choices["micro_batch_size"] = plan.with_micro_batch(known), known
@@ -112,15 +112,15 @@ def report_exhausted() -> Iterator[None]:
         ) from error
 
 
-def block_weights(model: Any) -> int:
+def count_block_weights(model: Any) -> int:
     """The number of weights in the matrices of the blocks of a `GPTConfig`."""
     return 12 * model.n_layer * model.n_embd**2
 
 
-def weights(model: Any) -> int:
+def count_weights(model: Any) -> int:
     """The number of weights of a `GPTConfig`, without those of norms, biases and positions."""
     rows = 2 * (model.vocab_size + model.ngram_rows)
-    return block_weights(model) + rows * model.n_embd
+    return count_block_weights(model) + rows * model.n_embd
 
 
 def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
@@ -129,8 +129,8 @@ def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
     """
     share = -(-trainer.batch_size // world.size)
     characters = min(trainer.micro_batch_size or share, share) * model.block_size
-    weight_bytes = 16 * weights(model)  # with gradients and moment estimates
-    saved = 24 * weights(model)  # on rank 0: two copies of weights and moment estimates
+    weight_bytes = 16 * count_weights(model)  # with gradients and moment estimates
+    saved = 24 * count_weights(model)  # on rank 0: two copies of weights and moment estimates
     # Activations of all blocks, or of one, and the logits. Fused attention, without dropout, keeps no weights.
     blocks = 1 + model.n_layer / 8 if model.activation_checkpointing else model.n_layer
     is_half = auto.resolve_amp_dtype(trainer, world.device, {}) != "float32"

@@ -42,7 +42,7 @@ def log_parts(config: Any, trainer: Any, unseen: float) -> None:
 def record_run(config: Any, frequency_loss: float, trainer: Any) -> None:
     """Writes `config.yaml`, the fields of the dataclass `config`, and a line of `environment.jsonl` for this start of
     `trainer`. `frequency_loss`: see `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are
-    None. Drops earlier starts at or past this step: nothing that they computed is kept.
+    None. Drops starts recorded at this step or later, whose results were discarded.
     """
     with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
         OmegaConf.save(dataclasses.asdict(config), file)

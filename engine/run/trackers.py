@@ -24,7 +24,8 @@ class Start(NamedTuple):
     run_dir: str  # absolute path
     hyperparameters: dict[str, Any]  # flat
     step: int  # where training starts; 0 for a new run
-    # (step, is an evaluation) of the last line that earlier starts logged, or of the snapshot if that is later.
+    # The last position already logged, (step, whether an evaluation): that of earlier starts or of the snapshot,
+    # whichever is later.
     logged: tuple[int, bool]
 
 
@@ -88,7 +89,7 @@ class WandB:
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
-def check(names: Iterable[str]) -> None:
+def check_installed(names: Iterable[str]) -> None:
     """Raises `UserError` for a name not in `TRACKERS`, or if its package is missing, except TensorBoard."""
     for name in names:
         check_option("trainer.trackers", name, TRACKERS)
@@ -108,7 +109,7 @@ class Trackers:
     def __init__(self, names: Iterable[str], start: Start):
         self.trackers: dict[str, Any] = {}
         for name in names:
-            if name == "tensorboard" and not is_installed(name):  # see `check`
+            if name == "tensorboard" and not is_installed(name):  # see `check_installed`
                 log.info("%s is not installed (pip install %s): not logging to it", name, name)
                 continue
             with self._disable_on_error(name):

@@ -1,7 +1,7 @@
 """Chooses the null fields of a configuration for a text, a machine and a time limit.
 
-A reference model is timed; its speed and the length of the text decide the model. A step of the chosen model is timed;
-it decides the number of steps. The passes over the text decide the learning rate and the weight decays.
+The speed of a reference model and the length of the text decide the model; the time of one of its steps decides their
+number. The passes over the text decide the learning rate and the weight decays.
 """
 
 import copy
@@ -28,7 +28,7 @@ log = logging.getLogger("gpt")
 MAX_EVALUATIONS = 20  # per run, if the interval is chosen
 EVALUATION_SHARE = 0.04  # share of the time for evaluations
 MIN_HELD_OUT = 20_000  # characters, if the text has ten times as many
-MIN_CHARACTERS = 1000  # of a text that a model is chosen for
+MIN_CHARACTERS = 1000  # the shortest text for which a model is chosen
 MIN_CONTEXT = 64  # a short held-out part does not reduce the context further
 FINISH_S = 2.0  # seconds to open the run's files, for the report and process exit
 SAVED_PER_S = 2e8  # bytes of a snapshot written per second
@@ -82,7 +82,7 @@ def choose(draft: Draft, trial: Any) -> list[str]:
         choose_steps(draft, trial, step_s, most_steps)
     if trainer.eval_every_steps is None:
         chosen.append("trainer.eval_every_steps")
-        number = evaluations(draft.planned_steps / draft.scoring_steps(draft.held_out_characters))
+        number = number_of_evaluations(draft.planned_steps / draft.scoring_steps(draft.held_out_characters))
         trainer.eval_every_steps = math.ceil(draft.planned_steps / number)
     if chooses_model:
         choose_rates(draft)
@@ -207,7 +207,7 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> 
     final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
     left = seconds - other_seconds(config, seconds / step_s, world) - initial_s - final_s
     if trainer.eval_every_steps is None:
-        number = evaluations(left / evaluation_s)
+        number = number_of_evaluations(left / evaluation_s)
         fitting = int((left - number * evaluation_s) / step_s)
     else:  # at the interval and after the last step; at least two: halfway and after the last
         number = 2
@@ -236,7 +236,7 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> 
 
 def other_seconds(config: Any, steps: float, world: World) -> float:
     """Seconds outside `steps` and their evaluations: saving and exit; on a GPU, compiling again and sampling."""
-    saved = 12 * memory.weights(config.model)  # with two moment estimates, in float32
+    saved = 12 * memory.count_weights(config.model)  # with two moment estimates, in float32
     seconds = FINISH_S + saved / SAVED_PER_S
     if world.device.type != "cpu":
         draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
@@ -252,7 +252,7 @@ def choose_rates(draft: Draft) -> None:
     if draft.config.init_from is None:
         rate = rule.learning_rate(draft.usable_characters, model.n_embd, steps)
         draft.fill({"optimizer.learning_rate": rate})
-        decay = rule.weight_decay(passes, memory.block_weights(model), optimizer.learning_rate * steps)
+        decay = rule.weight_decay(passes, memory.count_block_weights(model), optimizer.learning_rate * steps)
         ngram_decay = rule.ngram_decay(passes, draft.passes(1), optimizer.learning_rate)
     else:
         rate = rule.fine_tuning_rate(draft.training_characters, model.n_embd, passes)
@@ -267,6 +267,6 @@ def choose_rates(draft: Draft) -> None:
     )  # fmt: skip
 
 
-def evaluations(cost: float) -> int:
+def number_of_evaluations(cost: float) -> int:
     """Number of evaluations of a run whose training takes `cost` times as long as one evaluation."""
     return min(max(int(EVALUATION_SHARE * cost), 2), MAX_EVALUATIONS)

@@ -68,7 +68,7 @@ class Draft:
     def flops_per_character(self) -> float:
         """Floating-point operations of training on a character, as `GPT.flops_per_character`."""
         model = self.config.model
-        matrices = memory.block_weights(model) + model.n_embd * model.vocab_size
+        matrices = memory.count_block_weights(model) + model.n_embd * model.vocab_size
         return 6 * matrices + 12 * model.n_layer * model.n_embd * self.config.data.block_size
 
     @property

@@ -13,10 +13,10 @@ log = logging.getLogger("gpt")
 
 
 def recall(draft: Draft, recorded: dict[str, Any]) -> None:
-    """Sets the null fields from the settings `recorded` in the run's snapshot, of which `trainer.max_steps` take
-    `trainer.max_minutes`. Another time limit scales the steps in proportion; if the model was chosen for the text, up
-    to `USEFUL_PASSES`. Raises `UserError` for a time limit that would extend a run started without one.
-    `check_can_resume` refuses another text later.
+    """Sets the null fields from the settings `recorded` in the run's snapshot, whose `trainer.max_steps` are the steps
+    that fit into its `trainer.max_minutes`. Another time limit scales the steps in proportion; if the model was chosen
+    for the text, up to `USEFUL_PASSES`. Raises `UserError` for a time limit that would extend a run started without
+    one. `check_can_resume` refuses another text later.
     """
     trainer, before = draft.config.trainer, flatten(recorded)
     was_chosen = bool(draft.nulls)

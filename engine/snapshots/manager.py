@@ -61,7 +61,7 @@ class SnapshotManager:
 
     def _find(self) -> Snapshot | None:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
-        found = distributed.run_long_on_rank_0(self.storage.find, self.world)
+        found = distributed.run_on_rank_0(self.storage.find, self.world)
         if found is None:
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
@@ -146,24 +146,23 @@ class SnapshotManager:
         snapshot = dataclasses.replace(snapshot, best_loss=best_loss, best_step=best_step)
         written: Future[None] = Future()
         try:
-            snapshot = self._collect(snapshot)
+            if self.config.snapshot_format == "sharded":  # each rank writes its own tensors
+                distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
+                snapshot = save_shards(self.path, snapshot, self.world)
+            copied = snapshot.map_tensors(self._to_host)
         except (OSError, UserError) as error:  # of shards, raised on every rank
             written.set_exception(error)
         else:
             if self.world.is_rank_0:
-                copied = snapshot.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True))
                 written = self._thread.submit(
                     lambda: self.storage.write(copied.to_bytes(), copied.step, is_best, is_numbered)
                 )
         self._saving = SaveInProgress(snapshot.step, best, written)
 
-    def _collect(self, snapshot: Snapshot) -> Snapshot:
-        """`snapshot` with full tensors on rank 0; if sharded, without: each rank wrote its own."""
-        if self.config.snapshot_format == "sharded":
-            distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
-            return save_shards(self.path, snapshot, self.world)
-        states = {"model_state": snapshot.model_state, "optimizer_state": snapshot.optimizer_state}
-        return dataclasses.replace(snapshot, **sharding.gather_on_rank_0(states, self.world))
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A full copy in rank 0's memory; all ranks must call it for a sharded tensor."""
+        full = sharding.full_tensor(tensor.detach())
+        return full.to("cpu", copy=True) if self.world.is_rank_0 else tensor
 
     def wait(self) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in
@@ -172,7 +171,7 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        error, is_best = distributed.run_long_on_rank_0(
+        error, is_best = distributed.run_on_rank_0(
             lambda: (saving.error(), self.storage.best_step == saving.step), self.world
         )
         if is_best:  # even if writing the latest failed afterwards

@@ -129,8 +129,8 @@ def digests(names: list[str], folder: str, world: World) -> dict[str, list[Any] 
 
 
 def remove_unused_shards(storage: SnapshotStorage) -> None:
-    """Removes the shards that no snapshot of the run refers to, including those set aside. While one of
-    these cannot be read, nothing is removed, since any shards may be its own.
+    """Removes the shards that no snapshot of the run refers to, including those set aside. If one of these cannot be
+    read, nothing is removed: any of the shards may belong to it.
     """
     name = shards_name(storage.path)
     parent = shards_folder(storage.path, name)

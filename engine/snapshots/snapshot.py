@@ -19,6 +19,7 @@ import torch.nn as nn
 from engine.config.settings import as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.parallel.distributed import World
+from engine.parallel.sharding import is_dtensor
 from engine.text import unit_of
 
 log = logging.getLogger("gpt")
@@ -72,22 +73,14 @@ class Snapshot:
 
     def to_bytes(self) -> memoryview:
         """The content of the file, digest included."""
-        buffer = io.BytesIO()
-        self.write(buffer)
-        return buffer.getbuffer()
-
-    def write(self, file: io.BytesIO | io.BufferedRandom) -> None:
-        """Writes the content into an empty file, also open for reading."""
+        file = io.BytesIO()
         torch.save(vars(self), file)
-        file.seek(-22, io.SEEK_END)
-        if file.read(4) != END_RECORD:
+        if file.getbuffer()[-22:-18] != END_RECORD:
             raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
         file.seek(-2, io.SEEK_END)  # the length of the comment
         file.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(0, io.SEEK_END)
-        file.write(digest.encode())
+        file.write(hashlib.sha256(file.getbuffer()).hexdigest().encode())
+        return file.getbuffer()
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
@@ -144,6 +137,8 @@ class Snapshot:
                 return {key: visit(inner) for key, inner in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
+            if is_dtensor(value):
+                return change(value)
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if key not in seen:
                 seen[key] = change(value)
