@@ -57,9 +57,10 @@ class Config:
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
-        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" if asked else ""
+        is_choice = asked not in (None, source.block_size)
+        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" * is_choice
         log.info(
-            "architecture %s, %d layers, %d heads, %d wide, of the pretrained model; context %d%s",
+            "architecture %s, layers %d, heads %d, width %d, of the pretrained model; context %d%s",
             source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
         )  # fmt: skip
 

@@ -123,7 +123,7 @@ def build_trainer(
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, getattr(torch, dtype))
     if pretrained is not None:
-        warn_if_seen(pretrained, config.data)
+        warn_if_seen(pretrained, config.data, train_text.digest)
         load_pretrained(pretrained, model, train_text.vocabulary)
         pretrained.model_state.clear()  # frees its memory
     bare: Any = distributed.unwrap(model)

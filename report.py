@@ -132,10 +132,11 @@ def log_failure(action: str) -> Iterator[None]:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     is_check = arguments[:1] == ["check"]
-    if not is_check and arguments and "=" not in arguments[0]:
+    arguments = arguments[is_check:]
+    if arguments and "=" not in arguments[0]:
         meant = f"run_dir={arguments[0]}" if os.path.isdir(arguments[0]) else "check"
         raise UserError(f"{arguments[0]}: not an argument; did you mean {meant}?")
-    config = parse(ReportArguments, arguments[1:] if is_check else arguments)
+    config = parse(ReportArguments, arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
     check_only_one(run_dir=config.run_dir, run_dirs=config.run_dirs)

@@ -18,12 +18,10 @@ if __name__ == "__main__":
     signals.prepare()
 
 import codecs
-import glob
 import itertools
 import logging
 import math
 import operator
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -42,7 +40,7 @@ from engine.machine.hardware import check_device
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text import find_files, from_text, read_text, to_text
+from engine.text import find_files, from_text, read_text, real_files, to_text
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -310,13 +308,6 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
         if len(models) > 1:  # -log of the mean probability
             losses.append(math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0))
         yield torch.stack(losses)
-
-
-def real_files(path: str | list[str]) -> set[str]:
-    """The files at local paths or patterns, symbolic links resolved, and URLs as they are."""
-    names = [path] if isinstance(path, str) else path
-    local = [file for name in names if "://" not in name for file in glob.glob(name) or [name]]
-    return {*map(os.path.realpath, local), *(name for name in names if "://" in name)}
 
 
 def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot]) -> None:

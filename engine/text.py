@@ -11,6 +11,7 @@ which all processes of a host memory-map.
 import codecs
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import io
 import itertools
@@ -35,6 +36,7 @@ from engine.errors import UserError, one_line
 from engine.files import atomic_write, file_lock
 
 log = logging.getLogger("gpt")
+logging.getLogger("fsspec").setLevel(logging.WARNING)  # it logs each file whose compression it infers
 
 # Tiny Shakespeare, the default text.
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -95,6 +97,13 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
     return files
 
 
+def real_files(path: str | list[str]) -> set[str]:
+    """The files at local paths or patterns, symbolic links resolved, and URLs as they are."""
+    names = [path] if isinstance(path, str) else path
+    local = [file for name in names if "://" not in name for file in glob.glob(name) or [name]]
+    return {*map(os.path.realpath, local), *(name for name in names if "://" in name)}
+
+
 def name_of(file: OpenFile) -> str:
     """The name of a file in messages."""
     is_local = isinstance(file.fs, LocalFileSystem)
@@ -151,10 +160,10 @@ def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = 
             except UnicodeDecodeError as error:
                 byte = error.object[error.start]
                 offset = num_bytes - len(error.object) + error.start
-                raise UserError(
-                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; a model of bytes, trained "
-                    "with data.encoding=bytes, reads any file"
-                ) from error
+                hint = "a model of bytes, trained with data.encoding=bytes, reads any file"
+                if offset == 0 and byte in (0xFE, 0xFF):  # a byte order mark
+                    hint = "probably UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
+                raise UserError(f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; {hint}") from error
             if text:
                 yield text
         yield FILE_END
@@ -389,7 +398,8 @@ def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
     if newlines:
         ends = [match.end() for match in re.finditer("\n" if newlines == 1 else "\n\n+", text)]
     if len(ends) < 2:
-        hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs" and "\r\n" in text)
+        hint = "; lines must end in LF, not in CR or CR LF" * (newlines > 0 and "\r" in text)
+        hint += f" within data.truncate={truncate:g}" * (truncate < 1)
         raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{hint}")
     starts = [0, *ends[:-1]]
     order = np.random.default_rng(0).permutation(len(ends))

@@ -97,7 +97,7 @@ parse = functools.partial(arguments.parse, Config)
         (export.main, "out=s3://x/y", "out=s3://x/y: must be local"),
         (report.main, "run_dir=nowhere", "nowhere: no run has logged anything there"),
         (report.main, "chekc", "chekc: not an argument; did you mean check?"),
-        (report.main, "check .", ".: not an argument; there are run_dir=, run_dirs=, out="),
+        (report.main, "check .", ".: not an argument; did you mean run_dir=.?"),
         (report.main, "check out=a", "out=a: check writes no page; leave it out"),
         (report.main, "run_dirs=nowhere/*", "nowhere/*: no run has logged anything there"),
         (report.main, "", "no run under runs/ has logged"),

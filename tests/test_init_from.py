@@ -107,7 +107,7 @@ def test_architecture_and_sizes_are_the_pretrained_models(source, messages):
     m = config.model
     assert (m.arch, m.n_layer, m.n_head, m.n_embd) == ("gpt2", 2, 4, 32)
     assert (m.bias, m.tie_weights, m.block_size, config.data.block_size) == (False, False, 24, 24)
-    said = "architecture gpt2, 2 layers, 4 heads, 32 wide, of the pretrained model; context 24"
+    said = "architecture gpt2, layers 2, heads 4, width 32, of the pretrained model; context 24"
     assert any(message.startswith(said) for message in messages.messages)
 
 
@@ -282,18 +282,22 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "changed, is_seen",
+    "changed, digest, is_seen",
     [
-        ({}, False),
-        ({"train_split": 0.95}, False),
-        ({"train_split": 0.8}, True),
-        ({"shuffle": "lines"}, True),
-        ({"shuffle": "lines", "path": "another.txt"}, False),
+        ({}, "same", False),
+        ({"train_split": 0.95}, "same", False),
+        ({"train_split": 0.8}, "same", True),
+        ({"train_split": 0.8, "path": "copy.txt.gz"}, "same", True),
+        ({"train_split": 0.8, "path": "./book.txt"}, "longer", True),
+        ({}, "longer", False),
+        ({"shuffle": "lines"}, "shuffled", True),
+        ({"shuffle": "lines", "path": "another.txt"}, "another", False),
     ],
 )
-def test_training_on_held_out_text_before_fine_tuning_is_a_warning(changed, is_seen, caplog):
+def test_training_on_held_out_text_before_fine_tuning_is_a_warning(changed, digest, is_seen, caplog):
     settings = {"path": "book.txt", "train_split": 0.9}
     pretrained = model_snapshot("ab")
+    pretrained.text_digest = "same"
     pretrained.config["data"] = dataclasses.asdict(DataConfig(**settings))
-    warn_if_seen(pretrained, DataConfig(**settings | changed))
+    warn_if_seen(pretrained, DataConfig(**settings | changed), digest)
     assert ("was trained on part of the held-out text" in caplog.text) == is_seen

@@ -139,7 +139,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         if argument.startswith("-"):
             if meant := (by_last_name | USUAL_NAMES).get(last.replace("-", "_")):
                 raise UserError(f"{argument}: settings have no dashes; did you mean {meant}=?")
-        elif not key:
+        elif not key or key != key.strip():
             raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
         elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
             raise UserError(f"{argument}: must name a file in conf/{key}")

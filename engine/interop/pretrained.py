@@ -21,6 +21,7 @@ from engine.run.directory import choose_snapshot
 from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
+from engine.text import real_files
 
 log = logging.getLogger("gpt")
 
@@ -53,7 +54,7 @@ def read_pretrained(source: str) -> Snapshot:
     try:
         if os.path.exists(os.path.join(source, "config.json")):
             model, weights, vocabulary, encoding = transformers.read(source)
-            log.info("init_from   %s", source)
+            log.info("init_from   %s, which does not record the text that it was trained on", source)
             settings = {"model": model, "data": {"encoding": encoding}}
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
         path = choose_snapshot(source, None)
@@ -62,18 +63,19 @@ def read_pretrained(source: str) -> Snapshot:
         settings = found.config | {"model": found.model_config}  # SnapshotError if it has none
         return dataclasses.replace(found, optimizer_state={}, config=settings)
     except UserError as error:
-        what = str(error).removeprefix(f"{source}: ").removeprefix(f"run_dir={source}: ")
+        what = str(error).removeprefix(f"{source}: ").removeprefix(f"snapshot={source}: ")
         if storage.is_local(source) and not os.path.exists(source):
             what = "no such snapshot, run directory, or directory that export.py wrote"
         raise UserError(f"init_from={source}: {what}") from error
 
 
-def warn_if_seen(pretrained: Snapshot, data: Any) -> None:
-    """Warns if the weights were trained on text that `data` (`DataConfig`) holds out."""
+def warn_if_seen(pretrained: Snapshot, data: Any, digest: str) -> None:
+    """Warns if the weights were trained on text that `data` (`DataConfig`) holds out, which has this `digest`."""
     theirs = pretrained.config.get("data", {})
-    if theirs.get("path") != data.path:
+    is_same = pretrained.text_digest == digest
+    if not is_same and not real_files(theirs.get("path") or []) & real_files(data.path):
         return
-    is_other = any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
+    is_other = not is_same and any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
     if is_other or data.train_split < (theirs.get("train_split") or 0):
         log.warning(
             "init_from: the model was trained on part of the held-out text: the held-out loss is too low; set "

@@ -175,8 +175,8 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
             return path
-    hint = newest_run_hint(run_dir)
-    raise UserError(f"run_dir={run_dir}: there is no snapshot at {latest}{hint}")
+    key, hint = "snapshot" if snapshot else "run_dir", newest_run_hint(run_dir)
+    raise UserError(f"{key}={run_dir}: there is no snapshot at {latest}{hint}")
 
 
 def choose_snapshots(snapshots: list[str] | None, snapshot: str | None, run_dir: str | None) -> list[str]:

@@ -41,8 +41,8 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
         minutes, steps = trainer.max_minutes, fitting
         if trainer.max_steps == useful < fitting:
             log.info(
-                "sizing      %d steps: limited to %d passes over the text; for more, set trainer.max_steps and "
-                "trainer.max_minutes=null",
+                "sizing      %d steps: a time limit adds none beyond %d passes over the text; for more, set "
+                "trainer.max_steps and trainer.max_minutes=null",
                 useful, USEFUL_PASSES,
             )  # fmt: skip
     if trainer.max_steps is None and trainer.max_epochs is None:

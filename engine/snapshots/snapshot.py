@@ -169,8 +169,8 @@ def check_can_resume(
     refused = [f"{key} was {as_typed(was)}, is {as_typed(now)}" for key, (was, now) in changes.items() if is_fixed(key)]
     was, now = snapshot.text_digest, dataset.digest
     if was != now:
-        paths = " and ".join(map(str, changes.pop("data.path", ())))
-        refused.append(f"the text has SHA-256 {now[:12]}..., was {was[:12]}..." + f" ({paths})" * bool(paths))
+        before, after = changes.pop("data.path", ("its text", "this one"))
+        refused.append(f"{before} had SHA-256 {was[:12]}, {after} has {now[:12]}")
     if refused:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
