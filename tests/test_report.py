@@ -19,7 +19,7 @@ from benchmarks import reference
 from benchmarks.reference import band, make_reference
 from char_dataset import CharDataset, DataConfig
 from config import KEYS, compose
-from engine.config.settings import FIXED, INCOMPARABLE, IRRELEVANT
+from engine.config.settings import FIXED, INCOMPARABLE, IRRELEVANT, WINDOWS
 from engine.errors import UserError
 from engine.reports.charts import draw_charts, ticks
 from engine.reports.history import Run
@@ -572,8 +572,10 @@ def test_a_missing_run_is_refused_with_the_newest_as_a_hint(tmp_path, monkeypatc
         choose_snapshot(None, "runs/mine")
 
 
-def test_every_listed_setting_exists():
+def test_every_listed_setting_exists_and_every_setting_of_the_text_is_listed():
     assert set(KEYS) >= FIXED | INCOMPARABLE | IRRELEVANT
+    sources = {"data.path", "data.url", "data.sha256", "data.cache_dir"}  # a text is compared by its content
+    assert {key for key in KEYS if key.startswith("data.")} == sources | {k for k in WINDOWS if k.startswith("data.")}
 
 
 def test_a_report_replaces_a_report_and_no_other_file(tmp_path):
