@@ -76,8 +76,8 @@ def write_model(path: str, snapshot: Snapshot, out: str) -> str:
     """Writes a snapshot, read from `path`, to `out`: as a snapshot, or for Transformers. Returns a description."""
     if not out.endswith(".pt"):
         return f"{path}, {snapshot}; {export(snapshot, path, out)}"
-    with atomic_write(out, "wb") as file:
-        file.write(snapshot.to_bytes())
+    with atomic_write(out, "w+b") as file:
+        snapshot.write(file)
     return f"{path}, {snapshot}"
 
 

@@ -341,7 +341,7 @@ class GPT(nn.Module):
 
     def initial_weights(self, name: str, shape: torch.Size) -> Tensor:
         """Initial weights of a parameter, unsharded, on the CPU: the same on any device and world size. Norms are 1,
-        biases and `TokenShift` 0; comments name the source of those of the matrices.
+        biases and `TokenShift` 0; for the matrices, comments name the source.
         """
         full = torch.empty(shape, device="cpu")
         onto_residual_stream = name.endswith("c_proj.weight")
@@ -364,9 +364,9 @@ class GPT(nn.Module):
         self, idx: Tensor, targets: Tensor | None = None, cache: list[LayerCache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and if `targets` (B, T) are given, the mean cross-entropy
-        in nats over those that are not -1 (as in minGPT). Both are differentiable, but the loss is not computed from
-        the returned tensor. With a `cache`, `idx` follows the characters in it. Raises ValueError if the context would
-        exceed `block_size`.
+        in nats over those that are not -1 (as in minGPT). The loss must not be differentiated with respect to
+        the returned logits: a kernel does not compute it from them. With a `cache`, `idx` follows the characters in it.
+        Raises ValueError if the context would exceed `block_size`.
         """
         (_, T), block_size = idx.shape, self.config.block_size
         past = cache[0].length if cache is not None else 0

@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
     is_check = arguments[:1] == ["check"]
     arguments = arguments[is_check:]
     if arguments and "=" not in arguments[0]:
-        meant = f"run_dir={arguments[0]}" if os.path.isdir(arguments[0]) else "check"
+        meant = f"run_dir={arguments[0]}" if is_check or os.path.isdir(arguments[0]) else "check"
         raise UserError(f"{arguments[0]}: not an argument; did you mean {meant}?")
     config = parse(ReportArguments, arguments)
     if is_check and config.out is not None:

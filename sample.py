@@ -255,8 +255,11 @@ def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]
     the held-out loss. Returns (losses, characters scored): losses in nats per character, one for each of `snapshots`
     and, if several, one more for the ensemble. Raises `UserError` for a text or stride that cannot be scored.
     """
-    losses = torch.cat([*score_batches(config, *snapshots)], dim=1)
-    return losses.mean(dim=1).tolist(), losses.size(1)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for losses in score_batches(config, *snapshots):
+        total = total + losses.sum(dim=1)
+        count += losses.size(1)
+    return (total / count).tolist(), count
 
 
 def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.Tensor]:

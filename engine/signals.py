@@ -19,7 +19,7 @@ started = time.monotonic()  # when the program started: this is the first module
 REQUESTS = (
     "",  # no request
     "SIGUSR1",  # save
-    "SIGHUP",  # the terminal was closed; this and the following save and stop
+    "SIGHUP",  # the terminal was closed; from here on: save, then stop
     "SIGTERM",  # the process is asked to end
     "SIGUSR2",  # the time of a cluster's job is nearly up; SLURM sends SIGTERM next
     "SIGINT",  # Ctrl-C

@@ -36,7 +36,6 @@ from engine.errors import UserError, one_line
 from engine.files import atomic_write, file_lock
 
 log = logging.getLogger("gpt")
-logging.getLogger("fsspec").setLevel(logging.WARNING)  # it logs each file whose compression it infers
 
 # Tiny Shakespeare, the default text.
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -398,9 +397,10 @@ def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
     if newlines:
         ends = [match.end() for match in re.finditer("\n" if newlines == 1 else "\n\n+", text)]
     if len(ends) < 2:
-        hint = "; lines must end in LF, not in CR or CR LF" * (newlines > 0 and "\r" in text)
-        hint += f" within data.truncate={truncate:g}" * (truncate < 1)
-        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{hint}")
+        part = f" within data.truncate={truncate:g}" * (truncate < 1)
+        has_other_ends = newlines > 0 and "\r" in (text if shuffle == "paragraphs" else text.replace("\r\n", "\n"))
+        hint = "; lines must end in LF, not in CR or CR LF" * has_other_ends
+        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}{hint}")
     starts = [0, *ends[:-1]]
     order = np.random.default_rng(0).permutation(len(ends))
     return "".join([*(text[starts[i] : ends[i]] for i in order), text[ends[-1] :]])

@@ -1,5 +1,5 @@
 // The AVX-512 intrinsics that engine/kernels/kernels.c uses, in C for AVX2: `emulated.py` compiles the kernels with it,
-// so that those for bfloat16 can be tested on other CPUs. Rounding is that of the hardware, speed is not.
+// so that those for bfloat16 can be tested on other CPUs. Numbers are rounded as by the hardware, but subnormal sums stay.
 
 #include <immintrin.h>
 #include <math.h>

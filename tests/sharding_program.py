@@ -4,12 +4,14 @@ ones, and has rank 0 print what it saw as one line of JSON.
 
 import json
 import sys
+import types
 
 import torch
 import torch.nn as nn
 
 from engine.optim import OptimizerConfig, create_optimizer
 from engine.parallel import distributed, sharding
+from engine.snapshots.manager import SnapshotManager
 from model import GPT, GPTConfig
 
 STEPS = 3
@@ -112,8 +114,12 @@ seen["inf"] = {
     "scales": distributed.all_gather(scaler.get_scale(), world),
 }
 
-# A shard of a full tensor is the one that it came from.
+# The states travel: sharded, whole on rank 0, and back.
+manager = types.SimpleNamespace(world=world)
+state = {name: SnapshotManager._to_host(manager, v) for name, v in model.state_dict().items()}
 full = [v.full_tensor() for v in model.state_dict().values()]
+if world.is_rank_0:
+    seen["whole"] = all(torch.equal(a, b) for a, b in zip(state.values(), full, strict=True))
 back = [sharding.shard_like(f, v) for f, v in zip(full, model.state_dict().values(), strict=True)]
 pairs = zip(back, model.state_dict().values(), strict=True)
 seen["shared"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)

@@ -290,6 +290,7 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
         ({"train_split": 0.8, "path": "copy.txt.gz"}, "same", True),
         ({"train_split": 0.8, "path": "./book.txt"}, "longer", True),
         ({}, "longer", False),
+        ({"path": ["other.txt", "book.txt"]}, "two", True),
         ({"shuffle": "lines"}, "shuffled", True),
         ({"shuffle": "lines", "path": "another.txt"}, "another", False),
     ],

@@ -56,11 +56,14 @@ def test_these_tests_pass_with_avx2_kernels():
 
 
 @pytest.mark.skipif(
-    shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() != "AVX2",
-    reason="needs a C compiler (cc) and a CPU with AVX2, not AVX-512, which has bfloat16 kernels of its own or none",
+    shutil.which("cc") is None
+    or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
+    or building.instructions(torch.bfloat16) is not None,
+    reason="needs a C compiler (cc) and a CPU with AVX2 that has no bfloat16 kernels of its own",
 )
-def test_these_tests_pass_with_emulated_avx512_kernels():
-    run_these_tests("-p", "emulated", "-k", "bfloat16 and not rebuilt", "-m", "not slow")
+def test_these_tests_pass_with_emulated_avx512_kernels(tmp_path):
+    selected = ("-k", "bfloat16 and not rebuilt", "-m", "not slow")
+    run_these_tests("-p", "emulated", *selected, XDG_CACHE_HOME=str(tmp_path))
 
 
 @both

@@ -77,7 +77,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(seen):
 
 
 def test_gathering_and_sharding_states_is_exact(seen):
-    assert seen["shared"]
+    assert seen["whole"] and seen["shared"]
 
 
 def begin(run, *settings, nproc):

@@ -36,7 +36,7 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
             config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
         return None
     if snapshot is not None:  # the source may be gone
-        log.info("init_from   ignored: resuming from the run's own snapshot")
+        log.info("init_from   not read: resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
     pretrained = run_on_rank_0(lambda: read_pretrained(source), world)
@@ -54,7 +54,10 @@ def read_pretrained(source: str) -> Snapshot:
     try:
         if os.path.exists(os.path.join(source, "config.json")):
             model, weights, vocabulary, encoding = transformers.read(source)
-            log.info("init_from   %s, which does not record the text that it was trained on", source)
+            log.info(
+                "init_from   %s; its training text is unknown: if it contains the held-out text, losses are too low",
+                source,
+            )
             settings = {"model": model, "data": {"encoding": encoding}}
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
         path = choose_snapshot(source, None)
@@ -72,14 +75,14 @@ def read_pretrained(source: str) -> Snapshot:
 def warn_if_seen(pretrained: Snapshot, data: Any, digest: str) -> None:
     """Warns if the weights were trained on text that `data` (`DataConfig`) holds out, which has this `digest`."""
     theirs = pretrained.config.get("data", {})
-    is_same = pretrained.text_digest == digest
-    if not is_same and not real_files(theirs.get("path") or []) & real_files(data.path):
+    is_same, seen, now = pretrained.text_digest == digest, real_files(theirs.get("path") or []), real_files(data.path)
+    if not is_same and not seen & now:
         return
-    is_other = not is_same and any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
-    if is_other or data.train_split < (theirs.get("train_split") or 0):
+    is_other = seen != now or any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
+    if (is_other and not is_same) or data.train_split < (theirs.get("train_split") or 0):
         log.warning(
             "init_from: the model was trained on part of the held-out text: the held-out loss is too low; set "
-            "data.train_split=%s or more, and the same truncate and shuffle",
+            "data.train_split=%s or more, and the other settings of the text as they were",
             theirs.get("train_split"),
         )
 

@@ -1,5 +1,6 @@
 """Build: compiles `kernels.c` for this machine, caches the library and loads it."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -63,8 +64,9 @@ def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
         key = repr((compiler, flags, SOURCE.read_bytes(), platform.libc_ver()))
         key = hashlib.sha256(key.encode()).hexdigest()[:16]
         built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
-        if _is_complete(built):
-            return ctypes.CDLL(str(built)), str(built)
+        with contextlib.suppress(OSError):  # missing, unreadable, or of another system: built again
+            if _is_complete(built):
+                return ctypes.CDLL(str(built)), str(built)
         if not compiler or shutil.which(compiler[0]) is None:
             return None, "no C compiler (cc, or what CC names)"
         built.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,5 @@ def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
 
 def _is_complete(built: Path) -> bool:
     """Whether the library ends with the SHA-256 of the rest. Loading a truncated one would kill the process."""
-    if not built.exists():
-        return False
     content = built.read_bytes()
     return hashlib.sha256(content[:-32]).digest() == content[-32:]

@@ -108,7 +108,7 @@ static inline float largest_of(vector x) {
 #endif
 
 // 2^x, with a relative error below 3e-7, for x from -126 to 127. Below, the result is at most 2^-126, for
-// -inf it is 0; above, it is wrong. A nan stays one.
+// -inf it is 0; above 127, it may be wrong. A nan stays one.
 static inline vector exp2_of(vector x) {
 #ifdef __AVX512F__
     vector rest = (vector)_mm512_reduce_ps((__m512)x, 0), whole = x - rest;
@@ -838,7 +838,8 @@ int gelu_backward(long threads, long n, const real *x, const real *dy, real *dx)
 
 // y (n) = x with dropout: 0 with probability dropped / 2^24, else x / (1 - that); n a multiple of 16.
 // A hash of the seed and the position decides, so that the backward pass, the same for dy, stores no
-// mask. Seeds must be random in all bits: the masks of two that differ in few are alike. The constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
+// mask. Two seeds that differ in a few bits give similar masks: all bits must be drawn at random. The
+// hash's constants: Ellis, "Prospecting for Hash Functions", 2018 (lowbias32).
 int dropout(long threads, long n, long dropped, uint64_t seed, const real *x, real *y) {
     const float scale = 16777216.0f / (16777216 - dropped);
     bits lane;
@@ -873,9 +874,10 @@ static inline void store_rest(real *p, vector x, long left) {
 }
 
 // loss (rows) = log(sum(exp(y))) - y of the target, or 0 where that is -1, for y (rows, V) =
-// softcap tanh(x / softcap), with an absolute error of 2e-8 softcap, or x where softcap is 0. Saved
-// for backward: the highest y of each row, and the logarithm of the sum once it is subtracted. sum_of_losses is added up in order: it
-// is the same with any number of threads. Returns 2 for a target that is none.
+// softcap tanh(x / softcap), with an absolute error of 2e-8 times softcap, or x where softcap is 0.
+// Saved for backward: the highest y of each row, and the logarithm of the sum once it is subtracted.
+// sum_of_losses is added up in order: it is the same with any number of threads. Returns 2 for a
+// target that is none.
 int cross_entropy(long threads, long rows, long V, long softcap, const real *x,
                   const int64_t *target, float *y, float *highest, float *log_sum, float *loss,
                   float *sum_of_losses) {

@@ -57,7 +57,7 @@ def _kernel(dtype: torch.dtype, name: str, arguments: int) -> Any:
     return kernel
 
 
-# The `ctx` of a forward pass without a backward pass, whose attributes nothing reads.
+# Stands in for `ctx` where no backward pass follows: what is stored in it is never read.
 NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *_: None, set_materialize_grads=lambda _: None)
 
 

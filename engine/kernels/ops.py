@@ -97,9 +97,10 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not `IGNORE`. Both are differentiable, but the loss is not computed from the returned tensor.
+    (...), int64, that are not `IGNORE`. The loss must not be differentiated with respect to the returned logits: the
+    kernel does not compute it from them.
     """
-    # The kernel's cap is an integer; its error grows with it.
+    # The kernel takes integer caps only; its error grows with the cap.
     has_cap = isinstance(softcap, int) and 0 <= softcap <= 100
     fits = has_cap and targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
+from engine.machine import hardware
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 
@@ -75,6 +76,8 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
     # Also reshard the root: by default, it stays gathered after the forward pass.
     for module in (*blocks, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if world.device.type == "cpu":  # or the heap would grow to more than a full model
+        hardware.return_freed_memory()
 
 
 def is_sharded(model: nn.Module) -> bool:

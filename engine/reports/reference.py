@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import statistics
 from typing import Any
 
@@ -22,7 +23,9 @@ References = dict[str, dict[str, Any]]
 
 
 def load_references(path: str) -> References:
-    """The references by recipe."""
+    """The references by recipe; empty if there is no file."""
+    if not os.path.exists(path):
+        return {}
     with open(path) as file:
         return json.load(file)
 

@@ -24,8 +24,7 @@ class Start(NamedTuple):
     run_dir: str  # absolute path
     hyperparameters: dict[str, Any]  # flat
     step: int  # where training starts; 0 for a new run
-    # The last position already logged, (step, whether an evaluation): that of earlier starts or of the snapshot,
-    # whichever is later.
+    # What was logged last, as (step, whether an evaluation): by an earlier start or at the snapshot, if that is later.
     logged: tuple[int, bool]
 
 

@@ -1,7 +1,7 @@
 """Chooses the null fields of a configuration for a text, a machine and a time limit.
 
-The speed of a reference model and the length of the text decide the model; the time of one of its steps decides their
-number. The passes over the text decide the learning rate and the weight decays.
+The speed of a reference model and the length of the text decide the model. The time of a step of that model decides the
+number of steps. The passes over the text decide the learning rate and the weight decays.
 """
 
 import copy

@@ -41,7 +41,7 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
         minutes, steps = trainer.max_minutes, fitting
         if trainer.max_steps == useful < fitting:
             log.info(
-                "sizing      %d steps: a time limit adds none beyond %d passes over the text; for more, set "
+                "sizing      %d steps: more time adds none beyond %d passes over the text; for more, set "
                 "trainer.max_steps and trainer.max_minutes=null",
                 useful, USEFUL_PASSES,
             )  # fmt: skip

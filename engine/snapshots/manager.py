@@ -160,7 +160,7 @@ class SnapshotManager:
         self._saving = SaveInProgress(snapshot.step, best, written)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A full copy in rank 0's memory; all ranks must call it for a sharded tensor."""
+        """On rank 0, a full copy in host memory; on others, `tensor`. All ranks must call it for a sharded tensor."""
         full = sharding.full_tensor(tensor.detach())
         return full.to("cpu", copy=True) if self.world.is_rank_0 else tensor
 

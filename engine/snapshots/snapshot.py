@@ -73,14 +73,22 @@ class Snapshot:
 
     def to_bytes(self) -> memoryview:
         """The content of the file, digest included."""
-        file = io.BytesIO()
+        buffer = io.BytesIO()
+        self.write(buffer)
+        return buffer.getbuffer()
+
+    def write(self, file: io.BytesIO | io.BufferedRandom) -> None:
+        """Writes the content into an empty file, also open for reading."""
         torch.save(vars(self), file)
-        if file.getbuffer()[-22:-18] != END_RECORD:
+        file.seek(-22, io.SEEK_END)
+        if file.read(4) != END_RECORD:
             raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
         file.seek(-2, io.SEEK_END)  # the length of the comment
         file.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
-        file.write(hashlib.sha256(file.getbuffer()).hexdigest().encode())
-        return file.getbuffer()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0, io.SEEK_END)
+        file.write(digest.encode())
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
@@ -129,7 +137,7 @@ class Snapshot:
         return unit_of(self.encoding)
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
-        """A snapshot with `change(tensor)` for each tensor; tied tensors stay tied."""
+        """A snapshot with `change(tensor)` for each tensor; tied tensors stay tied, unless they are sharded."""
         seen: dict[tuple, torch.Tensor] = {}
 
         def visit(value: Any) -> Any:
@@ -137,7 +145,7 @@ class Snapshot:
                 return {key: visit(inner) for key, inner in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
-            if is_dtensor(value):
+            if is_dtensor(value):  # an empty shard has no address
                 return change(value)
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if key not in seen:
@@ -169,7 +177,7 @@ def check_can_resume(
     refused = [f"{key} was {as_typed(was)}, is {as_typed(now)}" for key, (was, now) in changes.items() if is_fixed(key)]
     was, now = snapshot.text_digest, dataset.digest
     if was != now:
-        before, after = changes.pop("data.path", ("its text", "this one"))
+        before, after = changes.pop("data.path", ("the text", "now it"))
         refused.append(f"{before} had SHA-256 {was[:12]}, {after} has {now[:12]}")
     if refused:
         raise UserError(
