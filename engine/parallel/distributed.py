@@ -215,7 +215,8 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
 
 def run_on_rank_0(action: Callable[[], Any], world: World) -> Any:
     """Runs `action` on rank 0 alone; returns its result, which is pickled, on every rank. A `UserError` or `OSError`
-    there is raised as a `UserError` on every rank. It may take longer than the ranks' timeout: they poll whether it is done.
+    there is raised as a `UserError` on every rank. It may take longer than the ranks' timeout: they poll whether it is
+    done.
     """
     return _run(action, world.is_rank_0, world)
 
