@@ -57,8 +57,8 @@ class Config:
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
-        is_choice = asked not in (None, source.block_size)
-        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" * is_choice
+        differ = asked not in (None, source.block_size)
+        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" * differ
         log.info(
             "architecture %s, layers %d, heads %d, width %d, of the pretrained model; context %d%s",
             source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,

@@ -398,8 +398,7 @@ def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
         ends = [match.end() for match in re.finditer("\n" if newlines == 1 else "\n\n+", text)]
     if len(ends) < 2:
         part = f" within data.truncate={truncate:g}" * (truncate < 1)
-        has_other_ends = newlines > 0 and "\r" in (text if shuffle == "paragraphs" else text.replace("\r\n", "\n"))
-        hint = "; lines must end in LF, not in CR or CR LF" * has_other_ends
+        hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs" and "\r\n" in text)
         raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}{hint}")
     starts = [0, *ends[:-1]]
     order = np.random.default_rng(0).permutation(len(ends))

@@ -75,11 +75,12 @@ def read_pretrained(source: str) -> Snapshot:
 def warn_if_seen(pretrained: Snapshot, data: Any, digest: str) -> None:
     """Warns if the weights were trained on text that `data` (`DataConfig`) holds out, which has this `digest`."""
     theirs = pretrained.config.get("data", {})
-    is_same, seen, now = pretrained.text_digest == digest, real_files(theirs.get("path") or []), real_files(data.path)
-    if not is_same and not seen & now:
-        return
-    is_other = seen != now or any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
-    if (is_other and not is_same) or data.train_split < (theirs.get("train_split") or 0):
+    is_seen = data.train_split < (theirs.get("train_split") or 0)
+    if pretrained.text_digest != digest:  # another text, which may have files of the first
+        before, now = real_files(theirs.get("path") or []), real_files(data.path)
+        is_changed = before != now or any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
+        is_seen = bool(before & now) and (is_changed or is_seen)
+    if is_seen:
         log.warning(
             "init_from: the model was trained on part of the held-out text: the held-out loss is too low; set "
             "data.train_split=%s or more, and the other settings of the text as they were",
