@@ -394,7 +394,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if recompute:
                 x = checkpoint(block, x, rotation, use_reentrant=False)
-            elif targets is not None:
+            elif targets is not None and cache is None:
                 x = block(x, rotation)
             else:  # never the compiled block, which each new length would compile again
                 x = block._call_impl(x, rotation, None if cache is None else cache[i])

@@ -281,8 +281,6 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
         raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
     types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
     precisions = [execution.autocast({"device": device.type, "amp_dtype": name}) for name in types]
-    overlap = block_size - stride
-    num_characters = max(1, BATCH_CHARACTERS // block_size) * stride
     vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding
     text = "".join(read_text(find_files(config.score), encoding=encoding))
     if len(text) < 2:
@@ -291,21 +289,18 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
         ids = encode(text, vocabulary, encoding)
     except UserError as error:
         raise UserError(f"score={config.score}: {error}") from error
-    for first in range(0, max(len(ids) - overlap - 1, 1), num_characters):
-        batch = ids[first : first + num_characters + overlap + 1].to(device)
-        seen = overlap + 1 if first else 1  # at its start, not scored: the previous batch did
-        inputs, targets = batch[:-1], batch[seen:]
-        last = -(-max(len(inputs) - block_size, 0) // stride) * stride  # start of the last window
-        padding = last + block_size - len(inputs)
-        x = F.pad(inputs, (0, padding)).unfold(0, block_size, stride)  # (windows, block_size)
-        # Positions that neither an earlier window nor an earlier batch has scored.
-        is_new = torch.ones(x.shape, dtype=torch.bool, device=device)
-        is_new[1:, :overlap] = False
-        is_new[0, : seen - 1] = False
+    overlap, end = block_size - stride, len(ids) - 1  # the last character has no next one
+    starts = torch.arange(0, max(end - overlap, 1), stride)[:, None]
+    for first in starts.split(max(1, BATCH_CHARACTERS // block_size)):
+        positions = first + torch.arange(block_size)  # (windows, block_size)
+        is_new = (first == 0) | (positions >= first + overlap)  # not scored by an earlier window
+        is_new &= positions < end
+        x = ids[positions.clamp(max=end - 1)].to(device)
+        targets = ids[positions[is_new] + 1].to(device)
         losses = []
         for model, precision in zip(models, precisions, strict=True):
             with torch.no_grad(), precision:
-                logits = model(x)[0][is_new][: len(targets)]
+                logits = model(x)[0][is_new.to(device)]
             each = F.cross_entropy(logits, targets, reduction="none")
             losses.append(each.cpu().double())  # not every device has float64
         if len(models) > 1:  # -log of the mean probability

@@ -99,8 +99,9 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
 def real_files(path: str | list[str]) -> set[str]:
     """The files at local paths or patterns, symbolic links resolved, and URLs as they are."""
     names = [path] if isinstance(path, str) else path
-    local = [file for name in names if "://" not in name for file in glob.glob(name) or [name]]
-    return {*map(os.path.realpath, local), *(name for name in names if "://" in name)}
+    local = [name for name in names if "://" not in name]
+    files = [file for name in local for file in (glob.glob(name, recursive=True) if "*" in name else [name])]
+    return {*map(os.path.realpath, files), *(name for name in names if "://" in name)}
 
 
 def name_of(file: OpenFile) -> str:

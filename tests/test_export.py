@@ -32,10 +32,8 @@ MODELS = {
     "untied": {"arch": "gpt2", "tie_weights": False},
     "modern": {"arch": "modern"},
     "shifted": {"arch": "modern", "token_shift": True},
-    "shifted gpt2": {"arch": "gpt2", "token_shift": True},
     "n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
-    "n-grams alone": {"arch": "gpt2", "ngram_rows": 50},
-    "shifted gpt2 without biases": {"arch": "gpt2", "token_shift": True, "bias": False},
+    "n-grams alone": {"arch": "modern", "ngram_rows": 50},
 }
 
 
@@ -234,7 +232,7 @@ def set_json(path: Path, *keys: str, value) -> None:
             "config.json",
             ["model_type"],
             "llama",
-            "model_type=llama: must be gpt2, gpt2_shift, nanochat, nanochat_shift",
+            "model_type=llama: must be gpt2, nanochat, nanochat_shift",
         ),
         ("config.json", ["activation_function"], "gelu_new", "activation_function=gelu_new"),
         ("config.json", ["n_inner"], 64, "n_inner=64: models of this application have None"),
@@ -312,6 +310,13 @@ def test_an_added_model_field_is_refused_unless_it_has_its_default(tmp_path, mon
     says = "model.norm=mine: Transformers' models have no such setting"
     with pytest.raises(UserError, match=re.escape(says)):
         export.export(snapshot, "a.pt", str(tmp_path / "other"))
+
+
+def test_gpt2_with_token_shift_is_not_exported_to_transformers(tmp_path):
+    snapshot = model_snapshot(VOCABULARY, arch="gpt2", token_shift=True)
+    with pytest.raises(UserError, match=r"^model\.arch=gpt2 with token shift: Transformers has no such model; page="):
+        export.export(snapshot, "a.pt", str(tmp_path / "model"))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):

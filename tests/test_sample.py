@@ -163,7 +163,7 @@ def test_score_prints_its_figures(run_dir, tmp_path):
     assert perplexity == pytest.approx(math.exp(nats), rel=1e-5)
 
 
-@pytest.mark.parametrize("scored", ["text.txt", "{}/text.txt", "t*.txt", "other.txt"])
+@pytest.mark.parametrize("scored", ["text.txt", "{}/text.txt", "**/t*.txt", "other.txt"])
 @pytest.mark.parametrize("paths", ["text.txt", ["text.txt", "more.txt"]])
 def test_score_of_the_training_text_says_so(scored, paths, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -76,14 +76,11 @@ def explain_value(error: Exception) -> str:
 
 
 def field_table(cls: Any, prefix: str = "") -> str:
-    """The fields of a dataclass, without nested ones, inherited ones first, as lines for a terminal:
-    `name=default`, type and meaning in columns. A field without a default shows `???`.
+    """The fields of a dataclass, without nested and inherited ones, as lines for a terminal: `name=default`, type and
+    meaning in columns. A field without a default shows `???`.
     """
-    found: dict[str, tuple[str, str]] = {}
-    for base in reversed(cls.__mro__[:-1]):  # without `object`
-        for line in inspect.getsource(base).splitlines():
-            if own := FIELD.fullmatch(line):
-                found[own[1]] = own[2], own[3] or ""
+    declared = filter(None, map(FIELD.fullmatch, inspect.getsource(cls).splitlines()))
+    found = {field[1]: (field[2], field[3] or "") for field in declared}
     fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)]
     defaults = cast(dict, OmegaConf.to_container(OmegaConf.structured(cls)))
     rows = [(f"{prefix}{f.name}={as_typed(defaults[f.name])}", *found[f.name]) for f in fields]

@@ -1,4 +1,4 @@
-"""Transformers' GPT-2 and nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings (Huang et
+"""Transformers' nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings (Huang et
 al., "Over-Tokenized Transformer", 2025), as export.py writes them beside such a model.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
@@ -7,22 +7,20 @@ The MLPs also see the position before, scaled per channel; the embedding is the 
 for the last three and four characters. With a cache, a `DynamicCache`, each layer keeps the last position's input, and
 the cache the last characters. It can be neither reordered nor cropped: beam search and assisted generation are refused.
 
-`type: ignore` stands where a mixin's method has other arguments than Transformers' class beside it, on purpose, and
-where Transformers' cache gets an attribute.
+`type: ignore` stands where a method has other arguments than Transformers', on purpose, and where its cache gets an
+attribute.
 """
 
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, GPT2Config, GPT2LMHeadModel, NanoChatConfig, NanoChatForCausalLM
+from transformers import NanoChatConfig, NanoChatForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
 
 # The keyword of the cache: `past_key_values` up to Transformers 5.23.
-CACHE = "cache" if "cache" in inspect.signature(GPT2Block.forward).parameters else "past_key_values"
+CACHE = "cache" if "cache" in inspect.signature(NanoChatDecoderLayer.forward).parameters else "past_key_values"
 
 
 class TokenShift(nn.Module):
@@ -62,24 +60,21 @@ class NgramEmbedding(nn.Module):
         return three + four
 
 
-class ShiftedLayer(nn.Module):
+class ShiftedLayer(NanoChatDecoderLayer):
     """The base class's layer, with a token shift between the second norm and the MLP."""
-
-    names: tuple[str, str, str]  # of the first norm, of attention, and of the second norm
-    mlp: nn.Module
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         self.layer_idx, self.shift = layer_idx, TokenShift(config.hidden_size)
 
-    def forward(self, hidden_states, cache=None, attention_mask=None, encoder_hidden_states=None, **kwargs):
+    def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):  # type: ignore[override]
         cache = kwargs.pop("past_key_values", cache)
         if cache is None and kwargs.get("use_cache"):
             raise ValueError("token shift does not know where this Transformers has its cache")
-        norm_1, attention, norm_2 = (getattr(self, name) for name in self.names)
-        attended, _ = attention(norm_1(hidden_states), attention_mask=attention_mask, **{CACHE: cache}, **kwargs)
+        x = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(x, attention_mask=attention_mask, **{CACHE: cache}, **kwargs)
         hidden_states = hidden_states + attended
-        y = norm_2(hidden_states)
+        y = self.post_attention_layernorm(hidden_states)
         last = torch.zeros_like(y[:, :1])
         if cache is not None:
             cached = cache.layers[self.layer_idx]
@@ -98,27 +93,22 @@ class ShiftedLayer(nn.Module):
         return hidden_states + self.mlp(y + before * self.shift.weight)
 
 
-class ShiftedNanoChatLayer(ShiftedLayer, NanoChatDecoderLayer):  # type: ignore[misc]
-    names = ("input_layernorm", "self_attn", "post_attention_layernorm")
+class ShiftedConfig(NanoChatConfig):
+    model_type = "nanochat_shift"
+    ngram_rows: int = 0
 
 
-class ShiftedGPT2Layer(ShiftedLayer, GPT2Block):  # type: ignore[misc]
-    names = ("ln_1", "attn", "ln_2")
-
-
-def shifted(layer, config):
-    return nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
-
-
-class ShiftedGeneration(GenerationMixin):
-    config: Any
-    get_input_embeddings: Any
+class ShiftedForCausalLM(NanoChatForCausalLM):
+    config_class = ShiftedConfig
     _is_stateful = True  # Transformers refuses assisted generation
     # Their masks do not say which position is padding.
     _supports_flash_attn = _supports_flex_attn = False
 
-    def add_ngrams(self, config):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(ShiftedLayer(config, i) for i in range(config.num_hidden_layers))
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
+        self.post_init()
 
     # Transformers looks here for what a model takes.
     def forward(
@@ -157,33 +147,3 @@ class ShiftedGeneration(GenerationMixin):
         if kwargs.get("num_beams", default) not in (1, None):
             raise ValueError("num_beams: a model with token shift has no beam search")
         return super().generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[misc]
-
-
-class ShiftedConfig(NanoChatConfig):
-    model_type = "nanochat_shift"
-    ngram_rows: int = 0
-
-
-class ShiftedForCausalLM(ShiftedGeneration, NanoChatForCausalLM):
-    config_class = ShiftedConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.layers = shifted(ShiftedNanoChatLayer, config)
-        self.add_ngrams(config)
-        self.post_init()
-
-
-class ShiftedGPT2Config(GPT2Config):
-    model_type = "gpt2_shift"
-    ngram_rows: int = 0
-
-
-class ShiftedGPT2LMHeadModel(ShiftedGeneration, GPT2LMHeadModel):
-    config_class = ShiftedGPT2Config
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.transformer.h = shifted(ShiftedGPT2Layer, config)
-        self.add_ngrams(config)
-        self.post_init()

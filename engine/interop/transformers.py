@@ -5,7 +5,7 @@
 
 `config` is a dictionary of `GPTConfig`'s fields, `weights` the model's `state_dict`, and `vocabulary[i]` the character
 with the id i, which stands for a byte if `encoding` is "bytes". `arch="gpt2"` is Transformers' `GPT2LMHeadModel`,
-`arch="modern"` its `NanoChatForCausalLM`; with a `token_shift` or n-gram embeddings, the directory has the code of
+`arch="modern"` its `NanoChatForCausalLM`; with token shift or n-gram embeddings, the directory has the code of
 `shifted.py`, too, which `trust_remote_code=True` allows to run. Transformers itself is not needed, `safetensors` is.
 
 Unknown characters become one more token at the end of the vocabulary, U+FFFD (Unicode's replacement character). Its
@@ -31,7 +31,6 @@ WEIGHTS = "model.safetensors"
 # `model_type` in `config.json`, `arch`, whether it is `is_shifted`, and Transformers' class, or that of `shifted.py`
 KINDS = {
     "gpt2": ("gpt2", False, "GPT2LMHeadModel"),
-    "gpt2_shift": ("gpt2", True, "ShiftedGPT2LMHeadModel"),
     "nanochat": ("modern", False, "NanoChatForCausalLM"),
     "nanochat_shift": ("modern", True, "ShiftedForCausalLM"),
 }
@@ -47,9 +46,8 @@ BLOCK = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 MODULES: dict[str, dict[str, list[str]]] = {
     "gpt2": {
         "tok_emb": ["transformer.wte"],
-        "ngrams": ["ngrams"],
         "pos_emb": ["transformer.wpe"],
-        **{f"blocks.{{}}.{name}": [f"transformer.h.{{}}.{name}"] for name in (*BLOCK, "shift")},
+        **{f"blocks.{{}}.{name}": [f"transformer.h.{{}}.{name}"] for name in BLOCK},
         "ln_f": ["transformer.ln_f"],
         "head": ["lm_head"],
     },
@@ -131,6 +129,9 @@ def to_files(config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str
     if unknown := config.keys() - KNOWN:
         name = min(unknown)
         raise UserError(f"model.{name}={config[name]}: Transformers' models have no such setting")
+    if config["arch"] == "gpt2" and is_shifted(config):
+        kind = "token shift" if config["token_shift"] else "n-gram embeddings"
+        raise UserError(f"model.arch=gpt2 with {kind}: Transformers has no such model; page=FILE exports it")
     files = {WEIGHTS: safetensors().save(to_transformers(config, weights), {"format": "pt"})}
     for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()
@@ -142,7 +143,7 @@ def to_files(config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str
 def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights in float32, under Transformers' names and in its layout, with the unknown token."""
     if config["arch"] == "gpt2" and not config["bias"]:  # its GPT-2 always has biases
-        biased = [n for n in weights if n.startswith(("blocks.", "ln_f.")) and ".shift." not in n]
+        biased = [n for n in weights if n.startswith(("blocks.", "ln_f."))]
         weights = weights | {n.replace(".weight", ".bias"): torch.zeros(len(weights[n])) for n in biased}
     if is_shifted(config) and not config["token_shift"]:
         shift = torch.zeros(config["n_embd"])
@@ -171,12 +172,9 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
     """The JSON files by name: model, generation and tokenizer."""
     gpt2, unknown_id = config["arch"] == "gpt2", len(vocabulary)
     unknown = unknown_token(vocabulary, encoding)
-    model_type = ("gpt2" if gpt2 else "nanochat") + "_shift" * is_shifted(config)
+    model_type = "gpt2" if gpt2 else "nanochat" + "_shift" * is_shifted(config)
     *_, name = KINDS[model_type]
-    shifted = {
-        "AutoConfig": f"shifted.{'ShiftedGPT2Config' if gpt2 else 'ShiftedConfig'}",
-        "AutoModelForCausalLM": f"shifted.{name}",
-    }
+    shifted = {"AutoConfig": "shifted.ShiftedConfig", "AutoModelForCausalLM": f"shifted.{name}"}
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     pattern = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     splitter: dict[str, Any] = {"type": "Split", **pattern}  # every character is one token

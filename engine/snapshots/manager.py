@@ -116,10 +116,8 @@ class SnapshotManager:
             }
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
-        except torch.AcceleratorError:  # a subclass of RuntimeError
-            raise
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
                 raise
             raise UserError(
                 f"{self.path}: cannot be restored into this model; start another run with "

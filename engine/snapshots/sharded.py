@@ -84,14 +84,9 @@ def read_shards(path: str, shards: dict[str, Any], model: dict[str, torch.Tensor
     found = digests([*shards["files"]], folder, world)
     for name, expected in shards["files"].items():
         if found[name] != expected:
-            same = []
-            for other in SnapshotStorage(path).all():
-                with contextlib.suppress(UserError):  # damaged, too
-                    if load(other).shards == shards:
-                        same.append(other)
             raise SnapshotError(
-                f"{os.path.join(folder, name)}: damaged: size or SHA-256 differs from when it was written; "
-                f"move {', '.join(same)} away to resume from the snapshot before"
+                f"{os.path.join(folder, name)}: damaged: size or SHA-256 differs from when it was written; move all "
+                "snapshots of its step away to resume from the one before"
             )
     reader = checkpoint.FileSystemReader(folder)
     state: dict[str, torch.Tensor] = {}
