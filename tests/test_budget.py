@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 import model as model_module
 from config import compose, validate
 from engine.kernels import ops
+from engine.machine import hardware
 from engine.optim import set_learning_rate
 from model import GPT, create_optimizer
 
 LAUNCHES, GIGABYTES = 430, 3.05  # of experiment=shakespeare_gpu; 418 and 2.94 without n-grams
-UPDATE_LAUNCHES = 251  # of clipping and the optimizer's step
+UPDATE_LAUNCHES = 267  # of clipping and the optimizer's step
 # Operations that launch nothing; views apart. `zeros` makes the flash kernel's random state.
 FREE = ("device", "_unsafe_view", "zeros")
 
@@ -72,6 +73,7 @@ def test_a_gpu_step_stays_within_its_budget_of_launches_and_bytes_without_synchr
     monkeypatch.setattr(ops, "rms_norm", FusedRMSNorm.apply)
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash_attention)
     monkeypatch.setattr(model_module, "causal_attention", ops._torch_attention)
+    monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: True)  # as on a GPU
     config: Any = validate(compose(["experiment=shakespeare_gpu"]))
     size = config.trainer.batch_size, config.data.block_size
     with FakeTensorMode(), Launches() as launched:

@@ -53,7 +53,7 @@ def test_fsdp_takes_the_steps_of_an_unsharded_model(seen, case):
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
     # AdamW's first steps enlarge differences of rounding, where gradients are small; so does Muon,
     # which computes in bfloat16.
-    tolerance = 2e-3 if "muon" in case else 5e-5
+    tolerance = 3e-3 if "muon" in case else 5e-5
     assert torch.allclose(shared, plain, rtol=tolerance / 10)
     assert seen[case]["weights"] < tolerance
 

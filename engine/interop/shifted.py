@@ -132,7 +132,7 @@ class ShiftedForCausalLM(NanoChatForCausalLM):
             inputs_embeds = self.get_input_embeddings()(input_ids)
             inputs_embeds = inputs_embeds + self.ngrams(input_ids, cache, attention_mask)
             input_ids, kwargs[CACHE] = None, cache
-        return super().forward(  # type: ignore[misc]
+        return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
