@@ -7,7 +7,7 @@ python export.py run_dir=runs/NAME out=my_gpt                   another run
 python export.py snapshot=runs/NAME/gpt_snapshot.pt out=my_gpt
 python export.py run_dir=runs/NAME out=single.pt                a sharded snapshot in one file
 
-`AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits (with a token shift or n-gram embeddings it needs
+`AutoModelForCausalLM.from_pretrained("my_gpt")` gives the same logits (with token shift or n-gram embeddings it needs
 `trust_remote_code=True`), `main.py init_from=my_gpt` fine-tunes it, and `hf upload USER/NAME my_gpt` publishes it. It
 needs safetensors (pip install safetensors). A page needs neither Python nor a network where it is opened.
 """

@@ -312,9 +312,10 @@ def test_an_added_model_field_is_refused_unless_it_has_its_default(tmp_path, mon
         export.export(snapshot, "a.pt", str(tmp_path / "other"))
 
 
-def test_gpt2_with_token_shift_is_not_exported_to_transformers(tmp_path):
-    snapshot = model_snapshot(VOCABULARY, arch="gpt2", token_shift=True)
-    with pytest.raises(UserError, match=r"^model\.arch=gpt2 with token shift: Transformers has no such model; page="):
+@pytest.mark.parametrize("option, kind", [("token_shift", "token shift"), ("ngram_rows", "n-gram embeddings")])
+def test_gpt2_with_our_additions_is_not_exported_to_transformers(option, kind, tmp_path):
+    snapshot = model_snapshot(VOCABULARY, arch="gpt2", **{option: 1})
+    with pytest.raises(UserError, match=f"^model.arch=gpt2 with {kind}: Transformers has no such model; page="):
         export.export(snapshot, "a.pt", str(tmp_path / "model"))
     assert not any(tmp_path.iterdir())
 

@@ -52,9 +52,9 @@ def test_fsdp_takes_the_steps_of_an_unsharded_model(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
     # AdamW's first steps enlarge differences of rounding, where gradients are small; so does Muon,
-    # which computes in bfloat16.
+    # which computes in bfloat16 where the CPU does: 2.1e-3 on a Zen 4.
     tolerance = 3e-3 if "muon" in case else 5e-5
-    assert torch.allclose(shared, plain, rtol=tolerance / 10)
+    assert torch.allclose(shared, plain, rtol=2e-4 if "muon" in case else 5e-6)
     assert seen[case]["weights"] < tolerance
 
 

@@ -76,8 +76,8 @@ def explain_value(error: Exception) -> str:
 
 
 def field_table(cls: Any, prefix: str = "") -> str:
-    """The fields of a dataclass, without nested and inherited ones, as lines for a terminal: `name=default`, type and
-    meaning in columns. A field without a default shows `???`.
+    """The fields of a dataclass, which inherits none, without nested ones, as lines for a terminal: `name=default`,
+    type and meaning in columns. A field without a default shows `???`.
     """
     declared = filter(None, map(FIELD.fullmatch, inspect.getsource(cls).splitlines()))
     found = {field[1]: (field[2], field[3] or "") for field in declared}

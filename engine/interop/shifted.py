@@ -1,5 +1,5 @@
-"""Transformers' nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings (Huang et
-al., "Over-Tokenized Transformer", 2025), as export.py writes them beside such a model.
+"""Transformers' nanochat with token shift (RWKV, Peng et al., 2023) and hashed n-gram embeddings (Huang et al.,
+"Over-Tokenized Transformer", 2025), as export.py writes them beside such a model.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
