@@ -174,7 +174,7 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
     unknown = unknown_token(vocabulary, encoding)
     model_type = "gpt2" if gpt2 else "nanochat" + "_shift" * is_shifted(config)
     *_, name = KINDS[model_type]
-    shifted = {"AutoConfig": "shifted.ShiftedConfig", "AutoModelForCausalLM": "shifted.ShiftedForCausalLM"}
+    shifted = {"AutoConfig": "shifted.ShiftedConfig", "AutoModelForCausalLM": f"shifted.{name}"}
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     pattern = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     splitter: dict[str, Any] = {"type": "Split", **pattern}  # every character is one token
