@@ -93,7 +93,7 @@ def run_training(config: Config, started: float) -> float | None:
         # These three resolve the null fields of `config`.
         pretrained = read_init_weights(config, snapshots.found, world)
         text = load_text(config, recorded, world)
-        choose_sizes(config, text, recorded, world, started, make_trainer)
+        deadline = choose_sizes(config, text, recorded, world, started, make_trainer)
         if snapshots.found:  # before a changed setting makes the split fail
             check_can_resume(snapshots.found, snapshots.path, dataclasses.asdict(config), {}, text)
 
@@ -101,7 +101,7 @@ def run_training(config: Config, started: float) -> float | None:
         split, final = text.split(), text.final_part()
         unseen, frequency_loss = compare_characters(*split)
         on_start = functools.partial(record_run, config, frequency_loss)
-        trainer = make_trainer(config, split, pretrained=pretrained, on_start=on_start)
+        trainer = make_trainer(config, split, pretrained=pretrained, on_start=on_start, deadline=deadline)
         log_parts(config, trainer, unseen)
         loss = trainer.train()
         if world.is_rank_0:
@@ -115,7 +115,8 @@ def build_trainer(
     snapshots: SnapshotManager,
     world: World,
     pretrained: Snapshot | None = None,
-    on_start: Callable[[Trainer], None] | None = None,
+    on_start: Callable[[Trainer], None] = lambda trainer: None,
+    deadline: float | None = None,
 ) -> Trainer:
     """Builds the model, with `pretrained` weights if given, its optimizer and the Trainer."""
     train_text, held_out = split
@@ -142,6 +143,7 @@ def build_trainer(
         snapshots=snapshots,
         is_pretrained=config.init_from is not None,
         on_start=on_start,
+        deadline=deadline,
     )
 
 

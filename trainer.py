@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
+MIN_SHORTENED = 0.03  # share of the steps; fewer do not matter
 
 
 @dataclass
@@ -132,7 +133,9 @@ class Trainer:
             `config` of model and dataset, if any.
         snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: also evaluate before the first step: the initial weights may be the best.
-        on_start: called with this Trainer on rank 0 when the files of the run are open.
+        on_start: called with this Trainer on rank 0 when the files of the run are open, and when its steps change.
+        deadline: when training should end, as `time.monotonic()` gives it: the steps are reduced if they would take
+            longer.
 
     Raises `UserError` for another type of dataset, a batch with fewer windows than ranks, or another run's snapshot.
     """
@@ -153,7 +156,8 @@ class Trainer:
         run_config: dict[str, Any] | None = None,
         snapshots: SnapshotManager | None = None,
         is_pretrained: bool = False,
-        on_start: "Callable[[Trainer], None] | None" = None,
+        on_start: "Callable[[Trainer], None]" = lambda trainer: None,
+        deadline: float | None = None,
     ):
         if not hasattr(train_dataset, "batch"):
             raise UserError(
@@ -161,6 +165,7 @@ class Trainer:
             )
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
         self.train_dataset, self.test_dataset, self.on_start = train_dataset, test_dataset, on_start
+        self.deadline = deadline
         self.probe = probe and functools.partial(self._call_eagerly, probe)
         world = world or join_processes(config.device, config.threads, config.timeout_s)
         self.world, device = world, world.device
@@ -230,6 +235,7 @@ class Trainer:
                     loss, grad_norm = next(steps)
                     self.training_log.log_step(self.step, loss, grad_norm)
                     self._evaluate_if_due()
+                    self._shorten_if_late()
                     self._save_if_due()
                 self.requests.finish()
                 self.snapshots.finish(self.step)
@@ -345,8 +351,7 @@ class Trainer:
         self.snapshots.open(self.step, HISTORY)
         is_evaluated, run_dir = self.evaluations.is_done(self.step), self.snapshots.run_dir
         self.training_log.open(run_dir, self.step, is_evaluated, self.config.trackers, self.run_config)
-        if self.on_start is not None:
-            self.on_start(self)
+        self.on_start(self)
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
@@ -399,6 +404,28 @@ class Trainer:
     def max_eval_windows(self) -> int | None:
         """Maximum windows per forward pass in evaluation: the micro-batch if memory limits it, or None."""
         return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
+
+    def _shorten_if_late(self) -> None:
+        """Shortens the plan, after an evaluation, if training would miss its deadline: the machine has become slower
+        since the steps were chosen. Waits for a third of the steps, to know the speed.
+        """
+        plan = self.plan
+        if self.deadline is None or not self.evaluations.is_done(self.step) or 3 * self.step < plan.total_steps:
+            return
+        fitting = (self.deadline - time.monotonic()) / self.training_log.seconds_per_step(self.step)
+        total_steps = distributed.all_gather(self.step + max(int(fitting), 0), self.world)[0]
+        if total_steps > (1 - MIN_SHORTENED) * plan.total_steps:
+            return
+        log.info(
+            "plan        %d steps instead of %d, to end in time: they take longer than when they were chosen",
+            total_steps, plan.total_steps,
+        )  # fmt: skip
+        self.config.max_steps = self.run_config["trainer"]["max_steps"] = total_steps
+        self.plan = self.evaluations.plan = self.training_log.plan = replace(plan, total_steps=total_steps)
+        try:
+            distributed.run_on_rank_0(lambda: self.on_start(self), self.world)
+        except UserError as error:  # a full disk does not end the run
+            log.warning("%s", error)
 
     def _save_if_due(self) -> None:
         """Saves a snapshot if one is due, or if this step has the lowest loss."""

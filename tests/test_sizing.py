@@ -46,11 +46,11 @@ class FakeTrial:
     """
 
     def __init__(self, flops: float, minutes: float, device: str = "cpu"):
-        self.flops, self.minutes, self.timed = flops, minutes, []
+        self.flops, self.deadline, self.timed = flops, 60 * minutes, []
         self.world = World.alone(torch.device(device))
 
     def seconds_left(self) -> float:
-        return 60 * self.minutes
+        return self.deadline
 
     def seconds_per_step(self, draft: Draft) -> float:
         compiled = draft.config.trainer.compile

@@ -136,6 +136,30 @@ def test_the_time_left_is_that_of_recent_steps(parts, tmp_path, monkeypatch, cap
     assert re.findall(r"step +(\d+)/12 .* (\S+) left", caplog.text) == [("4", "0:08"), ("8", "0:20"), ("12", "0:00")]
 
 
+@pytest.mark.parametrize("seconds, steps", [(1.0, 60), (1.5, 40), (2.5, 24)])
+def test_a_run_slower_than_planned_ends_at_its_deadline_with_its_whole_schedule(
+    parts, tmp_path, monkeypatch, seconds, steps
+):
+    clock = [0.0]
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(f"time.{name}", lambda: clock[0])
+    trainer = make(parts, tmp_path, max_steps=60, eval_every_steps=4)
+    trainer.deadline, train_step, recorded = 60.0, trainer.train_step, []
+    trainer.on_start = lambda trainer: recorded.append((trainer.step, trainer.plan.total_steps))
+    trainer.schedule = OptimizerConfig(schedule="linear").learning_rate_factor
+
+    def slow(micro_batches):
+        clock[0] += seconds
+        return train_step(micro_batches)
+
+    trainer.train_step = slow
+    trainer.train()
+    assert trainer.step == steps and clock[0] <= 60
+    assert recorded == [(0, 60)] + [(20, steps)] * (steps < 60)  # not before a third
+    assert metrics(tmp_path, "train")[-1]["lr"] == pytest.approx(1e-2 / steps)
+    assert load(str(tmp_path / "gpt_snapshot.pt")).config["trainer"]["max_steps"] == steps
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
     trainer = make(parts, tmp_path, optimizer=optimizer)

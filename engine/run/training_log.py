@@ -127,6 +127,7 @@ class TrainingLog:
         is_first_step = step == self.first_step + 1
         if is_first_step:
             self.paused_s = 0.0  # evaluating pretrained weights
+            self.started = time.perf_counter()
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.not_finite[0] < 0)
         self.not_finite = torch.where(is_first, noted, self.not_finite)
@@ -167,6 +168,10 @@ class TrainingLog:
             shown = re.sub(r"\r?\n", " | ", samples[0].strip())
             # A byte model may sample control characters, which affect a terminal.
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
+
+    def seconds_per_step(self, step: int) -> float:
+        """The mean up to `step`, evaluations and saves included, without the first step, which may compile."""
+        return (time.perf_counter() - self.started) / max(step - self.first_step - 1, 1)
 
     def _mean(self, rank_loss: torch.Tensor) -> float:
         """The mean over the ranks."""

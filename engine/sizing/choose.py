@@ -46,22 +46,26 @@ def choose_sizes(
     world: World,
     started: float,
     make_trainer: Callable[[Any, Any], Any],
-) -> None:
+) -> float | None:
     """Sets the null fields of `config`, and the steps if there is a time limit, which counts from `started`. A run that
     resumes takes them from the settings `recorded` in its snapshot. `make_trainer(config, split)` makes the Trainer to
-    time.
+    time. Returns the deadline of training, as `time.monotonic()` gives it; None without a time limit, or if the run
+    resumes.
     """
-    draft = Draft(config, len(text.data))
-    trial = Trial(text, world, started + 60 * (config.trainer.max_minutes or 0.0), make_trainer)
+    draft, deadline = Draft(config, len(text.data)), None
+    minutes = config.trainer.max_minutes
+    trial = Trial(text, world, started + 60 * (minutes or 0.0), make_trainer)
     if recorded is not None:
         recall(draft, recorded)
         if world.device.type == "cuda" and config.trainer.compile == "auto":
             config.trainer.compile = recorded.get("trainer", {}).get("compile", "auto")
     elif draft.is_incomplete:
         overrides = choose(draft, trial)
+        deadline = None if minutes is None else trial.deadline
         log.info("sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name))
     config.model = sized_model(config)
     trial.warn_if_too_little(config)
+    return deadline
 
 
 def choose(draft: Draft, trial: Any) -> list[str]:
@@ -196,16 +200,18 @@ def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -
 
 
 def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> None:
-    """Chooses the steps that fit into the remaining time, at `step_s` seconds each, but at most `most_steps`. Raises
-    `UserError` if none fits.
+    """Chooses the steps that fit into the remaining time, at `step_s` seconds each, but at most `most_steps`. Moves the
+    deadline of `trial` to the end of training. Raises `UserError` if no step fits.
     """
     config, trainer, world = draft.config, draft.config.trainer, trial.world
-    seconds = trial.seconds_left()
     evaluation_s = step_s * draft.scoring_steps(draft.held_out_characters)
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
     # One process scores the final part.
     final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
-    left = seconds - other_seconds(config, seconds / step_s, world) - initial_s - final_s
+    saved = 12 * memory.count_weights(config.model)  # with two moment estimates, in float32
+    trial.deadline -= FINISH_S + saved / SAVED_PER_S + final_s
+    seconds = trial.seconds_left()
+    left = seconds - gpu_seconds(config, seconds / step_s, world) - initial_s
     if trainer.eval_every_steps is None:
         number = number_of_evaluations(left / evaluation_s)
         fitting = int((left - number * evaluation_s) / step_s)
@@ -234,15 +240,13 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> 
     log.info("sizing      %s steps: %s", f"{steps:,}", why)
 
 
-def other_seconds(config: Any, steps: float, world: World) -> float:
-    """Seconds outside `steps` and their evaluations: saving and exit; on a GPU, compiling again and sampling."""
-    saved = 12 * memory.count_weights(config.model)  # with two moment estimates, in float32
-    seconds = FINISH_S + saved / SAVED_PER_S
-    if world.device.type != "cpu":
-        draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
-        seconds += DRAW_S * (config.model.n_layer + 1) * config.samples * draws
-        seconds += COMPILE_AGAIN_S * (config.trainer.compile == "true")
-    return seconds
+def gpu_seconds(config: Any, steps: float, world: World) -> float:
+    """Seconds on a GPU beside `steps` and their evaluations: compiling again and sampling."""
+    if world.device.type == "cpu":
+        return 0.0
+    draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
+    sampling_s = DRAW_S * (config.model.n_layer + 1) * config.samples * draws
+    return sampling_s + COMPILE_AGAIN_S * (config.trainer.compile == "true")
 
 
 def choose_rates(draft: Draft) -> None:

@@ -38,7 +38,7 @@ def characters_per_step(characters: int, width: int, affordable: float, on_cuda:
     """Characters per step, for a text of length `characters` and a model of `width`. `affordable`: characters for the
     reference model in the time.
     """
-    step = 1024 if characters < 50_000 else 2048 if characters < 500_000 else 3072
+    step = 768 if characters < 50_000 else 2048 if characters < 500_000 else 3072
     if on_cuda:  # larger steps take little longer: 200 steps per pass are enough
         step = max(step, int(min(characters / 200, affordable / 2000, 64 * width, 24_576)))
     return step
