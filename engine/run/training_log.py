@@ -85,7 +85,7 @@ class TrainingLog:
             )
         self.first_step = self.lap_step = step
         self.paused_s = 0.0
-        self.lap_started = time.perf_counter()
+        self.started = self.lap_started = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self, recurs: bool = True) -> Iterator[None]:
@@ -96,7 +96,10 @@ class TrainingLog:
         yield
         paused_s = time.perf_counter() - started
         self.lap_started += paused_s
-        self.paused_s += paused_s if recurs else 0.0
+        if recurs:
+            self.paused_s += paused_s
+        else:  # does not count in `seconds_per_step`
+            self.started += paused_s
 
     def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
         """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
@@ -170,7 +173,7 @@ class TrainingLog:
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 
     def seconds_per_step(self, step: int) -> float:
-        """The mean up to `step`, evaluations and saves included, without the first step, which may compile."""
+        """The mean up to `step`, with evaluations and saves, without samples and the first step, which may compile."""
         return (time.perf_counter() - self.started) / max(step - self.first_step - 1, 1)
 
     def _mean(self, rank_loss: torch.Tensor) -> float:
