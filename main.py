@@ -45,6 +45,7 @@ from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
 from engine.run.memory import report_exhausted
+from engine.run.plan import Deadline
 from engine.run.provenance import log_parts, record_run
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
@@ -116,7 +117,7 @@ def build_trainer(
     world: World,
     pretrained: Snapshot | None = None,
     on_start: Callable[[Trainer], None] = lambda trainer: None,
-    deadline: float | None = None,
+    deadline: Deadline | None = None,
 ) -> Trainer:
     """Builds the model, with `pretrained` weights if given, its optimizer and the Trainer."""
     train_text, held_out = split

@@ -35,7 +35,7 @@ from engine.parallel.distributed import World, join_processes, report_unresponsi
 from engine.run import memory, trackers
 from engine.run.directory import HISTORY
 from engine.run.evaluation import Evaluation, Evaluations, evaluate
-from engine.run.plan import Plan
+from engine.run.plan import Deadline, Plan
 from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
 from engine.signals import Stopped
@@ -134,8 +134,7 @@ class Trainer:
         snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: also evaluate before the first step: the initial weights may be the best.
         on_start: called with this Trainer on rank 0 when the files of the run are open, and when its steps change.
-        deadline: when training should end, as `time.monotonic()` gives it: the steps are reduced if they would take
-            longer.
+        deadline: the steps are reduced if they would take longer.
 
     Raises `UserError` for another type of dataset, a batch with fewer windows than ranks, or another run's snapshot.
     """
@@ -157,7 +156,7 @@ class Trainer:
         snapshots: SnapshotManager | None = None,
         is_pretrained: bool = False,
         on_start: "Callable[[Trainer], None]" = lambda trainer: None,
-        deadline: float | None = None,
+        deadline: Deadline | None = None,
     ):
         if not hasattr(train_dataset, "batch"):
             raise UserError(
@@ -412,7 +411,7 @@ class Trainer:
         plan = self.plan
         if self.deadline is None or not self.evaluations.is_done(self.step) or 3 * self.step < plan.total_steps:
             return
-        fitting = (self.deadline - time.monotonic()) / self.training_log.seconds_per_step(self.step)
+        fitting = (self.deadline.at - time.monotonic()) / self.training_log.seconds_per_step(self.step)
         total_steps = distributed.all_gather(self.step + max(int(fitting), 0), self.world)[0]
         if total_steps > (1 - MIN_SHORTENED) * plan.total_steps:
             return
@@ -420,7 +419,8 @@ class Trainer:
             "plan        %d steps instead of %d, to end in time: they take longer than when they were chosen",
             total_steps, plan.total_steps,
         )  # fmt: skip
-        self.config.max_steps = self.run_config["trainer"]["max_steps"] = total_steps
+        self.config.max_steps, self.config.max_minutes = total_steps, self.deadline.minutes
+        self.run_config["trainer"] |= {"max_steps": total_steps, "max_minutes": self.deadline.minutes}
         self.plan = self.evaluations.plan = self.training_log.plan = replace(plan, total_steps=total_steps)
         try:
             distributed.run_on_rank_0(lambda: self.on_start(self), self.world)

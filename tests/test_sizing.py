@@ -4,13 +4,14 @@ import copy
 import dataclasses
 import functools
 import itertools
+import re
 import shlex
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from conftest import ALONE, equal, metrics, read_until, start
+from conftest import ALONE, equal, metrics, patched_main, read_until, start
 
 from config import Config, validate
 from engine.config import auto
@@ -182,6 +183,29 @@ def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(tmp_
     assert metrics(first) == metrics(second)
     snapshots = [load(str(run / "gpt_snapshot.pt")) for run in (first, second)]
     assert equal(*(dataclasses.replace(snapshot, config={}) for snapshot in snapshots))
+
+
+LATE = """
+import time, trainer
+patched = trainer.Trainer.train
+def late(self):
+    if self.deadline and self.world.is_rank_0:
+        self.deadline = self.deadline._replace(at=time.monotonic())
+    return patched(self)
+trainer.Trainer.train = late
+"""
+
+
+def test_processes_agree_on_a_shortened_plan_and_the_same_command_finds_it_finished(tmp_path):
+    text, run_dir = tmp_path / "book.txt", tmp_path / "run"
+    text.write_text("to be or not to be, that is the question\n" * 60)
+    command = [*OWN, f"data.path={text}", "trainer.max_minutes=10", *SMALL, f"run_dir={run_dir}"]
+    result = start(*command, nproc=2, script=patched_main(tmp_path, LATE))
+    assert result.returncode == 0, result.stderr
+    steps, planned = map(int, re.findall(r"plan +(\d+) steps instead of (\d+)", result.stdout)[0])
+    assert planned / 3 <= steps == load(str(run_dir / "gpt_snapshot.pt")).step
+    again = start(*command, nproc=2)
+    assert f"this run is finished: it has {steps} steps of {steps}" in again.stdout, again.stderr
 
 
 def resumed(chosen: dict, *overrides: str, characters: int = 10**9) -> dict:

@@ -21,7 +21,7 @@ from engine.kernels import execution
 from engine.machine.hardware import is_out_of_memory
 from engine.parallel.distributed import World, seed_step
 from engine.run import evaluation
-from engine.run.plan import Plan
+from engine.run.plan import Deadline, Plan
 from engine.run.requests import Requests
 from engine.signals import REQUESTS, Stopped
 from engine.snapshots.snapshot import SnapshotError
@@ -157,9 +157,9 @@ def test_a_run_slower_than_planned_ends_at_its_deadline_with_its_whole_schedule(
         return []
 
     trainer.train_step, trainer.training_log.sample = slow, sample
-    trainer.deadline = 50.0 + 59 + 3 * 7
+    trainer.deadline = Deadline(3.0, at=50.0 + 59 + 3 * 7)
     trainer.train()
-    assert trainer.step == steps and clock[0] <= trainer.deadline + 7
+    assert trainer.step == steps and clock[0] <= trainer.deadline.at + 7
     assert recorded == [(0, 60)] + [(20, steps)] * (steps < 60)  # not before a third
     assert metrics(tmp_path, "train")[-1]["lr"] == pytest.approx(1e-2 / steps)
     assert load(str(tmp_path / "gpt_snapshot.pt")).config["trainer"]["max_steps"] == steps

@@ -1,9 +1,9 @@
-"""Plan: the batch arithmetic of a run, and when evaluations and saves are due."""
+"""Plan: the batch arithmetic of a run, its deadline, and when evaluations and saves are due."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import UserError
 
@@ -16,6 +16,13 @@ def planned_steps(config: Any, windows: int) -> float:
     if config.max_epochs is not None:
         epochs = -(-config.max_epochs * windows // config.batch_size)
     return min(config.max_steps or math.inf, epochs)
+
+
+class Deadline(NamedTuple):
+    """The time limit of a run."""
+
+    minutes: float  # the limit, from the start of the program
+    at: float  # when training should end, as `time.monotonic()` gives it
 
 
 @dataclass(frozen=True)

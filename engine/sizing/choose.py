@@ -17,6 +17,7 @@ from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run import memory
 from engine.run.metrics import duration
+from engine.run.plan import Deadline
 from engine.sizing import rule
 from engine.sizing.draft import DROPOUT, EVALUATION_COST, Draft, minutes_for
 from engine.sizing.recall import recall
@@ -46,11 +47,10 @@ def choose_sizes(
     world: World,
     started: float,
     make_trainer: Callable[[Any, Any], Any],
-) -> float | None:
+) -> Deadline | None:
     """Sets the null fields of `config`, and the steps if there is a time limit, which counts from `started`. A run that
     resumes takes them from the settings `recorded` in its snapshot. `make_trainer(config, split)` makes the Trainer to
-    time. Returns the deadline of training, as `time.monotonic()` gives it; None without a time limit, or if the run
-    resumes.
+    time. Returns the deadline; None without a time limit, or if the run resumes.
     """
     draft, deadline = Draft(config, len(text.data)), None
     minutes = config.trainer.max_minutes
@@ -61,7 +61,7 @@ def choose_sizes(
             config.trainer.compile = recorded.get("trainer", {}).get("compile", "auto")
     elif draft.is_incomplete:
         overrides = choose(draft, trial)
-        deadline = None if minutes is None else trial.deadline
+        deadline = None if minutes is None else Deadline(minutes, trial.deadline)
         log.info("sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name))
     config.model = sized_model(config)
     trial.warn_if_too_little(config)
