@@ -55,7 +55,7 @@ class TrainerConfig:
     # fmt: off
     max_epochs: int | None = 10  # epochs; one has a window for each position of the text; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
-    max_minutes: float | None = None  # planned duration, minutes; main.py computes max_steps from it; null: no limit
+    max_minutes: float | None = None  # time limit, minutes, from which main.py computes max_steps; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
     micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: all, or what fits a GPU
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
