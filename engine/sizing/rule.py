@@ -22,7 +22,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
             layers = 1
         elif affordable < min(2.5 * characters, 5e6):
             layers = 2
-        elif affordable < min(14 * characters, 8e6):
+        elif affordable < min(10 * characters, most):
             layers = 3
         else:
             layers = 4 if affordable < most or characters < 500_000 else 6
