@@ -45,7 +45,7 @@ from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
-MIN_SHORTENED = 0.03  # share of the steps; fewer do not matter
+MIN_SHORTENED = 0.03  # least share of the steps by which a plan is shortened
 
 
 @dataclass
@@ -409,10 +409,13 @@ class Trainer:
         since the steps were chosen. Waits for a third of the steps, to know the speed.
         """
         plan = self.plan
-        if self.deadline is None or not self.evaluations.is_done(self.step) or 3 * self.step < plan.total_steps:
+        if self.deadline is None or not self.evaluations.is_done(self.step) or self._is_over():
+            return
+        if 3 * self.step < plan.total_steps:
             return
         fitting = (self.deadline.at - time.monotonic()) / self.training_log.seconds_per_step(self.step)
-        total_steps = distributed.all_gather(self.step + max(int(fitting), 0), self.world)[0]
+        left = max(int(fitting), plan.total_steps // 10)  # some, even if late: the learning rate has to fall
+        total_steps = distributed.all_gather(self.step + left, self.world)[0]
         if total_steps > (1 - MIN_SHORTENED) * plan.total_steps:
             return
         log.info(

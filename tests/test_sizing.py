@@ -202,8 +202,9 @@ def test_processes_agree_on_a_shortened_plan_and_the_same_command_finds_it_finis
     command = [*OWN, f"data.path={text}", "trainer.max_minutes=10", *SMALL, f"run_dir={run_dir}"]
     result = start(*command, nproc=2, script=patched_main(tmp_path, LATE))
     assert result.returncode == 0, result.stderr
-    steps, planned = map(int, re.findall(r"plan +(\d+) steps instead of (\d+)", result.stdout)[0])
-    assert planned / 3 <= steps == load(str(run_dir / "gpt_snapshot.pt")).step
+    plans = re.findall(r"plan +(\d+) steps instead of (\d+)", result.stdout)
+    steps, planned = int(plans[-1][0]), int(plans[0][1])
+    assert planned / 3 < steps < planned / 2 and steps == load(str(run_dir / "gpt_snapshot.pt")).step
     again = start(*command, nproc=2)
     assert f"this run is finished: it has {steps} steps of {steps}" in again.stdout, again.stderr
 
