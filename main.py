@@ -101,7 +101,7 @@ def run_training(config: Config, started: float) -> float | None:
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         unseen, frequency_loss = compare_characters(*split)
-        on_start = functools.partial(record_run, config, frequency_loss)
+        on_start = functools.partial(record_run, frequency_loss)
         trainer = make_trainer(config, split, pretrained=pretrained, on_start=on_start, deadline=deadline)
         log_parts(config, trainer, unseen)
         loss = trainer.train()

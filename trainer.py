@@ -133,8 +133,8 @@ class Trainer:
             `config` of model and dataset, if any.
         snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: also evaluate before the first step: the initial weights may be the best.
-        on_start: called with this Trainer on rank 0 when the files of the run are open, and when its steps change.
-        deadline: the steps are reduced if they would take longer.
+        on_start: called with this Trainer on rank 0 when the files of the run are open.
+        deadline: time limit; the plan is shortened if training would end later.
 
     Raises `UserError` for another type of dataset, a batch with fewer windows than ranks, or another run's snapshot.
     """
@@ -405,11 +405,11 @@ class Trainer:
         return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
 
     def _shorten_if_late(self) -> None:
-        """Shortens the plan, after an evaluation, if training would miss its deadline: the machine has become slower
-        since the steps were chosen. Waits for a third of the steps, to know the speed.
+        """Shortens the plan if training would miss its deadline: steps take longer than when the plan was made. Checks
+        at logged steps, after a third of the plan, when the speed is known.
         """
         plan = self.plan
-        if self.deadline is None or not self.evaluations.is_done(self.step) or self._is_over():
+        if self.deadline is None or self.step % self.config.log_every_steps != 0 or self._is_over():
             return
         if 3 * self.step < plan.total_steps:
             return
@@ -419,16 +419,11 @@ class Trainer:
         if total_steps > (1 - MIN_SHORTENED) * plan.total_steps:
             return
         log.info(
-            "plan        %d steps instead of %d, to end in time: they take longer than when they were chosen",
+            "plan        %d steps instead of %d, to end in time: steps are slower than planned",
             total_steps, plan.total_steps,
         )  # fmt: skip
-        self.config.max_steps, self.config.max_minutes = total_steps, self.deadline.minutes
         self.run_config["trainer"] |= {"max_steps": total_steps, "max_minutes": self.deadline.minutes}
         self.plan = self.evaluations.plan = self.training_log.plan = replace(plan, total_steps=total_steps)
-        try:
-            distributed.run_on_rank_0(lambda: self.on_start(self), self.world)
-        except UserError as error:  # a full disk does not end the run
-            log.warning("%s", error)
 
     def _save_if_due(self) -> None:
         """Saves a snapshot if one is due, or if this step has the lowest loss."""

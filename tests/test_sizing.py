@@ -53,6 +53,9 @@ class FakeTrial:
     def seconds_left(self) -> float:
         return self.deadline
 
+    def reserve(self, seconds: float) -> None:
+        self.deadline -= seconds
+
     def seconds_per_step(self, draft: Draft) -> float:
         compiled = draft.config.trainer.compile
         self.timed.append(compiled)

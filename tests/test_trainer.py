@@ -143,25 +143,23 @@ def test_a_run_slower_than_planned_ends_at_its_deadline_with_its_whole_schedule(
     clock = [0.0]
     for name in ("perf_counter", "monotonic"):
         monkeypatch.setattr(f"time.{name}", lambda: clock[0])
-    trainer = make(parts, tmp_path, max_steps=60, eval_every_steps=4)
-    train_step, recorded = trainer.train_step, []
-    trainer.on_start = lambda trainer: recorded.append((trainer.step, trainer.plan.total_steps))
+    trainer = make(parts, tmp_path, max_steps=60, log_every_steps=4, eval_every_steps=60)
+    train_step = trainer.train_step
     trainer.schedule = OptimizerConfig(schedule="linear").learning_rate_factor
 
     def slow(micro_batches):
         clock[0] += 50.0 if trainer.step == 0 else seconds  # the first step compiles
         return train_step(micro_batches)
 
-    def sample():  # with the lines of steps 1, 4, 16 and the last
+    def sample():  # with the lines of steps 4, 16 and the last
         clock[0] += 7.0
         return []
 
     trainer.train_step, trainer.training_log.sample = slow, sample
-    trainer.deadline = Deadline(3.0, at=50.0 + 59 + 3 * 7)
+    trainer.deadline = Deadline(3.0, at=50.0 + 59 + 2 * 7)
     trainer.train()
     assert trainer.step == steps
     assert clock[0] <= trainer.deadline.at + 7 or seconds == 4  # too late at a third: a tenth of the steps more
-    assert recorded == [(0, 60)] + [(20, steps)] * (steps < 60)  # not before a third
     assert metrics(tmp_path, "train")[-1]["lr"] == pytest.approx(1e-2 / steps)
     assert load(str(tmp_path / "gpt_snapshot.pt")).config["trainer"]["max_steps"] == steps
 

@@ -77,7 +77,9 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        return self.starts[-1]["total_steps"]
+        """The steps of the plan, which may have been shortened since the last start."""
+        planned: int = self.starts[-1]["total_steps"]
+        return min(planned, self.config["trainer"].get("max_steps") or planned)
 
     @property
     def has_ended(self) -> bool:

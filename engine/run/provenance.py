@@ -1,6 +1,5 @@
 """Provenance: the configuration, the versions, the hardware and the command line of each start of a run."""
 
-import dataclasses
 import logging
 import os
 import platform
@@ -39,13 +38,18 @@ def log_parts(config: Any, trainer: Any, unseen: float) -> None:
     )  # fmt: skip
 
 
-def record_run(config: Any, frequency_loss: float, trainer: Any) -> None:
-    """Writes `config.yaml`, the fields of the dataclass `config`, and a line of `environment.jsonl` for this start of
-    `trainer`. `frequency_loss`: see `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are
-    None. Drops starts recorded at this step or later, whose results were discarded.
+def write_config(trainer: Any) -> None:
+    """Writes `config.yaml`, the configuration of the run of `trainer`."""
+    with atomic_write(os.path.join(trainer.snapshots.run_dir, CONFIG)) as file:
+        OmegaConf.save(trainer.run_config, file)
+
+
+def record_run(frequency_loss: float, trainer: Any) -> None:
+    """Writes `config.yaml`, and a line of `environment.jsonl` for this start of `trainer`. `frequency_loss`: see
+    `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are None. Drops starts recorded at this
+    step or later, whose results were discarded.
     """
-    with atomic_write(os.path.join(config.run_dir, CONFIG)) as file:
-        OmegaConf.save(dataclasses.asdict(config), file)
+    write_config(trainer)
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     world, choices = trainer.world, trainer.choices
     start = {
@@ -68,6 +72,6 @@ def record_run(config: Any, frequency_loss: float, trainer: Any) -> None:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    path = os.path.join(config.run_dir, ENVIRONMENT)
+    path = os.path.join(trainer.snapshots.run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
     write_lines(path, [*earlier, start])

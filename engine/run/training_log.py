@@ -83,9 +83,9 @@ class TrainingLog:
                 f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
                 "trainer.max_steps or max_epochs, or a trainer.patience, save time"
             )
-        self.first_step = self.lap_step = step
+        self.first_step = self.lap_step = self.timed_from = step
         self.paused_s = 0.0
-        self.started = self.lap_started = time.perf_counter()
+        self.timed_started = self.lap_started = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self, recurs: bool = True) -> Iterator[None]:
@@ -99,7 +99,7 @@ class TrainingLog:
         if recurs:
             self.paused_s += paused_s
         else:  # does not count in `seconds_per_step`
-            self.started += paused_s
+            self.timed_started += paused_s
 
     def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
         """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
@@ -130,7 +130,8 @@ class TrainingLog:
         is_first_step = step == self.first_step + 1
         if is_first_step:
             self.paused_s = 0.0  # evaluating pretrained weights
-            self.started = time.perf_counter()
+        if step <= max(self.plan.total_steps // 6, 1):  # the first steps compile and capture a CUDA graph
+            self.timed_from, self.timed_started = step, time.perf_counter()
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.not_finite[0] < 0)
         self.not_finite = torch.where(is_first, noted, self.not_finite)
@@ -173,8 +174,10 @@ class TrainingLog:
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 
     def seconds_per_step(self, step: int) -> float:
-        """The mean up to `step`, with evaluations and saves, without samples and the first step, which may compile."""
-        return (time.perf_counter() - self.started) / max(step - self.first_step - 1, 1)
+        """Mean seconds per step since a sixth of the plan. Counts evaluations and saves, but no samples, which become
+        rarer.
+        """
+        return (time.perf_counter() - self.timed_started) / max(step - self.timed_from, 1)
 
     def _mean(self, rank_loss: torch.Tensor) -> float:
         """The mean over the ranks."""

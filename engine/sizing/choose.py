@@ -109,7 +109,7 @@ def choose_model(draft: Draft, trial: Any) -> None:
         longest = min(longest, max(draft.held_out_characters - 1, MIN_CONTEXT))
 
     # The speed of the reference model. On CUDA, large steps are faster: it is timed with the largest.
-    batch = rule.characters_per_step(usable, 1024 if is_timed else 128, math.inf, on_cuda)
+    batch = max(rule.characters_per_step(usable, 1024 if is_timed else 128, math.inf, on_cuda), 1024)
     reference = copy.deepcopy(draft)
     reference.config.trainer.compile = "false"  # not worth it for a trial
     reference.fill({"data.train_split": 0.8 * (1 - data.final_split)})
@@ -179,7 +179,7 @@ def sizes_of(
         "model.n_layer": layers,
         "model.n_head": heads,
         "model.n_embd": own_width or -(-width // (2 * heads)) * 2 * heads,
-        "trainer.batch_size": max(-(-batch // context), processes),
+        "trainer.batch_size": -(-batch // (context * processes)) * processes,  # the same for each process
     }
 
 
@@ -200,8 +200,8 @@ def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -
 
 
 def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> None:
-    """Chooses the steps that fit into the remaining time, at `step_s` seconds each, but at most `most_steps`. Moves the
-    deadline of `trial` to the end of training. Raises `UserError` if no step fits.
+    """Chooses the steps that fit into the remaining time, at `step_s` seconds each, but at most `most_steps`. Reserves
+    the time after training. Raises `UserError` if no step fits.
     """
     config, trainer, world = draft.config, draft.config.trainer, trial.world
     evaluation_s = step_s * draft.scoring_steps(draft.held_out_characters)
@@ -209,7 +209,7 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> 
     # One process scores the final part.
     final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
     saved = 12 * memory.count_weights(config.model)  # with two moment estimates, in float32
-    trial.deadline -= FINISH_S + saved / SAVED_PER_S + final_s
+    trial.reserve(FINISH_S + saved / SAVED_PER_S + final_s)
     seconds = trial.seconds_left()
     left = seconds - gpu_seconds(config, seconds / step_s, world) - initial_s
     if trainer.eval_every_steps is None:
