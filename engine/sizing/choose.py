@@ -27,12 +27,12 @@ from engine.text import unit_of
 log = logging.getLogger("gpt")
 
 MAX_EVALUATIONS = 20  # per run, if the interval is chosen
-EVALUATION_SHARE = 0.04  # share of the time for evaluations
+EVALUATION_SHARE = 0.04  # share of the time for evaluations, and on a CPU for their saves
 MIN_HELD_OUT = 20_000  # characters, if the text has ten times as many
 MIN_CHARACTERS = 1000  # the shortest text for which a model is chosen
 MIN_CONTEXT = 64  # a short held-out part does not reduce the context further
 FINISH_S = 2.0  # seconds to open the run's files, for the report and process exit
-SAVED_PER_S = 2e8  # bytes of a snapshot written per second
+SAVED_PER_S = 3e8  # bytes of a snapshot written per second; on a CPU, training waits as long
 # Seconds per layer to sample a text on a GPU: about 25 kernel launches per layer and character.
 DRAW_S = 0.1
 # Seconds of GPU training: compiling takes about 20 s in the trial; steps then take a quarter less time.
@@ -76,6 +76,7 @@ def choose(draft: Draft, trial: Any) -> list[str]:
     chooses_model = bool(chosen)
     if chooses_model:
         choose_model(draft, trial)
+    evaluation_cost = draft.scoring_steps(draft.held_out_characters)  # steps that take as long as one evaluation
     if trainer.max_minutes is not None:
         chosen.append("trainer.max_steps")
         most_steps = draft.useful_steps if chooses_model else math.inf
@@ -83,10 +84,12 @@ def choose(draft: Draft, trial: Any) -> list[str]:
         if trial.world.device.type == "cuda" and trainer.compile == "auto":
             chosen.append("trainer.compile")
             step_s = choose_compile(draft, trial, step_s, most_steps)
-        choose_steps(draft, trial, step_s, most_steps)
+        if trial.world.device.type == "cpu":  # each evaluation may find the best weights yet, which are saved
+            evaluation_cost += save_seconds(draft) / step_s
+        choose_steps(draft, trial, step_s, evaluation_cost, most_steps)
     if trainer.eval_every_steps is None:
         chosen.append("trainer.eval_every_steps")
-        number = number_of_evaluations(draft.planned_steps / draft.scoring_steps(draft.held_out_characters))
+        number = number_of_evaluations(draft.planned_steps / evaluation_cost)
         trainer.eval_every_steps = math.ceil(draft.planned_steps / number)
     if chooses_model:
         choose_rates(draft)
@@ -199,17 +202,16 @@ def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -
     return step_s
 
 
-def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> None:
-    """Chooses the steps that fit into the remaining time, at `step_s` seconds each, but at most `most_steps`. Reserves
-    the time after training. Raises `UserError` if no step fits.
+def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float, most_steps: float) -> None:
+    """Chooses the steps that fit into the remaining time, at `step_s` seconds each and `evaluation_cost` steps per
+    evaluation, but at most `most_steps`. Reserves the time after training. Raises `UserError` if no step fits.
     """
     config, trainer, world = draft.config, draft.config.trainer, trial.world
-    evaluation_s = step_s * draft.scoring_steps(draft.held_out_characters)
+    evaluation_s = step_s * evaluation_cost
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
     # One process scores the final part.
     final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
-    saved = 12 * memory.count_weights(config.model)  # with two moment estimates, in float32
-    trial.reserve(FINISH_S + saved / SAVED_PER_S + final_s)
+    trial.reserve(FINISH_S + save_seconds(draft) + final_s)
     seconds = trial.seconds_left()
     left = seconds - gpu_seconds(config, seconds / step_s, world) - initial_s
     if trainer.eval_every_steps is None:
@@ -238,6 +240,11 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, most_steps: float) -> 
     elif typed < math.inf:
         why += f"; fewer than the {typed:,.0f} of trainer.max_steps or max_epochs"
     log.info("sizing      %s steps: %s", f"{steps:,}", why)
+
+
+def save_seconds(draft: Draft) -> float:
+    """Seconds to save a snapshot: the weights and two moment estimates, in float32."""
+    return 12 * memory.count_weights(draft.config.model) / SAVED_PER_S
 
 
 def gpu_seconds(config: Any, steps: float, world: World) -> float:
