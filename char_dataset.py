@@ -9,6 +9,7 @@ into batches by one vectorized gather. Large texts are memory-mapped.
 
 import copy
 import functools
+import itertools
 import math
 import os
 from collections import deque
@@ -339,9 +340,9 @@ class MicroBatches:
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 
 
-def prefetch(batches: MicroBatches, first: int, last: int, workers: int, device: torch.device) -> Generator[MicroBatch]:
-    """Prefetch: yields micro-batches `first` to `last` (exclusive) on `device`, prepared up to two per thread ahead, or
-    on demand without `workers`. Closing the generator ends its threads.
+def prefetch(batches: MicroBatches, first: int, workers: int, device: torch.device) -> Generator[MicroBatch]:
+    """Prefetch: yields micro-batches from `first` on, without end, on `device`, prepared two per thread ahead, or on
+    demand without `workers`. Closing the generator ends its threads.
     """
     is_cuda = device.type == "cuda"
 
@@ -356,18 +357,14 @@ def prefetch(batches: MicroBatches, first: int, last: int, workers: int, device:
         return x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda), weight
 
     if not workers:
-        for k in range(first, last):
-            yield move(cut(k))
-        return
+        yield from (move(cut(k)) for k in itertools.count(first))
     pool = ThreadPoolExecutor(workers, "batches")
     try:
         pending: deque[Future[MicroBatch]] = deque()
-        for k in range(first, last):
+        for k in itertools.count(first):
             pending.append(pool.submit(cut, k))
             if len(pending) == 2 * workers:
                 yield move(pending.popleft().result())
-        while pending:
-            yield move(pending.popleft().result())
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -28,10 +28,10 @@ from engine.parallel.distributed import World
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
-from engine.run.directory import CONFIG, REPORT, is_run, newest_run, newest_run_hint, relative_path
+from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics
-from engine.run.provenance import write_config
+from engine.run.provenance import record_plan
 from engine.snapshots.sharded import load_full
 from sample import load_model
 from trainer import Trainer
@@ -79,9 +79,9 @@ def find_runs(names: list[str]) -> list[str]:
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
-    if trainer.run_config["trainer"]["max_steps"] != config.trainer.max_steps:  # the plan was shortened
-        with log_failure(f"write {CONFIG}"):
-            write_config(trainer)
+    if trainer.deadline is not None:  # to which the steps were adapted
+        with log_failure("record the number of steps"):
+            record_plan(trainer)
     try:
         if final is not None and trainer.step <= trainer.plan.total_steps:
             score_final(trainer, final)

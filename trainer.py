@@ -45,7 +45,7 @@ from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
-MIN_SHORTENED = 0.03  # least share of the steps by which a plan is shortened
+MIN_CHANGE = 0.05  # least share of the steps by which a plan changes
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Trainer:
         snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: also evaluate before the first step: the initial weights may be the best.
         on_start: called with this Trainer on rank 0 when the files of the run are open.
-        deadline: time limit; the plan is shortened if training would end later.
+        deadline: time limit, to which the steps are adapted.
 
     Raises `UserError` for another type of dataset, a batch with fewer windows than ranks, or another run's snapshot.
     """
@@ -234,7 +234,7 @@ class Trainer:
                     loss, grad_norm = next(steps)
                     self.training_log.log_step(self.step, loss, grad_norm)
                     self._evaluate_if_due()
-                    self._shorten_if_late()
+                    self._adapt_plan()
                     self._save_if_due()
                 self.requests.finish()
                 self.snapshots.finish(self.step)
@@ -340,11 +340,10 @@ class Trainer:
         return self.step >= self.plan.total_steps or self.evaluations.patience_is_over(self.step)
 
     def _micro_batches(self) -> Generator[MicroBatch]:
-        """This rank's micro-batches from the next step to the end of the run."""
+        """This rank's micro-batches from the next step on."""
         config, plan, world = self.config, self.plan, self.world
         micro_batches = MicroBatches(self.train_dataset, config.seed, plan, world.rank)
-        first, last = self.step * plan.accumulation, plan.total_steps * plan.accumulation
-        return prefetch(micro_batches, first, last, config.data_loader_workers, world.device)
+        return prefetch(micro_batches, self.step * plan.accumulation, config.data_loader_workers, world.device)
 
     def _open_files(self) -> None:
         self.snapshots.open(self.step, HISTORY)
@@ -404,26 +403,23 @@ class Trainer:
         """Maximum windows per forward pass in evaluation: the micro-batch if memory limits it, or None."""
         return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
 
-    def _shorten_if_late(self) -> None:
-        """Shortens the plan if training would miss its deadline: steps take longer than when the plan was made. Checks
-        at logged steps, after a third of the plan, when the speed is known.
+    def _adapt_plan(self) -> None:
+        """Adapts the steps to the deadline: they take more or less time than was measured before training. Checks at
+        logged steps, after a third of the plan, when the speed is known.
         """
-        plan = self.plan
-        if self.deadline is None or self.step % self.config.log_every_steps != 0 or self._is_over():
+        step, planned, deadline = self.step, self.plan.total_steps, self.deadline
+        if deadline is None or step % self.config.log_every_steps != 0 or 3 * step < planned or self._is_over():
             return
-        if 3 * self.step < plan.total_steps:
+        fitting = step + int((deadline.at - time.monotonic()) / self.training_log.seconds_per_step(step))
+        least = step + planned // 10  # even if late: the learning rate has to fall
+        most = deadline.most_steps if 2 * step < planned else planned  # later, it is low
+        total_steps = distributed.all_gather(int(min(max(fitting, least), most)), self.world)[0]
+        if abs(total_steps - planned) <= MIN_CHANGE * planned:
             return
-        fitting = (self.deadline.at - time.monotonic()) / self.training_log.seconds_per_step(self.step)
-        left = max(int(fitting), plan.total_steps // 10)  # some, even if late: the learning rate has to fall
-        total_steps = distributed.all_gather(self.step + left, self.world)[0]
-        if total_steps > (1 - MIN_SHORTENED) * plan.total_steps:
-            return
-        log.info(
-            "plan        %d steps instead of %d, to end in time: steps are slower than planned",
-            total_steps, plan.total_steps,
-        )  # fmt: skip
-        self.run_config["trainer"] |= {"max_steps": total_steps, "max_minutes": self.deadline.minutes}
-        self.plan = self.evaluations.plan = self.training_log.plan = replace(plan, total_steps=total_steps)
+        speed = "slower" if total_steps < planned else "faster"
+        log.info("plan        %d steps instead of %d: they are %s than expected", total_steps, planned, speed)
+        self.run_config["trainer"] |= {"max_steps": total_steps, "max_minutes": deadline.minutes}
+        self.plan = self.evaluations.plan = self.training_log.plan = replace(self.plan, total_steps=total_steps)
 
     def _save_if_due(self) -> None:
         """Saves a snapshot if one is due, or if this step has the lowest loss."""

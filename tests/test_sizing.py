@@ -19,6 +19,7 @@ from engine.config.overrides import text_name
 from engine.config.settings import flatten
 from engine.errors import UserError
 from engine.parallel.distributed import World
+from engine.reports.history import Run
 from engine.sizing import choose as sizing
 from engine.sizing import draft, rule, trial
 from engine.sizing.draft import Draft
@@ -53,9 +54,6 @@ class FakeTrial:
     def seconds_left(self) -> float:
         return self.deadline
 
-    def reserve(self, seconds: float) -> None:
-        self.deadline -= seconds
-
     def seconds_per_step(self, draft: Draft) -> float:
         compiled = draft.config.trainer.compile
         self.timed.append(compiled)
@@ -74,7 +72,7 @@ def choose(
     """The settings chosen, and the overrides that choose them."""
     config = settings(f"trainer.max_minutes={minutes:g}", *overrides)
     config.model.vocab_size = 65
-    overrides = sizing.choose(Draft(config, characters), machine or FakeTrial(flops, minutes, device))
+    overrides, _ = sizing.choose(Draft(config, characters), machine or FakeTrial(flops, minutes, device))
     return flatten(dataclasses.asdict(config)), overrides
 
 
@@ -205,9 +203,10 @@ def test_processes_agree_on_a_shortened_plan_and_the_same_command_finds_it_finis
     command = [*OWN, f"data.path={text}", "trainer.max_minutes=10", *SMALL, f"run_dir={run_dir}"]
     result = start(*command, nproc=2, script=patched_main(tmp_path, LATE))
     assert result.returncode == 0, result.stderr
-    plans = re.findall(r"plan +(\d+) steps instead of (\d+)", result.stdout)
+    plans = re.findall(r"plan +(\d+) steps instead of (\d+): they are slower", result.stdout)
     steps, planned = int(plans[-1][0]), int(plans[0][1])
     assert planned / 3 < steps < planned / 2 and steps == load(str(run_dir / "gpt_snapshot.pt")).step
+    assert Run(str(run_dir)).total_steps == Run(str(run_dir)).config["trainer"]["max_steps"] == steps
     again = start(*command, nproc=2)
     assert f"this run is finished: it has {steps} steps of {steps}" in again.stdout, again.stderr
 

@@ -77,9 +77,7 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """The steps of the plan, which may have been shortened since the last start."""
-        planned: int = self.starts[-1]["total_steps"]
-        return min(planned, self.config["trainer"].get("max_steps") or planned)
+        return self.starts[-1]["total_steps"]
 
     @property
     def has_ended(self) -> bool:

@@ -23,6 +23,7 @@ class Deadline(NamedTuple):
 
     minutes: float  # the limit, from the start of the program
     at: float  # when training should end, as `time.monotonic()` gives it
+    most_steps: float = math.inf  # for which the time may be used
 
 
 @dataclass(frozen=True)

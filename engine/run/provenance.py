@@ -44,6 +44,14 @@ def write_config(trainer: Any) -> None:
         OmegaConf.save(trainer.run_config, file)
 
 
+def record_plan(trainer: Any) -> None:
+    """Records the configuration and the number of steps again; `trainer` may have changed them since its start."""
+    write_config(trainer)
+    path = os.path.join(trainer.snapshots.run_dir, ENVIRONMENT)
+    *earlier, start = read_lines(path)
+    write_lines(path, [*earlier, start | {"total_steps": trainer.plan.total_steps}])
+
+
 def record_run(frequency_loss: float, trainer: Any) -> None:
     """Writes `config.yaml`, and a line of `environment.jsonl` for this start of `trainer`. `frequency_loss`: see
     `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are None. Drops starts recorded at this

@@ -60,19 +60,18 @@ def choose_sizes(
         if world.device.type == "cuda" and config.trainer.compile == "auto":
             config.trainer.compile = recorded.get("trainer", {}).get("compile", "auto")
     elif draft.is_incomplete:
-        overrides = choose(draft, trial)
-        deadline = None if minutes is None else Deadline(minutes, trial.deadline)
+        overrides, deadline = choose(draft, trial)
         log.info("sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name))
     config.model = sized_model(config)
     trial.warn_if_too_little(config)
     return deadline
 
 
-def choose(draft: Draft, trial: Any) -> list[str]:
+def choose(draft: Draft, trial: Any) -> tuple[list[str], Deadline | None]:
     """Chooses the null fields, with the measurements of a `Trial`; given values are kept. Returns overrides that repeat
-    the choice. Raises `UserError` for a text or a time that is too short.
+    the choice, and the deadline if there is a time limit. Raises `UserError` for a text or a time that is too short.
     """
-    trainer, chosen = draft.config.trainer, draft.nulls
+    trainer, chosen, deadline = draft.config.trainer, draft.nulls, None
     chooses_model = bool(chosen)
     if chooses_model:
         choose_model(draft, trial)
@@ -86,7 +85,7 @@ def choose(draft: Draft, trial: Any) -> list[str]:
             step_s = choose_compile(draft, trial, step_s, most_steps)
         if trial.world.device.type == "cpu":  # each evaluation may find the best weights yet, which are saved
             evaluation_cost += save_seconds(draft) / step_s
-        choose_steps(draft, trial, step_s, evaluation_cost, most_steps)
+        deadline = choose_steps(draft, trial, step_s, evaluation_cost, most_steps)
     if trainer.eval_every_steps is None:
         chosen.append("trainer.eval_every_steps")
         number = number_of_evaluations(draft.planned_steps / evaluation_cost)
@@ -96,7 +95,7 @@ def choose(draft: Draft, trial: Any) -> list[str]:
     if trainer.save_every is None and trainer.save_every_steps is None:
         chosen.append("trainer.save_every_steps")
         trainer.save_every_steps = trainer.eval_every_steps
-    return [f"{key}={draft.get(key)}" for key in chosen] + ["trainer.max_minutes=null"]
+    return [f"{key}={draft.get(key)}" for key in chosen] + ["trainer.max_minutes=null"], deadline
 
 
 def choose_model(draft: Draft, trial: Any) -> None:
@@ -202,17 +201,17 @@ def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -
     return step_s
 
 
-def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float, most_steps: float) -> None:
+def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float, most_steps: float) -> Deadline:
     """Chooses the steps that fit into the remaining time, at `step_s` seconds each and `evaluation_cost` steps per
-    evaluation, but at most `most_steps`. Reserves the time after training. Raises `UserError` if no step fits.
+    evaluation, but at most `most_steps`. Returns the deadline of training. Raises `UserError` if no step fits.
     """
     config, trainer, world = draft.config, draft.config.trainer, trial.world
     evaluation_s = step_s * evaluation_cost
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
     # One process scores the final part.
     final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
-    trial.reserve(FINISH_S + save_seconds(draft) + final_s)
-    seconds = trial.seconds_left()
+    reserved = FINISH_S + save_seconds(draft) + final_s  # after training
+    seconds = trial.seconds_left() - reserved
     left = seconds - gpu_seconds(config, seconds / step_s, world) - initial_s
     if trainer.eval_every_steps is None:
         number = number_of_evaluations(left / evaluation_s)
@@ -230,7 +229,8 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float
             f"and its evaluation{also}; try {enough:g}"
         )
     typed = draft.planned_steps
-    trainer.max_steps = steps = int(min(fitting, most_steps, typed))
+    deadline = Deadline(trainer.max_minutes, trial.deadline - reserved, min(most_steps, typed))
+    trainer.max_steps = steps = int(min(fitting, deadline.most_steps))
     trainer.max_minutes = minutes_for(steps, trainer.max_minutes, fitting)
     why = f"{'as many as' if steps == fitting else f'{fitting:,}'} fit into the {duration(seconds)} left"
     if steps == most_steps:
@@ -240,6 +240,7 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float
     elif typed < math.inf:
         why += f"; fewer than the {typed:,.0f} of trainer.max_steps or max_epochs"
     log.info("sizing      %s steps: %s", f"{steps:,}", why)
+    return deadline
 
 
 def save_seconds(draft: Draft) -> float:

@@ -24,8 +24,8 @@ PROVISIONAL = {
 
 
 class Trial:
-    """Times steps on `text`. `make_trainer(config, split)` makes the Trainer to time; training should end at
-    `deadline`, as `time.monotonic()` gives it.
+    """Times steps on `text`. `make_trainer(config, split)` makes the Trainer to time; `deadline` is the end of the time
+    limit, as `time.monotonic()` gives it.
     """
 
     def __init__(self, text: Any, world: World, deadline: float, make_trainer: Callable[[Any, Any], Any]):
@@ -35,10 +35,6 @@ class Trial:
     def seconds_left(self) -> float:
         """Seconds to the deadline, the minimum over ranks."""
         return min(distributed.all_gather(self.deadline - time.monotonic(), self.world))
-
-    def reserve(self, seconds: float) -> None:
-        """Moves the deadline, for what follows training."""
-        self.deadline -= seconds
 
     def seconds_per_step(self, draft: Draft) -> float:
         """Seconds per training step of `draft`."""
