@@ -358,6 +358,7 @@ def prefetch(batches: MicroBatches, first: int, workers: int, device: torch.devi
 
     if not workers:
         yield from (move(cut(k)) for k in itertools.count(first))
+        return
     pool = ThreadPoolExecutor(workers, "batches")
     try:
         pending: deque[Future[MicroBatch]] = deque()

@@ -101,8 +101,8 @@ def run_training(config: Config, started: float) -> float | None:
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         unseen, frequency_loss = compare_characters(*split)
-        on_start = functools.partial(record_run, frequency_loss)
-        trainer = make_trainer(config, split, pretrained=pretrained, on_start=on_start, deadline=deadline)
+        on_plan = functools.partial(record_run, frequency_loss, time.strftime("%Y-%m-%d %H:%M:%S %z"))
+        trainer = make_trainer(config, split, pretrained=pretrained, on_plan=on_plan, deadline=deadline)
         log_parts(config, trainer, unseen)
         loss = trainer.train()
         if world.is_rank_0:
@@ -116,7 +116,7 @@ def build_trainer(
     snapshots: SnapshotManager,
     world: World,
     pretrained: Snapshot | None = None,
-    on_start: Callable[[Trainer], None] = lambda trainer: None,
+    on_plan: Callable[[Trainer], None] = lambda trainer: None,
     deadline: Deadline | None = None,
 ) -> Trainer:
     """Builds the model, with `pretrained` weights if given, its optimizer and the Trainer."""
@@ -143,7 +143,7 @@ def build_trainer(
         run_config=dataclasses.asdict(config),
         snapshots=snapshots,
         is_pretrained=config.init_from is not None,
-        on_start=on_start,
+        on_plan=on_plan,
         deadline=deadline,
     )
 

@@ -31,7 +31,6 @@ from engine.reports.reference import OFF_TRACK, check, load_references, loss_war
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics
-from engine.run.provenance import record_plan
 from engine.snapshots.sharded import load_full
 from sample import load_model
 from trainer import Trainer
@@ -79,9 +78,6 @@ def find_runs(names: list[str]) -> list[str]:
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
-    if trainer.deadline is not None:  # to which the steps were adapted
-        with log_failure("record the number of steps"):
-            record_plan(trainer)
     try:
         if final is not None and trainer.step <= trainer.plan.total_steps:
             score_final(trainer, final)

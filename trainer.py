@@ -133,8 +133,8 @@ class Trainer:
             `config` of model and dataset, if any.
         snapshots: by default those in `run_dir`, which is ignored if they are given.
         is_pretrained: also evaluate before the first step: the initial weights may be the best.
-        on_start: called with this Trainer on rank 0 when the files of the run are open.
-        deadline: time limit, to which the steps are adapted.
+        on_plan: called with this Trainer on rank 0 when the files of the run are open, and when the plan changes.
+        deadline: the number of steps changes so that training ends by then.
 
     Raises `UserError` for another type of dataset, a batch with fewer windows than ranks, or another run's snapshot.
     """
@@ -155,7 +155,7 @@ class Trainer:
         run_config: dict[str, Any] | None = None,
         snapshots: SnapshotManager | None = None,
         is_pretrained: bool = False,
-        on_start: "Callable[[Trainer], None]" = lambda trainer: None,
+        on_plan: "Callable[[Trainer], None]" = lambda trainer: None,
         deadline: Deadline | None = None,
     ):
         if not hasattr(train_dataset, "batch"):
@@ -163,7 +163,7 @@ class Trainer:
                 f"train_dataset: a {type(train_dataset).__name__} has no batch(); split with CharDataset.split()"
             )
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
-        self.train_dataset, self.test_dataset, self.on_start = train_dataset, test_dataset, on_start
+        self.train_dataset, self.test_dataset, self.on_plan = train_dataset, test_dataset, on_plan
         self.deadline = deadline
         self.probe = probe and functools.partial(self._call_eagerly, probe)
         world = world or join_processes(config.device, config.threads, config.timeout_s)
@@ -221,7 +221,7 @@ class Trainer:
         if self._is_over() and not self.evaluations.is_due(self.step):
             self.training_log.log_finished(self.step, self.evaluations.last)
             return self.evaluations.last_loss
-        steps = self.steps()
+        self.first_step, steps = self.step, self.steps()
         with self.requests, report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"):
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
@@ -349,7 +349,7 @@ class Trainer:
         self.snapshots.open(self.step, HISTORY)
         is_evaluated, run_dir = self.evaluations.is_done(self.step), self.snapshots.run_dir
         self.training_log.open(run_dir, self.step, is_evaluated, self.config.trackers, self.run_config)
-        self.on_start(self)
+        self.on_plan(self)
 
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
@@ -404,22 +404,31 @@ class Trainer:
         return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
 
     def _adapt_plan(self) -> None:
-        """Adapts the steps to the deadline: they take more or less time than was measured before training. Checks at
-        logged steps, after a third of the plan, when the speed is known.
+        """Changes the number of steps so that training ends at the deadline, by the measured time per step. Starts at a
+        third of the plan; from half on, steps are only removed. Checks after logged steps and evaluations.
         """
         step, planned, deadline = self.step, self.plan.total_steps, self.deadline
-        if deadline is None or step % self.config.log_every_steps != 0 or 3 * step < planned or self._is_over():
+        is_due = step % self.config.log_every_steps == 0 or self.evaluations.is_done(step)
+        if deadline is None or not is_due or 3 * step < max(planned, 6) or self._is_over():
             return
-        fitting = step + int((deadline.at - time.monotonic()) / self.training_log.seconds_per_step(step))
-        least = step + planned // 10  # even if late: the learning rate has to fall
-        most = deadline.most_steps if 2 * step < planned else planned  # later, it is low
-        total_steps = distributed.all_gather(int(min(max(fitting, least), most)), self.world)[0]
+        evaluations = -(-(planned - step) // self.evaluations.interval)  # the last step is always evaluated
+        seconds = deadline.at - time.monotonic() - evaluations * deadline.evaluation_s
+        step_s = self.training_log.seconds_per_step(step)
+        least = step + max(planned // 10, 1)  # even if late: the learning rate has to fall
+        most = deadline.most_steps if 2 * step < planned else planned
+        total_steps = int(min(max(step + seconds // step_s, least), most))
+        total_steps = distributed.all_gather(total_steps, self.world)[0]
         if abs(total_steps - planned) <= MIN_CHANGE * planned:
             return
-        speed = "slower" if total_steps < planned else "faster"
-        log.info("plan        %d steps instead of %d: they are %s than expected", total_steps, planned, speed)
+        log.info(
+            "plan        %d steps instead of %d, to end in time: a step takes %.3g s", total_steps, planned, step_s
+        )
         self.run_config["trainer"] |= {"max_steps": total_steps, "max_minutes": deadline.minutes}
         self.plan = self.evaluations.plan = self.training_log.plan = replace(self.plan, total_steps=total_steps)
+        try:
+            distributed.run_on_rank_0(lambda: self.on_plan(self), self.world)
+        except UserError as error:  # a full disk does not end the run
+            log.warning("%s", error)
 
     def _save_if_due(self) -> None:
         """Saves a snapshot if one is due, or if this step has the lowest loss."""

@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -137,30 +138,33 @@ def test_the_time_left_is_that_of_recent_steps(parts, tmp_path, monkeypatch, cap
     assert re.findall(r"step +(\d+)/12 .* (\S+) left", caplog.text) == [("4", "0:08"), ("8", "0:20"), ("12", "0:00")]
 
 
-@pytest.mark.parametrize("seconds, steps", [(1.0, 60), (1.5, 40), (4.0, 26), (0.75, 71), (0.5, 80)])
+@pytest.mark.parametrize("log_every_steps", [4, 1000])  # 1000: evaluations alone adapt the plan
+@pytest.mark.parametrize("seconds, steps", [(1.0, 60), (1.5, 40), (4.0, 26), (0.75, 73), (0.5, 80)])
 def test_a_run_slower_or_faster_than_planned_ends_at_its_deadline_with_its_whole_schedule(
-    parts, tmp_path, monkeypatch, seconds, steps
+    parts, tmp_path, monkeypatch, seconds, steps, log_every_steps
 ):
     clock = [0.0]
     for name in ("perf_counter", "monotonic"):
         monkeypatch.setattr(f"time.{name}", lambda: clock[0])
-    trainer = make(parts, tmp_path, max_steps=60, log_every_steps=4, eval_every_steps=60)
-    train_step = trainer.train_step
+    trainer = make(parts, tmp_path, max_steps=60, log_every_steps=log_every_steps, eval_every_steps=20)
+    train_step, evaluate, plans = trainer.train_step, trainer.evaluate, []
+    trainer.on_plan = lambda trainer: plans.append((trainer.step, trainer.plan.total_steps))
     trainer.schedule = OptimizerConfig(schedule="linear").learning_rate_factor
 
-    def slow(micro_batches):
+    def timed_step(micro_batches):
         clock[0] += 50.0 if trainer.step == 0 else seconds  # the first step compiles
         return train_step(micro_batches)
 
-    def sample():  # with the lines of steps 4, 16, 64 and the last
-        clock[0] += 7.0
-        return []
+    def timed_evaluation():
+        clock[0] += 5.0
+        return evaluate()
 
-    trainer.train_step, trainer.training_log.sample = slow, sample
-    trainer.deadline = Deadline(3.0, at=50.0 + 59 + 2 * 7, most_steps=80)
+    trainer.train_step, trainer.evaluate = timed_step, timed_evaluation
+    trainer.deadline = Deadline(3.0, at=50.0 + 59 + 3 * 5, evaluation_s=5.0, most_steps=80)
     trainer.train()
     assert trainer.step == steps
-    assert clock[0] <= trainer.deadline.at + 8 or seconds == 4  # too late at a third: a tenth of the steps more
+    assert clock[0] <= trainer.deadline.at + 1 or seconds == 4  # too late at a third: a tenth of the steps more
+    assert plans[0] == (0, 60) and plans[-1][1] == steps and all(step >= 20 for step, _ in plans[1:])
     assert metrics(tmp_path, "train")[-1]["lr"] == pytest.approx(1e-2 / steps)
     assert load(str(tmp_path / "gpt_snapshot.pt")).config["trainer"]["max_steps"] == steps
 
@@ -520,6 +524,14 @@ def test_a_run_too_short_for_its_interval_is_evaluated_halfway(parts, tmp_path, 
     trainer = make(parts, tmp_path, max_steps=steps, eval_every_steps=every, batch_size=1)
     trainer.train()
     assert [line["step"] for line in metrics(tmp_path, "val")] == evaluated
+
+
+def test_a_plan_shortened_to_less_than_twice_the_steps_taken_is_evaluated_at_once(parts, tmp_path):
+    evaluations = make(parts, tmp_path, max_steps=60, eval_every_steps=100, batch_size=1).evaluations
+    evaluations.plan = dataclasses.replace(evaluations.plan, total_steps=40)
+    assert evaluations.is_due(25)
+    evaluations.last = (1.0, 25)
+    assert [step for step in range(26, 41) if evaluations.is_due(step)] == [40]
 
 
 def test_evaluation_does_not_affect_training(parts, tmp_path):

@@ -44,6 +44,11 @@ class Evaluations:
             raise UserError(f"trainer.patience={self.config.patience}: there is nothing to evaluate")
 
     @property
+    def interval(self) -> int:
+        """Steps between evaluations: `eval_every_steps`, or an epoch."""
+        return self.config.eval_every_steps or -(-self.plan.windows // self.plan.batch_size)
+
+    @property
     def last_loss(self) -> float | None:
         return self.last[0] if self.last else None
 
@@ -63,8 +68,8 @@ class Evaluations:
             return self.at_start
         plan, total, every_steps = self.plan, self.plan.total_steps, self.config.eval_every_steps
         # One point does not show whether a run learns.
-        interval = every_steps or -(-plan.windows // plan.batch_size)
-        is_halfway = interval >= total >= MIN_HALVED and step == total // 2
+        last_step = self.last[1] if self.last else 0
+        is_halfway = self.interval >= total >= MIN_HALVED and last_step < total // 2 <= step
         every_epochs = None if every_steps else 1
         return step == total or is_halfway or plan.is_due(step, every_steps, every_epochs)
 

@@ -23,7 +23,8 @@ class Deadline(NamedTuple):
 
     minutes: float  # the limit, from the start of the program
     at: float  # when training should end, as `time.monotonic()` gives it
-    most_steps: float = math.inf  # for which the time may be used
+    evaluation_s: float = 0.0  # expected time of an evaluation and its save
+    most_steps: float = math.inf  # limit of a longer plan: 20 passes over the text, or max_steps or max_epochs
 
 
 @dataclass(frozen=True)

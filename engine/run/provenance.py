@@ -3,7 +3,6 @@
 import logging
 import os
 import platform
-import time
 from typing import Any
 
 import torch
@@ -38,31 +37,19 @@ def log_parts(config: Any, trainer: Any, unseen: float) -> None:
     )  # fmt: skip
 
 
-def write_config(trainer: Any) -> None:
-    """Writes `config.yaml`, the configuration of the run of `trainer`."""
-    with atomic_write(os.path.join(trainer.snapshots.run_dir, CONFIG)) as file:
-        OmegaConf.save(trainer.run_config, file)
-
-
-def record_plan(trainer: Any) -> None:
-    """Records the configuration and the number of steps again; `trainer` may have changed them since its start."""
-    write_config(trainer)
-    path = os.path.join(trainer.snapshots.run_dir, ENVIRONMENT)
-    *earlier, start = read_lines(path)
-    write_lines(path, [*earlier, start | {"total_steps": trainer.plan.total_steps}])
-
-
-def record_run(frequency_loss: float, trainer: Any) -> None:
-    """Writes `config.yaml`, and a line of `environment.jsonl` for this start of `trainer`. `frequency_loss`: see
-    `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are None. Drops starts recorded at this
-    step or later, whose results were discarded.
+def record_run(frequency_loss: float, started: str, trainer: Any) -> None:
+    """Writes `config.yaml`, and the line of `environment.jsonl` for the start of `trainer`, at the time `started`.
+    `frequency_loss`: see `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are None. Drops
+    starts recorded at the same step or later, whose results were discarded.
     """
-    write_config(trainer)
+    run_dir = trainer.snapshots.run_dir
+    with atomic_write(os.path.join(run_dir, CONFIG)) as file:
+        OmegaConf.save(trainer.run_config, file)
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     world, choices = trainer.world, trainer.choices
     start = {
-        "step": trainer.step,
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "step": trainer.first_step,
+        "started": started,
         "recipe": hydra.runtime.choices.get("experiment") if hydra else None,
         "overrides": list(hydra.overrides.task) if hydra else None,
         "total_steps": trainer.plan.total_steps,
@@ -80,6 +67,6 @@ def record_run(frequency_loss: float, trainer: Any) -> None:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    path = os.path.join(trainer.snapshots.run_dir, ENVIRONMENT)
-    earlier = [line for line in read_lines(path) if line["step"] < trainer.step]
+    path = os.path.join(run_dir, ENVIRONMENT)
+    earlier = [line for line in read_lines(path) if line["step"] < trainer.first_step]
     write_lines(path, [*earlier, start])

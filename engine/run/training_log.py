@@ -96,10 +96,9 @@ class TrainingLog:
         yield
         paused_s = time.perf_counter() - started
         self.lap_started += paused_s
+        self.timed_started += paused_s
         if recurs:
             self.paused_s += paused_s
-        else:  # does not count in `seconds_per_step`
-            self.timed_started += paused_s
 
     def log_finished(self, step: int, evaluated: tuple[float, int] | None) -> None:
         """Logs that a run is over at `step`; `evaluated` is the newest held-out loss, and its step."""
@@ -130,8 +129,6 @@ class TrainingLog:
         is_first_step = step == self.first_step + 1
         if is_first_step:
             self.paused_s = 0.0  # evaluating pretrained weights
-        if step <= max(self.plan.total_steps // 6, 1):  # the first steps compile and capture a CUDA graph
-            self.timed_from, self.timed_started = step, time.perf_counter()
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
         is_first = ~grad_norm.isfinite() & (self.not_finite[0] < 0)
         self.not_finite = torch.where(is_first, noted, self.not_finite)
@@ -140,16 +137,15 @@ class TrainingLog:
                 loss = self._mean(rank_loss)
                 seconds = time.perf_counter() - self.lap_started
                 log.info(f"{self._of(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
-                self.lap_step, self.lap_started = step, time.perf_counter()
+                self._start_lap(step)
             return
         self.check_finite(step)
         samples = self._draw_samples(step)
         loss = self._mean(rank_loss)
         if not self.metrics:
             return
-        now = time.perf_counter()
-        seconds = (now - self.lap_started) / (step - self.lap_step)
-        self.lap_step, self.lap_started = step, now
+        seconds = (time.perf_counter() - self.lap_started) / (step - self.lap_step)
+        self._start_lap(step)
         rate = self.plan.step_characters / seconds
         mfu, mfu_shown = None, ""
         if self.peak_flops:
@@ -173,9 +169,15 @@ class TrainingLog:
             # A byte model may sample control characters, which affect a terminal.
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 
+    def _start_lap(self, step: int) -> None:
+        """Starts the clock of the steps up to the next line, after the device has finished `step`."""
+        self.lap_step, self.lap_started = step, time.perf_counter()
+        if step <= max(self.plan.total_steps // 6, self.first_step + 1):
+            self.timed_from, self.timed_started = self.lap_step, self.lap_started
+
     def seconds_per_step(self, step: int) -> float:
-        """Mean seconds per step since a sixth of the plan. Counts evaluations and saves, but no samples, which become
-        rarer.
+        """Mean seconds per step, without pauses, since about a sixth of the plan: the first steps compile and capture a
+        CUDA graph.
         """
         return (time.perf_counter() - self.timed_started) / max(step - self.timed_from, 1)
 

@@ -32,7 +32,7 @@ MIN_HELD_OUT = 20_000  # characters, if the text has ten times as many
 MIN_CHARACTERS = 1000  # the shortest text for which a model is chosen
 MIN_CONTEXT = 64  # a short held-out part does not reduce the context further
 FINISH_S = 2.0  # seconds to open the run's files, for the report and process exit
-SAVED_PER_S = 3e8  # bytes of a snapshot written per second; on a CPU, training waits as long
+SAVED_PER_S = 3e8  # bytes of a snapshot saved per second; on a CPU, a save delays training by as long
 # Seconds per layer to sample a text on a GPU: about 25 kernel launches per layer and character.
 DRAW_S = 0.1
 # Seconds of GPU training: compiling takes about 20 s in the trial; steps then take a quarter less time.
@@ -111,7 +111,9 @@ def choose_model(draft: Draft, trial: Any) -> None:
         longest = min(longest, max(draft.held_out_characters - 1, MIN_CONTEXT))
 
     # The speed of the reference model. On CUDA, large steps are faster: it is timed with the largest.
-    batch = max(rule.characters_per_step(usable, 1024 if is_timed else 128, math.inf, on_cuda), 1024)
+    batch = rule.characters_per_step(usable, 1024 if is_timed else 128, math.inf, on_cuda)
+    if is_timed:
+        batch = max(batch, 1024)  # as the rule was fitted
     reference = copy.deepcopy(draft)
     reference.config.trainer.compile = "false"  # not worth it for a trial
     reference.fill({"data.train_split": 0.8 * (1 - data.final_split)})
@@ -229,8 +231,9 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float
             f"and its evaluation{also}; try {enough:g}"
         )
     typed = draft.planned_steps
-    deadline = Deadline(trainer.max_minutes, trial.deadline - reserved, min(most_steps, typed))
-    trainer.max_steps = steps = int(min(fitting, deadline.most_steps))
+    most_steps = min(most_steps, typed)
+    deadline = Deadline(trainer.max_minutes, trial.deadline - reserved, evaluation_s, most_steps)
+    trainer.max_steps = steps = int(min(fitting, most_steps))
     trainer.max_minutes = minutes_for(steps, trainer.max_minutes, fitting)
     why = f"{'as many as' if steps == fitting else f'{fitting:,}'} fit into the {duration(seconds)} left"
     if steps == most_steps:

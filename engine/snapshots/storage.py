@@ -22,7 +22,7 @@ from engine.snapshots.snapshot import Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 NUMBERED = r"\.step\d+"
-PIECE = 2**18  # bytes read back at once: few, for the processor's cache
+PIECE = 2**18  # bytes read back at once; a piece stays in the processor's cache
 
 
 def is_local(path: str) -> bool:
