@@ -243,7 +243,7 @@ def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
 
 
 def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int = 1) -> np.ndarray:
-    """Window indices at `positions` (int64) of the shuffled, endless stream of training windows.
+    """Window indices at `positions` (int64, may be negative) of the shuffled, endless stream of training windows.
 
     An epoch of `num_windows` positions visits all windows once, in `stride` passes over the text, in random order. A
     pass visits the windows that start `stride` characters apart, in random order: with the block size as the stride, it
@@ -258,7 +258,7 @@ def window_order(positions: np.ndarray, num_windows: int, seed: int, stride: int
     order = np.empty_like(positions)
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
-        epoch_key = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
+        epoch_key = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ epoch.astype(np.uint64))
         keys = _mix(epoch_key ^ np.arange(1, stride + 1, dtype=np.uint64))  # one per pass
         # Pass i visits the windows `offsets[i] + stride * k` for k below `sizes[i]`; the passes are in random order.
         offsets = np.argsort(keys)
@@ -308,8 +308,10 @@ ORDER_STEPS = 64  # steps per call of `window_order`, at little more than the co
 class MicroBatches:
     """Item k is the k-th micro-batch `(x, y, weight)` of `rank`, counted from the start of the run.
 
-    Step s takes positions `s * batch_size` to `(s + 1) * batch_size` of the window stream, and splits them in order
-    into `world_size * accumulation` micro-batches, `accumulation` per rank, whose sizes differ by at most one window.
+    A step takes the next `batch_size` windows of the stream, and splits them in order into `world_size * accumulation`
+    micro-batches, `accumulation` per rank, whose sizes differ by at most one window. The first is at
+    `plan.first_position`.
+
     The weight is windows * world_size / batch_size: a rank's weighted mean losses, summed, then averaged over ranks,
     are the mean over the step's windows. An empty micro-batch computes the next window with weight 0, so that all ranks
     run the same collectives.
@@ -335,7 +337,7 @@ class MicroBatches:
     def _chunk_order(self, chunk: int) -> torch.Tensor:
         """Window indices of `ORDER_STEPS` steps, int64, on the device of the text."""
         size = ORDER_STEPS * self.plan.batch_size
-        positions = np.arange(chunk * size, (chunk + 1) * size)
+        positions = np.arange(chunk * size, (chunk + 1) * size) + self.plan.first_position
         order = window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 

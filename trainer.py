@@ -252,7 +252,7 @@ class Trainer:
         """Runs the remaining optimizer steps, one per iteration, without evaluating, logging or saving. Yields (loss,
         gradient norm), on the device: the mean of the ranks' losses is the batch's; the norm is over all ranks.
         """
-        micro_batches = self._micro_batches()
+        plan, micro_batches = self.plan, self._micro_batches()
         self.optimizer.zero_grad()
         self.model.train()
         is_alone_on_cpu = self.world.device.type == "cpu" and self.world.size == 1
@@ -260,6 +260,9 @@ class Trainer:
         threads = AdaptiveThreads(is_alone_on_cpu and not is_fixed, self._may_have_threads)
         try:
             while self.step < self.plan.total_steps:
+                if self.plan is not plan:
+                    micro_batches.close()
+                    plan, micro_batches = self.plan, self._micro_batches()
                 threads.adapt()
                 distributed.seed_step(self.config.seed, self.step, self.world)
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
@@ -270,8 +273,6 @@ class Trainer:
                     if not is_out_of_memory(error):
                         raise
                     self._halve_micro_batch(error)
-                    micro_batches.close()
-                    micro_batches = self._micro_batches()
                     continue
                 self.step += 1
                 yield loss, norm

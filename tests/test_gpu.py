@@ -1,5 +1,6 @@
 """On one GPU: CUDA_VISIBLE_DEVICES=0 python -m pytest tests/test_gpu.py"""
 
+import itertools
 import math
 import random
 
@@ -8,6 +9,8 @@ import torch
 
 import main
 from engine.errors import UserError
+from engine.run.requests import Requests
+from engine.signals import REQUESTS, Stopped
 from engine.snapshots.storage import load
 from main import configure, train
 from model import MLP
@@ -33,11 +36,20 @@ def weights(run_dir, *overrides):
 
 
 @pytest.mark.parametrize("graph", ["true", "false"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(graph, tmp_path):
-    exact = ["trainer.deterministic=true", f"trainer.cuda_graph={graph}"]
-    whole = weights(tmp_path / "whole", *exact, "trainer.max_steps=20")
-    weights(tmp_path / "parts", *exact, "trainer.max_steps=9")
-    parts = weights(tmp_path / "parts", *exact, "trainer.max_steps=20")
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(graph, tmp_path, monkeypatch):
+    exact = ["trainer.deterministic=true", f"trainer.cuda_graph={graph}", "trainer.max_steps=20"]
+    whole = weights(tmp_path / "whole", *exact)
+    checks = itertools.count()
+
+    def check(requests):
+        if next(checks) == 9:
+            raise Stopped(REQUESTS.index("SIGTERM"))
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Requests, "check", check)
+        weights(tmp_path / "parts", *exact)
+    assert load(f"{tmp_path}/parts/gpt_snapshot.pt").step == 9
+    parts = weights(tmp_path / "parts", *exact)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 

@@ -255,9 +255,9 @@ class Audit:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(parts, size, accumulation):
     epochs, batch = 2, 20  # of which 3 ranks have unequal shares
-    config = TrainerConfig(batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
+    config = TrainerConfig(max_epochs=epochs, batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
     plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
-    steps = -(-epochs * len(parts[0]) // batch)
+    steps = plan.total_steps
     seen = []
     ranks = [MicroBatches(Audit(parts[0]), 7, plan, rank) for rank in range(size)]
     for step in range(steps):
@@ -265,9 +265,34 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
             for i in range(accumulation):
                 seen.extend(rank[step * accumulation + i][0])
     n = len(parts[0])
-    assert sorted(seen[:n]) == sorted(seen[n : 2 * n]) == list(range(n))
-    assert seen[:n] != seen[n : 2 * n]
-    assert np.array_equal(seen, window_order(np.arange(steps * batch), n, 7, plan.block_size))
+    assert sorted(seen[-n:]) == sorted(seen[-2 * n : -n]) == list(range(n))
+    assert seen[-n:] != seen[-2 * n : -n]
+    assert np.array_equal(seen, window_order(np.arange(-steps * batch, 0), n, 7, plan.block_size))
+
+
+@pytest.mark.parametrize("steps", [11, 25, 40])
+def test_a_run_ends_with_a_whole_pass_over_the_text(parts, steps):
+    config = TrainerConfig(max_epochs=None, max_steps=steps, batch_size=20)
+    n, size = len(parts[0]), parts[0].block_size
+    micro_batches = MicroBatches(Audit(parts[0]), 7, Plan.make(config, n, size, 1))
+    seen = [window for step in range(steps) for window in micro_batches[step][0]]
+    offset = seen[-1] % size
+    last_pass = [*range(offset, n, size)]
+    assert sorted(seen[-len(last_pass) :]) == last_pass
+
+
+def test_a_changed_plan_ends_with_a_whole_pass_too(parts, tmp_path):
+    steps_of_a_pass = -(-len(parts[0]) // (SETTINGS["batch_size"] * parts[0].block_size))
+    trainer = make(parts, tmp_path, max_steps=2 * steps_of_a_pass)
+    dataset, seen = trainer.train_dataset, []
+    trainer.train_dataset = Audit(dataset)
+    trainer.train_dataset.batch = lambda indices: seen.extend(indices.tolist()) or dataset.batch(indices)
+    steps = trainer.steps()
+    next(steps)
+    trainer.plan = dataclasses.replace(trainer.plan, total_steps=steps_of_a_pass)
+    rest = np.arange(-(len([*steps])) * trainer.plan.batch_size, 0)
+    order = window_order(rest, len(dataset), trainer.config.seed, dataset.block_size)
+    assert seen[-len(rest) :] == order.tolist()
 
 
 @pytest.mark.parametrize("use_amp", [True, False])
@@ -381,7 +406,7 @@ def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts,
         sizes = [weight * batch / size for weight in weights]
         # An empty one computes on a window all the same.
         assert [max(1, count) for count in sizes] == [len(windows) for windows, _, _ in cuts]
-        order = window_order(np.arange(batch), len(parts[0]), 7, plan.block_size)
+        order = window_order(plan.first_position + np.arange(batch), len(parts[0]), 7, plan.block_size)
         assert [w for windows, _, weight in cuts if weight for w in windows] == order.tolist()
         assert max(sizes) == plan.micro_batch_size <= (limit or batch)
         assert max(sizes) - min(sizes) <= 1 and sum(weights) == size
@@ -563,7 +588,7 @@ def test_evaluation_does_not_affect_training(parts, tmp_path):
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts, tmp_path, arch, optimizer, settings):
-    """A run that finishes, is extended, is killed, and resumes."""
+    """A run that is stopped, resumes, is killed, and resumes."""
     settings = {"save_every_steps": 4, "max_steps": 9, **settings}
 
     class Crash(Exception):
@@ -571,19 +596,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts, tmp_path, 
 
     whole = make(parts, tmp_path / "a", arch, 0.2, optimizer, **settings)
     whole.train()
-    make(parts, tmp_path / "b", arch, 0.2, optimizer, **{**settings, "max_steps": 3}).train()
-    broken = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
-    assert broken.step == 3
-    step = broken.train_step
+    for starts_at, ends_at, end in ((0, 3, Stopped(REQUESTS.index("SIGTERM"))), (3, 5, Crash())):
+        broken = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
+        assert broken.step == starts_at
 
-    def crash(micro_batches):
-        if broken.step == 5:
-            raise Crash
-        return step(micro_batches)
+        def train_step(micro_batches, broken=broken, ends_at=ends_at, end=end, step=broken.train_step):
+            if broken.step == ends_at:
+                raise end
+            return step(micro_batches)
 
-    broken.train_step = crash
-    with pytest.raises(Crash):
-        broken.train()
+        broken.train_step = train_step
+        with pytest.raises(type(end)):
+            broken.train()
     resumed = make(parts, tmp_path / "b", arch, 0.2, optimizer, **settings)
     assert resumed.step == 4
     resumed.train()

@@ -75,6 +75,15 @@ class Plan:
         """Characters of a step."""
         return self.batch_size * self.block_size
 
+    @property
+    def first_position(self) -> int:
+        """Position of the first window in the stream of windows. The run ends at 0, with a pass over the text: one that
+        ends within a pass has a higher loss (benchmarks/experiments.md). Shorter than a pass, it starts at 0, so that
+        more steps take new windows.
+        """
+        taken = self.windows_seen(self.total_steps)
+        return -taken if taken * self.block_size >= self.windows else 0
+
     def windows_seen(self, step: int) -> int:
         return step * self.batch_size
 
