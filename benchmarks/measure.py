@@ -99,7 +99,7 @@ def growth(what: str, value: str) -> dict:
 def processes(count: str, windows: str) -> dict:
     """`count` processes of one CPU thread, each with `windows` windows a step."""
     figures = train(
-        *("experiment=shakespeare_cpu", "trainer.device=cpu", "trainer.threads=1"),
+        *("experiment=shakespeare_cpu", "model.n_layer=4", "trainer.device=cpu", "trainer.threads=1"),
         *(f"trainer.batch_size={int(windows) * int(count)}", "trainer.max_steps=40"),
         *("trainer.log_every_steps=10", "trainer.eval_every_steps=null"),
         processes=int(count),
