@@ -267,7 +267,7 @@ def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_siz
     n = len(parts[0])
     assert sorted(seen[-n:]) == sorted(seen[-2 * n : -n]) == list(range(n))
     assert seen[-n:] != seen[-2 * n : -n]
-    assert np.array_equal(seen, window_order(np.arange(-steps * batch, 0), n, 7, plan.block_size))
+    assert np.array_equal(seen, window_order(steps * (n - batch) + np.arange(steps * batch), n, 7, plan.block_size))
 
 
 @pytest.mark.parametrize("steps", [11, 25, 40])
@@ -290,9 +290,21 @@ def test_a_changed_plan_ends_with_a_whole_pass_too(parts, tmp_path):
     steps = trainer.steps()
     next(steps)
     trainer.plan = dataclasses.replace(trainer.plan, total_steps=steps_of_a_pass)
-    rest = np.arange(-(len([*steps])) * trainer.plan.batch_size, 0)
-    order = window_order(rest, len(dataset), trainer.config.seed, dataset.block_size)
-    assert seen[-len(rest) :] == order.tolist()
+    assert len([*steps]) == steps_of_a_pass - 1
+    last_pass = range(seen[-1] % dataset.block_size, len(dataset), dataset.block_size)
+    in_the_last_pass = (steps_of_a_pass - 1) * SETTINGS["batch_size"]  # the first step is of the plan before
+    assert len({*seen[-in_the_last_pass:]} & {*last_pass}) == in_the_last_pass
+
+
+@pytest.mark.parametrize("steps", [11, 25, 40])
+def test_an_extended_run_takes_other_windows(parts, steps):
+    n, size, batch = len(parts[0]), parts[0].block_size, 20
+    positions = set()
+    for first_step, total_steps in ((0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1)):
+        plan = Plan(n, size, batch, 1, 1, total_steps)
+        taken = range(plan.first_position + first_step * batch, plan.first_position + total_steps * batch)
+        assert positions.isdisjoint(taken)
+        positions.update(taken)
 
 
 @pytest.mark.parametrize("use_amp", [True, False])

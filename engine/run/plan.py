@@ -24,7 +24,7 @@ class Deadline(NamedTuple):
     minutes: float  # the limit, from the start of the program
     at: float  # when training should end, as `time.monotonic()` gives it
     evaluation_s: float = 0.0  # expected time of an evaluation and its save
-    most_steps: float = math.inf  # limit of a longer plan: 20 passes over the text, or max_steps or max_epochs
+    most_steps: float = math.inf  # to which the plan may grow: 20 passes over the text, max_steps or max_epochs
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ class Plan:
 
     @property
     def first_position(self) -> int:
-        """Position of the first window in the stream of windows. The run ends at 0, with a pass over the text: one that
-        ends within a pass has a higher loss (benchmarks/experiments.md). Shorter than a pass, it starts at 0, so that
-        more steps take new windows.
+        """Position of the first window in the stream of windows. The run ends with an epoch, so with a whole pass over
+        the text: one that ends within a pass has a higher loss (benchmarks/experiments.md). Another number of steps
+        ends with another epoch, so that a run that is extended takes new windows. Shorter than a pass, a run starts at
+        0, and continues with new windows, too.
         """
         taken = self.windows_seen(self.total_steps)
-        return -taken if taken * self.block_size >= self.windows else 0
+        return self.total_steps * self.windows - taken if taken * self.block_size >= self.windows else 0
 
     def windows_seen(self, step: int) -> int:
         return step * self.batch_size
