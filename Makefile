@@ -1,12 +1,11 @@
 # Each target sets up what it needs in .venv first. Overrides go in ARGS: make train ARGS="trainer.max_steps=100"
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-NPROC ?= 2
 ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sample test test-all chaos bench playground lint typecheck clean
+.PHONY: help train sample test test-all chaos bench playground lint typecheck clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,9 +13,6 @@ help:  ## list the targets
 train: $(VENV)/.installed  ## train the recipe that fits this machine, then print a sample
 	$(RUN) main.py $(ARGS)
 	$(RUN) sample.py
-
-ddp: $(VENV)/.installed  ## the same with NPROC processes (2)
-	$(VENV)/bin/torchrun --standalone --nproc_per_node=$(NPROC) main.py $(ARGS)
 
 sample: $(VENV)/.installed  ## print text from the newest run; ARGS='prompt=ROMEO: num_samples=3'
 	$(RUN) sample.py $(ARGS)
@@ -34,7 +30,7 @@ test-all: $(VENV)/.installed-dev  ## run all tests
 chaos: $(VENV)/.installed-dev  ## cause 200 faults, for 40 minutes or more; ARGS='kills=20 seed=1 processes=2'
 	$(RUN) tests/chaos.py $(ARGS)
 
-bench: $(VENV)/.installed-bench  ## compare with other trainers, for an hour; ARGS='sections=step rounds=1'
+bench: $(VENV)/.installed-bench  ## compare with other trainers, for an hour or more; ARGS='sections=step rounds=1'
 	$(RUN) benchmarks/bench.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check format and style
@@ -46,7 +42,7 @@ typecheck: $(VENV)/.installed-dev  ## check types; the first time takes a minute
 
 clean:  ## remove the environment and every cache; runs/ and the texts in data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis \
-		__pycache__ tests/__pycache__ benchmarks/__pycache__ data/cache "$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
+		__pycache__ */__pycache__ engine/*/__pycache__ data/cache "$${XDG_CACHE_HOME:-$$HOME/.cache}/character-level-gpt"
 
 # Each stamp is written last, so an interrupted install is done again.
 $(VENV)/.installed: requirements.txt

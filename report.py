@@ -49,15 +49,13 @@ class ReportArguments:
     out: str | None = None  # null: report.html in the directory of the run, or of all runs
 
 
-def write(run_dirs: list[str], out: str) -> str:
-    """Writes the page of the runs in `run_dirs` to `out`, atomically; returns `out`.
-
-    Raises `UserError` for a damaged run, and OSError if `out` cannot be written.
+def write(run_dirs: list[str], out: str) -> None:
+    """Writes the page of the runs in `run_dirs` to `out`, atomically. Raises `UserError` for a damaged run, and OSError
+    if `out` cannot be written.
     """
     html = render([Run(path) for path in run_dirs], load_references(REFERENCES))
     with atomic_write(out) as file:
         file.write(html)
-    return out
 
 
 def find_runs(names: list[str]) -> list[str]:
@@ -84,7 +82,8 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
     finally:  # the report and the best snapshot do not depend on the score
         if config.report:
             with log_failure(f"write {REPORT}"):
-                path = write([config.run_dir], os.path.join(config.run_dir, REPORT))
+                path = os.path.join(config.run_dir, REPORT)
+                write([config.run_dir], path)
                 log.info("report      %s", relative_path(path))
         with log_failure("check the run for overfitting"):
             if problem := loss_warning(Run(config.run_dir)):
@@ -147,7 +146,8 @@ def main(arguments: list[str]) -> int:
         if os.path.lexists(out) and not is_page_of(out, "report.py"):
             raise UserError(f"{out}: exists and is not a report; remove it, or give out=FILE")
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        print(relative_path(write(run_dirs, out)))
+        write(run_dirs, out)
+        print(relative_path(out))
         return 0
     references, status = load_references(REFERENCES), 0
     for run in map(Run, run_dirs):

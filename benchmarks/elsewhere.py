@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from engine.config.arguments import parse, run_program
+from engine.errors import UserError
 
 RESULTS = Path(__file__).resolve().parent / "elsewhere.jsonl"
 CHARACTERS = 1_115_394  # of tiny Shakespeare
@@ -70,7 +71,7 @@ def step_seconds(text: Path) -> dict[str, float]:
 
 def measure(text: Path, seeds: int, done: list[dict]) -> None:
     """Trains on `text` what is not `done` yet, and appends it to RESULTS."""
-    known = [line for line in done if line["text"] == text.stem]
+    known = [line for line in of_today(done) if line["text"] == text.stem]
     seconds = known[0]["step_seconds"] if known else step_seconds(text)
     jobs = []
     for seed in range(1, seeds + 1):
@@ -97,6 +98,12 @@ def measure(text: Path, seeds: int, done: list[dict]) -> None:
             file.flush()
 
 
+def of_today(lines: list[dict]) -> list[dict]:
+    """The lines of texts on which the default recipe had today's steps."""
+    texts = {line["text"] for line in lines if (line["settings"], line["steps"]) == ("default", STEPS)}
+    return [line for line in lines if line["text"] in texts]
+
+
 def report(done: list[dict]) -> None:
     columns = [("default", "characters"), ("AdamW", "characters"), ("AdamW", "time")]
     columns += [("nanoGPT", "characters"), ("nanoGPT", "time")]
@@ -119,7 +126,9 @@ def program(arguments: list[str]) -> None:
     done = [json.loads(line) for line in RESULTS.open()] if RESULTS.exists() else []
     if config.report:
         return report(done)
-    for text in sorted(Path(config.texts or ".").glob("*.txt")):
+    if config.texts is None:
+        raise UserError("texts: missing; give texts=DIRECTORY")
+    for text in sorted(Path(config.texts).glob("*.txt")):
         measure(text, config.seeds, done)
 
 

@@ -122,8 +122,6 @@ def loss(recipe: str, seed: str) -> dict:
     return {
         "seconds": seconds,
         "loss": val["loss"],
-        "steps": val["step"],
-        "characters_scored": val["tokens"],
         "plan": f"{val['step']} steps = {characters:,} characters",
         "window": config.data.block_size,
     }
@@ -144,9 +142,8 @@ def nanogpt(directory: str) -> dict:
 
 
 def start(caches: str) -> dict:
-    """Seconds from the command to the end of the first training step, and for `import main`.
-
-    With `caches` "cold" the kernels are built first.
+    """Seconds from the command to the end of the first training step, and for `import main`. With `caches` "cold" no
+    kernels are built before, and the time includes building them.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {"XDG_CACHE_HOME": folder} if caches == "cold" else {}
@@ -209,9 +206,7 @@ def generate(size: str, package: str) -> dict:
 
 
 def train(*overrides: str, processes: int = 1) -> dict:
-    """Trains with `main.py`: characters per second, parameters, and rank 0's peak memory before the
-    last save.
-    """
+    """Trains with `main.py`: characters per second, and rank 0's peak memory before the last save."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     settings = {"trainer.max_epochs": "null", "trainer.log_every_steps": f"{BLOCK}"}
     settings |= {"trainer.save_every": "null", "trainer.trackers": "[]", "data.train_split": "0.99"}
@@ -223,11 +218,9 @@ def train(*overrides: str, processes: int = 1) -> dict:
             *("main.py", f"run_dir={folder}"),
             *(f"{key}={value}" for key, value in settings.items()),
         )
-        environment = json.loads(Path(folder, "environment.jsonl").read_text())
         lines = [line for line in _metrics(Path(folder)) if line["split"] == "train"]
     return {
         "characters_per_s": _settled([line["tokens_per_s"] for line in lines]),
-        "parameters": environment["parameters"],
         "peak_bytes": lines[-1]["memory"],
     }
 

@@ -24,9 +24,8 @@ from engine.reports.reference import load_references, recipe_name
 from report import REFERENCES, find_runs
 
 MIN_SEEDS = 5
-# Half-width of the band in standard deviations: 99 % of further runs fall within (Student's t
-# prediction interval for 5 seeds; of the training loss, whose noise is that of the batches, the
-# deviations of all steps are pooled).
+# Half-width of the band in standard deviations: 99 % of further runs fall within (Student's t prediction interval for 5
+# seeds). Narrower for the training loss, whose deviation counts as no smaller than the median over the steps.
 BAND = {"val": 5.04, "train": 3.56}
 SMALLEST_DEVIATION = 0.005  # nats: what rounding on another processor alone amounts to
 

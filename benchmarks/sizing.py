@@ -31,6 +31,7 @@ import main
 import sample
 from config import Config, validate
 from engine.config.arguments import parse, run_program
+from engine.errors import UserError
 from engine.parallel.distributed import World
 from engine.sizing import rule
 from engine.sizing.choose import choose_model, choose_rates
@@ -172,8 +173,6 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
     limit = 1e6 * millions
     if settings:
         limit = min(limit / cost(settings, len(known)), rule.USEFUL_PASSES * settings["split"] * characters)
-        if "passes" in settings:
-            limit = settings["passes"] * settings["split"] * characters
         windows = max(1, round(settings["batch"] / settings["context"]))
         steps = round(limit / (windows * settings["context"]))
         own = [
@@ -189,8 +188,9 @@ def train(text: str, characters: int, millions: float, settings: Settings, seed:
             f"trainer.batch_size={windows}",
         ]
     else:
-        recipe = {"layers": 4, "width": 128, "context": 256, "dropout": 0} | recipe_of()
-        steps = round(limit / cost(recipe, len(known)) / 3072)
+        recipe = recipe_of()
+        sizes = {"layers": recipe["recipe_layers"], "width": 128, "context": 256, "dropout": 0}
+        steps = round(limit / cost(recipe | sizes, len(known)) / 3072)
         own = ["experiment=shakespeare_cpu"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(used, "utf-8")
@@ -218,7 +218,12 @@ def run(job: tuple[str, Settings, Settings]) -> Settings:
 def recipe_of() -> Settings:
     """What tells a run of the default recipe of today from older ones."""
     config = main.configure("experiment=shakespeare_cpu")
-    return {"kind": "recipe", "ngrams": config.model.ngram_rows, "embeddings": config.optimizer.decay_embeddings}
+    return {
+        "kind": "recipe",
+        "recipe_layers": config.model.n_layer,  # "layers" only in lines of other settings
+        "ngrams": config.model.ngram_rows,
+        "embeddings": config.optimizer.decay_embeddings,
+    }
 
 
 def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
@@ -233,12 +238,14 @@ def settings_of(choice: Settings) -> list[tuple[str, Settings]]:
 def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    older = {"ngrams": 0, "ngram_decay": 0, "embeddings": False}  # what their lines are without
+    older = {"ngrams": 0, "ngram_decay": 0, "embeddings": False, "recipe_layers": 4}  # what their lines are without
     done = [older | json.loads(line) for line in lines]
     cells = UNSEEN if config.unseen else CELLS
     if config.report:
         report(cells, done)
         return
+    if config.texts is None:
+        raise UserError("texts: missing; give texts=DIRECTORY")
     jobs = []
     for (name, characters, millions), seed in itertools.product(cells, range(1, config.seeds + 1)):
         text = f"{config.texts}/{name}.txt"
@@ -276,18 +283,8 @@ def report(cells: list[tuple[str, int, float]], done: list[Settings]) -> None:
     print("| text | time | choice | its score | best of the others | default recipe |")
     print("|---|---|---|---|---|---|")
     names = (
-        "layers",
-        "width",
-        "heads",
-        "context",
-        "batch",
-        "dropout",
-        "decay",
-        "rate",
-        "ngrams",
-        "ngram_decay",
-        "split",
-    )
+        "layers", "width", "heads", "context", "batch", "dropout", "decay", "rate", "ngrams", "ngram_decay", "split",
+    )  # fmt: skip
 
     def mean(lines: list[Settings]) -> str:
         scores = [line["score"] for line in {line["seed"]: line for line in lines}.values()]

@@ -25,9 +25,9 @@ FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
 def parse(cls: type[T], arguments: list[str]) -> T:
-    """An instance of the dataclass `cls`, whose fields have defaults. `NOT_PATHS` are verbatim. Of the others, `null`
-    is None, `~` in paths is the home directory, and lists are `[a,b]` or a single value. Raises `UserError` naming an
-    argument that is unknown, empty or of the wrong type.
+    """An instance of the dataclass `cls`. `NOT_PATHS` are verbatim. Of the others, `null` is None, `~` in paths is the
+    home directory, and lists are `[a,b]` or a single value. Raises `UserError` naming an argument that is unknown,
+    missing, empty or of the wrong type.
     """
     # A type variable cannot say that its type is a dataclass.
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -56,7 +56,8 @@ def parse(cls: type[T], arguments: list[str]) -> T:
             others[name] = value
     try:
         typed: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
-        return cls(**strings, **{name: typed[name] for name in others})
+        required = {name for name in fields if OmegaConf.is_missing(typed, name)} - strings.keys()
+        return cls(**strings, **{name: typed[name] for name in others.keys() | required})
     except OmegaConfBaseException as error:
         raise UserError(explain_value(error)) from error
 

@@ -162,7 +162,9 @@ def quoted(key: str, value: str) -> str:
 
 
 def repeating_command(overrides: list[str], run_name: str) -> str:
-    """Shell command that repeats a run with what was chosen for it, as `overrides`; under Hydra with what was typed."""
+    """The shell command that repeats a run: what was typed, then the chosen `overrides`. Without Hydra, as in a
+    notebook, the `overrides` alone.
+    """
     if not HydraConfig.initialized():
         return shlex.join(overrides)
     own = (f"{override_key(override)}=" for override in overrides)

@@ -82,6 +82,9 @@ def locked_file(path: str, setting: str) -> TextIO:
         file.close()
         why = "another run is using it; wait for it, or set run_name=NEW_NAME"
         raise UserError(f"{setting}: {why}") from error
+    except OSError as error:  # a file system without locks
+        file.close()
+        raise UserError(f"{setting}: cannot be locked: {error.strerror}") from error
     return file
 
 

@@ -82,8 +82,8 @@ def fine_tuning_decay(rate_sum: float) -> float:
 
 def ngram_decay(passes: float, share: float, rate: float) -> float:
     """Weight decay of the n-gram tables. `share`: fraction of the training text in a step; `rate`: peak rate."""
-    # An unused vector decays to 1/e within 0.6 / passes of a pass at the peak rate: sooner with more passes, or the
-    # tables memorize the text.
+    # At the peak rate, a vector that no step uses decays to 1/e in 0.6 / passes of a pass. With more passes it has to
+    # decay sooner, or the tables memorize the text.
     forgotten = min(passes * share / 0.6, 0.7)  # fraction of a vector per step
     return rounded(min(forgotten / rate, 1000.0), least=0.5)
 

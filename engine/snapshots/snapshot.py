@@ -25,7 +25,7 @@ from engine.text import unit_of
 log = logging.getLogger("gpt")
 
 FORMAT = 5
-READABLE_FORMATS = (4, 5)  # 4 has no probe_logits
+READABLE_FORMATS = range(4, FORMAT + 1)  # 4 has no probe_logits
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
