@@ -157,6 +157,14 @@ def test_given_steps_are_evaluated_as_often_as_they_pay_for():
     assert evaluations_s < 0.15 * 200 * step_s
 
 
+@pytest.mark.parametrize(
+    "characters, held_out", [(1000, 100), (10_000, 1000), (30_000, 1500), (300_000, 15_000), (3_000_000, 20_000)]
+)
+def test_a_short_text_keeps_most_of_its_characters_for_training(characters, held_out):
+    chosen, _ = choose(characters=characters, minutes=0.5)
+    assert round(characters * (1 - chosen["data.train_split"])) == held_out
+
+
 def test_the_context_fits_into_a_given_held_out_part():
     chosen, _ = choose("data.train_split=0.97", characters=3000)
     assert 1 <= chosen["data.block_size"] < 3000 - int(3000 * 0.97)
