@@ -71,7 +71,7 @@ def step_seconds(text: Path) -> dict[str, float]:
 
 def measure(text: Path, seeds: int, done: list[dict]) -> None:
     """Trains on `text` what is not `done` yet, and appends it to RESULTS."""
-    known = [line for line in of_today(done) if line["text"] == text.stem]
+    known = [line for line in done if line["text"] == text.stem]
     seconds = known[0]["step_seconds"] if known else step_seconds(text)
     jobs = []
     for seed in range(1, seeds + 1):
@@ -79,7 +79,7 @@ def measure(text: Path, seeds: int, done: list[dict]) -> None:
             same = {"characters": STEPS * 3072 // characters}
             same["time"] = round(STEPS * seconds["default"] / seconds[name])
             for kind, steps in same.items() if name != "default" else [("characters", STEPS)]:
-                job = {"text": text.stem, "settings": name, "same": kind, "seed": seed}
+                job = {"text": text.stem, "settings": name, "same": kind, "seed": seed, "default_steps": STEPS}
                 if not any(job.items() <= line.items() for line in known):
                     jobs.append(job | {"steps": steps, "step_seconds": seconds})
 
@@ -96,12 +96,6 @@ def measure(text: Path, seeds: int, done: list[dict]) -> None:
             print(json.dumps(line), flush=True)
             file.write(json.dumps(line) + "\n")
             file.flush()
-
-
-def of_today(lines: list[dict]) -> list[dict]:
-    """The lines of texts on which the default recipe had today's steps."""
-    texts = {line["text"] for line in lines if (line["settings"], line["steps"]) == ("default", STEPS)}
-    return [line for line in lines if line["text"] in texts]
 
 
 def report(done: list[dict]) -> None:
@@ -124,6 +118,7 @@ def report(done: list[dict]) -> None:
 def program(arguments: list[str]) -> None:
     config = parse(Arguments, arguments)
     done = [json.loads(line) for line in RESULTS.open()] if RESULTS.exists() else []
+    done = [line for line in done if line["default_steps"] == STEPS]  # of today's recipe
     if config.report:
         return report(done)
     if config.texts is None:

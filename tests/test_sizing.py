@@ -161,8 +161,13 @@ def test_given_steps_are_evaluated_as_often_as_they_pay_for():
     "characters, held_out", [(1000, 100), (10_000, 1000), (30_000, 1500), (300_000, 15_000), (3_000_000, 20_000)]
 )
 def test_a_short_text_keeps_most_of_its_characters_for_training(characters, held_out):
-    chosen, _ = choose(characters=characters, minutes=0.5)
-    assert round(characters * (1 - chosen["data.train_split"])) == held_out
+    chosen, _ = choose(characters=characters, minutes=0.2, flops=1e10)
+    assert characters * (1 - chosen["data.train_split"]) == pytest.approx(held_out, rel=1e-3)
+
+
+def test_a_given_context_fits_into_the_held_out_part():
+    chosen, _ = choose("data.block_size=1024", characters=15_000)
+    assert 1024 < 15_000 - int(15_000 * chosen["data.train_split"]) < 1100
 
 
 def test_the_context_fits_into_a_given_held_out_part():

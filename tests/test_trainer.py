@@ -291,9 +291,15 @@ def test_a_changed_plan_ends_with_a_whole_pass_too(parts, tmp_path):
     next(steps)
     trainer.plan = dataclasses.replace(trainer.plan, total_steps=steps_of_a_pass)
     assert len([*steps]) == steps_of_a_pass - 1
-    last_pass = range(seen[-1] % dataset.block_size, len(dataset), dataset.block_size)
-    in_the_last_pass = (steps_of_a_pass - 1) * SETTINGS["batch_size"]  # the first step is of the plan before
-    assert len({*seen[-in_the_last_pass:]} & {*last_pass}) == in_the_last_pass
+    batch = trainer.plan.batch_size
+    positions = trainer.plan.first_position + np.arange(batch, steps_of_a_pass * batch)
+    assert seen[batch:] == window_order(positions, len(dataset), trainer.config.seed, dataset.block_size).tolist()
+
+
+def test_the_windows_of_a_huge_plan_can_be_counted(parts):
+    plan = Plan(len(parts[0]), parts[0].block_size, 20, 1, 1, 10**14)
+    last = MicroBatches(Audit(parts[0]), 7, plan)[10**14 - 1][0]
+    assert len({window % parts[0].block_size for window in last}) == 1  # of one pass
 
 
 @pytest.mark.parametrize("steps", [11, 25, 40])

@@ -83,7 +83,8 @@ class Plan:
         0, and continues with new windows, too.
         """
         taken = self.windows_seen(self.total_steps)
-        return self.total_steps * self.windows - taken if taken * self.block_size >= self.windows else 0
+        epoch = self.total_steps % 2**20  # the position has to fit into 64 bits
+        return epoch * self.windows - taken if taken * self.block_size >= self.windows else 0
 
     def windows_seen(self, step: int) -> int:
         return step * self.batch_size

@@ -28,8 +28,8 @@ log = logging.getLogger("gpt")
 
 MAX_EVALUATIONS = 20  # per run, if the interval is chosen
 EVALUATION_SHARE = 0.04  # share of the time for evaluations, and on a CPU for their saves
-MIN_HELD_OUT = 20_000  # characters, of a text of 20 times as many; of a shorter one a twentieth, or
-SHORT_HELD_OUT = 1000  # if that is more; a tenth at most
+MIN_HELD_OUT = 20_000  # characters of a long text, however short the time; a twentieth of the text at most
+SHORT_HELD_OUT = 1000  # characters of a text whose twentieth is less; a tenth at most
 MIN_CHARACTERS = 1000  # the shortest text for which a model is chosen
 MIN_CONTEXT = 64  # a short held-out part does not reduce the context further
 FINISH_S = 2.0  # seconds to open the run's files, for the report and process exit
@@ -135,7 +135,8 @@ def choose_model(draft: Draft, trial: Any) -> None:
     draft.fill(sizes_of(config, longest, layers, width, context, batch, world.size))
     affordable_characters = flops / draft.flops_per_character
     held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / 2 * affordable_characters / EVALUATION_COST)
-    held_out = min(held_out, max(usable / 20, min(SHORT_HELD_OUT, usable / 10)))
+    least = min(max(SHORT_HELD_OUT, data.block_size + 2), usable / 10)  # a window has to fit
+    held_out = min(held_out, max(usable / 20, least))
     split = (1 - data.final_split) * (1 - held_out / usable)
     draft.fill({"data.train_split": round(split, 6)})
     steps = draft.planned_steps
