@@ -153,3 +153,13 @@ def test_an_unknown_argument_is_refused():
 def test_help_has_a_meaning_for_every_argument(program):
     for line in field_table(program).splitlines():
         assert len(re.split("  +", line.strip())) == 3, line
+
+
+def test_a_missing_argument_is_named():
+    @dataclass
+    class Required:
+        directory: str
+
+    assert arguments.parse(Required, ["directory=a"]).directory == "a"
+    with pytest.raises(UserError, match="directory: missing; give directory=VALUE"):
+        arguments.parse(Required, [])

@@ -5,7 +5,7 @@ import pytest
 
 from engine.errors import UserError
 from engine.files import atomic_write
-from engine.run.directory import log_to_file
+from engine.run.directory import locked_file, log_to_file
 
 
 def test_atomic_write_replaces_the_whole_file_or_nothing(tmp_path):
@@ -41,3 +41,12 @@ def test_the_log_file_has_the_traceback_of_a_bug_and_one_line_for_a_users_error(
     first, *traceback, last = (tmp_path / "log").read_text().splitlines()
     assert first.endswith("ERROR 'rate'") and "KeyError: 'rate'" in traceback
     assert last.endswith("ERROR trainer.seed=-1: must be at least 0")
+
+
+def test_a_file_system_without_locks_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
+    def refuse(file, wait):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("engine.portable.lock", refuse)
+    with pytest.raises(UserError, match=r"run_dir=runs/a: cannot be locked: No locks available"):
+        locked_file(str(tmp_path / "lock"), "run_dir=runs/a")
