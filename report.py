@@ -69,13 +69,16 @@ def find_runs(names: list[str]) -> list[str]:
             inside = sorted(glob.glob(f"{glob.escape(match)}/*"))
             runs += [match] if is_run(match) else filter(is_run, inside)
         if not runs:
-            raise UserError(f"{name}: no run has logged anything there{newest_run_hint(name)}")
+            hint = "" if os.path.isdir(name) else newest_run_hint(name)
+            raise UserError(f"{name}: no run has logged anything there{hint}")
         found += runs
     return list(dict.fromkeys(found))
 
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
+    if not is_run(config.run_dir):  # the run is finished, and was started from another folder
+        return
     try:
         if final is not None and trainer.step <= trainer.plan.total_steps:
             score_final(trainer, final)

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     signals.prepare()
 
 import codecs
+import contextlib
 import itertools
 import logging
 import math
@@ -118,9 +119,16 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
     return model
 
 
-def needs_one_thread(model: GPT, num_texts: int) -> bool:
-    """Whether a step of `num_texts` texts is too little work for several threads."""
-    return num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK
+@contextlib.contextmanager
+def enough_threads(model: GPT, num_texts: int) -> Iterator[None]:
+    """A context that uses one thread if a step of `num_texts` texts is too little work for several."""
+    threads = torch.get_num_threads()
+    if num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
@@ -133,25 +141,24 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     model = load_model(snapshot, config.device)
     ids = ids.to(model.tok_emb.weight.device)
     batch_size = min(config.num_samples, max(1, BATCH_CHARACTERS // model.config.block_size))
-    if needs_one_thread(model, batch_size):
-        torch.set_num_threads(1)
     stop = from_text(config.stop or "", encoding)
     if unknown := [character for character in stop if character not in vocabulary]:
         hint = "; for a newline: stop=$'\\n'" if "\\n" in stop else ""
         raise UserError(f"stop={config.stop!r}: not in the vocabulary: {unknown[0]!r}{hint}")
     if "\\n" in stop:
         log.warning("stop=%s: a backslash and a letter; for a newline: stop=$'\\n'", stop)
-    for first in range(0, config.num_samples, batch_size):
-        start = ids.expand(min(batch_size, config.num_samples - first), -1)
-        new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
-        streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))  # one per text
-        for i, stream in enumerate(streams):
-            drawn = map(vocabulary.__getitem__, map(operator.itemgetter(i), stream))
-            pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(drawn, stop))
-            if encoding == "bytes":
-                content = (piece.encode("latin-1") for piece in pieces)
-                pieces = codecs.iterdecode(content, "utf-8", "replace")
-            yield pieces
+    with enough_threads(model, batch_size):
+        for first in range(0, config.num_samples, batch_size):
+            start = ids.expand(min(batch_size, config.num_samples - first), -1)
+            new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
+            streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))  # one per text
+            for i, stream in enumerate(streams):
+                drawn = map(vocabulary.__getitem__, map(operator.itemgetter(i), stream))
+                pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(drawn, stop))
+                if encoding == "bytes":
+                    content = (piece.encode("latin-1") for piece in pieces)
+                    pieces = codecs.iterdecode(content, "utf-8", "replace")
+                yield pieces
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -239,14 +246,9 @@ def sample_during_training(model: GPT, text: CharDataset) -> list[str]:
     """
     num_texts, num_characters = 2, 120
     first = torch.tensor([[text.stoi[default_prompt(text.vocabulary)]]] * num_texts)
-    threads = torch.get_num_threads()
-    if needs_one_thread(model, num_texts):
-        torch.set_num_threads(1)
-    try:
+    with enough_threads(model, num_texts):
         first = first.to(model.tok_emb.weight.device)
         out = model.generate(first, num_characters, **SampleConfig().options())
-    finally:
-        torch.set_num_threads(threads)
     return [text.decode(row[1:]) for row in out.tolist()]
 
 
@@ -320,7 +322,7 @@ def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot
     assert config.score is not None
     scored = real_files(config.score)
     if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots):
-        note = "trained on most of this text; the run's held-out loss is over the rest"
+        note = "this is text of the run, which trained on most of its text; its held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
     losses, count = score(config, *snapshots)
     unit = snapshots[0].unit

@@ -170,7 +170,7 @@ class Trainer:
         self.world, device = world, world.device
         self.model = sharding.wrap(model, world, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
-        configs: dict[str, Any] = {"trainer": config}
+        configs: dict[str, Any] = {"trainer": config, "optimizer": {"class": type(optimizer).__name__}}
         for group, part in (("model", bare), ("data", train_dataset)):
             if is_dataclass(getattr(part, "config", None)):
                 configs[group] = part.config
@@ -268,7 +268,7 @@ class Trainer:
                 set_learning_rate(self.optimizer, self.schedule(self.step, self.plan.total_steps))
                 try:
                     with threads.step(), execution.tf32(self.choices):
-                        loss, norm = self.train_step(self._one_step(micro_batches))
+                        loss, norm = self.train_step(self._step_inputs(micro_batches))
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -331,7 +331,7 @@ class Trainer:
         self.train_step = self._make_step()
         self.optimizer.zero_grad()
 
-    def _one_step(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _step_inputs(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches of the next step. Checks requests before each."""
         for _ in range(self.plan.accumulation):
             self.requests.check()

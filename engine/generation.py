@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError, check_range
+from engine.kernels import execution
 
 
 class LayerCache:
@@ -90,9 +91,7 @@ def stream(
     device, dtype = idx.device, next(model.parameters()).dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    was_training = model.training
-    model.eval()
-    try:
+    with execution.evaluating(model):
         context = deque(idx[:, -config.block_size :].split(1, dim=1), maxlen=config.block_size)
         seen, cache = len(context), None  # characters that the model sees
         for _ in range(max_new_tokens):
@@ -108,8 +107,6 @@ def stream(
             new = ids[:, None]
             context.append(new)
             seen += 1
-    finally:
-        model.train(was_training)
 
 
 def pick(

@@ -1,7 +1,7 @@
 """Text: its sources, and its encoding as ids.
 
 Sources: a text is the concatenation of its files, which fsspec finds, opens and decompresses. They are streamed, as
-a text may be larger than memory. With `data.shuffle`, it is read whole, and a line ends where a file ends.
+a text may be larger than memory. With `data.shuffle`, it is read whole; a line or a paragraph ends where a file ends.
 
 Encoding: one streaming pass writes code points; one rewrite replaces them, in place, by positions in the sorted
 vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into a cache file,

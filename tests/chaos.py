@@ -91,7 +91,7 @@ def kill_everything_and_damage_the_latest_snapshot(run: "Run", chance: random.Ra
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     else:
         del content[chance.randrange(len(content)) :]
-    path.unlink()  # other names of the same file stay as they are
+    path.unlink()  # after a killed save, .prev may be the same file
     path.write_bytes(content)
 
 

@@ -42,6 +42,8 @@ def test_values_are_converted_to_the_type_of_their_field(monkeypatch):
     verbatim = 'a: b, (c) = [d] "e" #1.3 + %'
     assert arguments.parse(SampleConfig, [f"prompt={verbatim}"]) == SampleConfig(verbatim)
     assert arguments.parse(Config, ["out=1", "out=2"]) == Config("2")
+    assert arguments.parse(Config, ["out=1", "text=a", "text=null"]) == Config("1")
+    assert arguments.parse(Config, ["out=1", "text=null", "text=a"]) == Config("1", "a")
     for value, names in (("[010, null]", ["010", "null"]), ("[ab]*", ["[ab]*"]), ("[]", [])):
         assert arguments.parse(Config, ["out=1", f"names={value}"]).names == names
 

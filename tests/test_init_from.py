@@ -158,6 +158,7 @@ def test_a_text_model_is_not_trained_on_bytes(source):
 def test_weights_that_do_not_fit_are_refused(source, tmp_path):
     for name, change in [
         ("blocks.0.mlp.c_fc.weight", lambda state, name: state.update({name: state[name][:-1]})),
+        ("blocks.0.mlp.c_fc.weight", lambda state, name: state[name].fill_(torch.nan)),
         ("ln_f.bias", lambda state, name: state.pop(name)),
     ]:
         snapshot = model_snapshot("abcd")

@@ -189,6 +189,10 @@ def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_i
     assert config == snapshot.config and config["model"]["vocab_size"] == len(snapshot.vocabulary)
     assert "held-out loss" in (run / "main.log").read_text()
 
+    elsewhere = start(*TINY, f"trainer.snapshot_path={run}/gpt_snapshot.pt", f"run_dir={tmp_path}/other")
+    assert elsewhere.returncode == 0 and "this run is finished" in elsewhere.stdout
+    assert "cannot" not in elsewhere.stdout and os.listdir(tmp_path) == ["deep"]
+
     (run / "environment.jsonl").unlink()  # a report needs it, the run does not
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "main.log"}
     result = start(*TINY, f"run_dir={run}", "optimizer.learning_rate=0.5")

@@ -172,7 +172,7 @@ def test_score_of_the_training_text_says_so(scored, paths, tmp_path, monkeypatch
     snapshot = model_snapshot(VOCABULARY)
     snapshot.config["data"] = {"path": paths}
     sampling.print_score(SampleConfig(score=scored.format(tmp_path)), ["a.pt"], [snapshot])
-    assert ("trained on most of this text" in capsys.readouterr().err) == (scored != "other.txt")
+    assert ("this is text of the run" in capsys.readouterr().err) == (scored != "other.txt")
 
 
 def random_ids(length: int) -> torch.Tensor:

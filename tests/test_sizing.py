@@ -459,7 +459,7 @@ def test_a_run_without_max_minutes_refuses_it_later():
     recorded["trainer"] = {"max_steps": 10, "max_minutes": None}
     for steps in (None, 11):
         config.trainer.max_steps = steps
-        with pytest.raises(UserError, match=r"raise trainer\.max_steps"):
+        with pytest.raises(UserError, match=r"give trainer\.max_steps, above \d+"):
             recall(Draft(config, 30_000), recorded)
     config.trainer.max_steps = None
     recall(Draft(config, 30_000), recorded | {"data": {"path": "another.txt"}})  # refused by the Trainer

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -54,6 +55,22 @@ def test_the_newest_numbered_ones_are_kept(tmp_path, path):
         write(SnapshotStorage(path, keep=2), step)
     assert names(tmp_path) == ["s.prev.pt", "s.pt", "s.step00000005.pt", "s.step00000006.pt"]
     assert load(str(tmp_path / "s.step00000005.pt")).step == 5
+
+
+def test_an_older_snapshot_copied_over_the_latest_changes_no_other(path):
+    files = SnapshotStorage(path, keep=2)
+    write(files, 1)
+    write(files, 2, is_best=True)
+    shutil.copyfile(beside(path, "step00000001"), path)  # writes into the file, as cp does
+    assert [load(p).step for p in (path, files.best_path, beside(path, "step00000002"))] == [1, 2, 2]
+
+
+def test_a_run_that_went_back_keeps_its_new_numbered_ones(tmp_path, path):
+    for step in (3, 2):
+        write(SnapshotStorage(path, keep=1), step)
+    assert {"s.step00000002.pt", "s.step00000003.pt"} < {*names(tmp_path)}
+    write(SnapshotStorage(path, keep=1), 4)
+    assert names(tmp_path) == ["s.prev.pt", "s.pt", "s.step00000004.pt"]
 
 
 def test_glob_characters_in_a_path_are_literal(tmp_path, monkeypatch):
@@ -186,7 +203,8 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_pat
     write(files, 1, is_best=True, is_numbered=False)
     for step in (2, 3, 4):
         write(files, step)
-    damage(path)  # has the numbered one of step 4 as another name
+    for bad in (path, beside(path, "step00000004")):
+        damage(bad)
     content, where = files.find()
     assert where == files.previous_path and Snapshot.from_bytes(content, where).step == 3
     warnings = [record.getMessage() for record in caplog.records]
@@ -195,8 +213,9 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_pat
     assert "renamed to" in warnings[0] and " instead" in warnings[0]
     write(files, 5)  # does not put the damaged one in place of the good one
     assert [load(p).step for p in (path, files.previous_path)] == [5, 3]
-    for bad in (path, files.previous_path):
-        damage(bad)
+    for bad in files.all():
+        if load(bad).step > 2:
+            damage(bad)
     content, where = files.find()
     assert Snapshot.from_bytes(content, where).step == 2 and where.endswith("s.step00000002.pt")
     for bad in files.all():
@@ -292,7 +311,7 @@ def manager(path: str, **settings) -> SnapshotManager:
 
 def test_a_temporary_file_that_cannot_be_removed_is_not_written_into(path, monkeypatch):
     files = SnapshotStorage(path)
-    with monkeypatch.context() as patch:  # it stays, a hard link to both snapshots
+    with monkeypatch.context() as patch:  # it stays, a hard link to the latest
         patch.setattr(LocalFileSystem, "rm_file", no_space)
         write(files, 1, is_best=True)
     os.link(path, beside(files.best_path, "tmp"))

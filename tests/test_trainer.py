@@ -105,6 +105,12 @@ def test_a_trainer_without_main_refuses_to_resume_on_another_part_of_the_text(tm
         train(**change)
 
 
+def test_a_trainer_without_main_refuses_to_resume_with_another_optimizer(parts, tmp_path):
+    make(parts, tmp_path).train()
+    with pytest.raises(UserError, match=r"optimizer\.class was AdamW, is Muon"):
+        make(parts, tmp_path, optimizer="muon")
+
+
 def test_the_first_step_and_evaluations_do_not_count_in_the_time_of_a_step(parts, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -435,7 +441,7 @@ def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts,
 
 def test_the_loss_that_checks_a_cuda_graph_equals_the_steps(parts, tmp_path):
     trainer = make(parts, tmp_path, batch_size=7, micro_batch_size=4)
-    micro_batches = [*trainer._one_step(trainer._micro_batches())]
+    micro_batches = [*trainer._step_inputs(trainer._micro_batches())]
     assert [len(x) for x, _, _ in micro_batches] == [3, 4]
     expected = trainer._loss(micro_batches)
     assert trainer._eager_step(micro_batches)[0].item() == pytest.approx(expected.item(), rel=1e-6)

@@ -42,6 +42,8 @@ def parse(cls: type[T], arguments: list[str]) -> T:
             raise UserError(f"{argument}: not an argument; {hint}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
+        for earlier in (strings, others):  # the last value counts
+            earlier.pop(name, None)
         if name in NOT_PATHS:
             strings[name] = value
         elif value == "null":

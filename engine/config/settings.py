@@ -12,7 +12,7 @@ WINDOWS = {
 # Fixed on resume, like the model: with a change midway, no configuration would reproduce the run.
 FIXED = {
     *WINDOWS,
-    "optimizer.name", "optimizer.decay_embeddings",  # another optimizer state
+    "optimizer.name", "optimizer.class",  # another optimizer state; the class: without main.py
     "trainer.seed",  # another order of the windows
     "init_from",  # other initial weights
 }  # fmt: skip

@@ -118,6 +118,8 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
         if value.shape != parameter.shape:
             shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
             raise UserError(f"init_from: {name} is {shapes}")
+        if not value.isfinite().all():
+            raise UserError(f"init_from: {name} has values that are not finite")
         parameter.copy_(sharding.shard_like(value, parameter))
     new = "".join(character for character in vocabulary if character not in rows)
     shown = f": {new[:40]!r}" if new else ""

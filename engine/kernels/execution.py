@@ -50,3 +50,14 @@ def tf32(choices: dict[str, Any]) -> Iterator[None]:
 def eagerly(choices: dict[str, Any]) -> contextlib.AbstractContextManager:
     """Context that runs the model eagerly: compiling evaluation would cost more than it saves."""
     return torch.compiler.set_stance("force_eager") if choices["compile"] else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which `model` is in evaluation mode; afterward it is in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

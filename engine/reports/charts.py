@@ -80,16 +80,13 @@ def draw_charts(runs: list[Run], labels: list[str], references: References) -> l
 
 
 def band(runs: list[Run], references: References) -> tuple[Points, str] | None:
-    """Outline and label of the reference band, of the held-out loss or, if the recipe is evaluated once,
-    the training loss. None unless it applies to all `runs`.
-    """
+    """Outline and label of the reference band of the held-out loss. None unless it applies to all `runs`."""
     first, *others = [find_reference(run, references)[0] for run in runs]
     if first is None or any(other is not first for other in others):
         return None
-    split, name = ("val", "held-out") if len(first["val"]) > 1 else ("train", "training")
-    upper = [(step, mean + width) for step, mean, width in first[split]]
-    lower = [(step, mean - width) for step, mean, width in first[split]]
-    return upper + lower[::-1], f"{name} loss of 99 % of the recipe's runs"
+    upper = [(step, mean + width) for step, mean, width in first["val"]]
+    lower = [(step, mean - width) for step, mean, width in first["val"]]
+    return upper + lower[::-1], "held-out loss of 99 % of the recipe's runs"
 
 
 def points(lines: list[dict[str, Any]], key: str) -> Points:

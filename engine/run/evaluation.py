@@ -9,12 +9,13 @@ import torch
 import torch.nn as nn
 
 from engine.errors import UserError
+from engine.kernels import execution
 from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.run.plan import Plan
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # per rank and forward pass; other devices: cpu
-MIN_HALVED = 20  # the fewest steps of a run that is also evaluated halfway
+MIN_STEPS_FOR_HALFWAY = 20  # the fewest steps of a run that is also evaluated halfway
 
 
 class Evaluation(NamedTuple):
@@ -28,14 +29,14 @@ class Evaluation(NamedTuple):
 @dataclass
 class Evaluations:
     """Evaluation schedule of a `TrainerConfig`: every `eval_every_steps` steps (by default every epoch), at the last
-    step, halfway if the last would be the only one, and with `at_start` before the first; never unless `has_dataset`.
-    Early stopping: `patience_is_over` after `patience` evaluations in a row without a lower loss.
+    step, halfway if the last would be the only one, and before the first if `is_pretrained`; never unless
+    `has_dataset`. Early stopping: `patience_is_over` after `patience` evaluations in a row without a lower loss.
     """
 
     plan: Plan
     config: Any
     has_dataset: bool
-    at_start: bool
+    is_pretrained: bool
     last: tuple[float, int] | None = None  # (held-out loss, step) of the newest evaluation
     since_best: int = 0  # evaluations since the one with the lowest loss
 
@@ -65,11 +66,11 @@ class Evaluations:
         if not self.has_dataset or self.is_done(step):
             return False
         if step == 0:
-            return self.at_start
+            return self.is_pretrained
         plan, total, every_steps = self.plan, self.plan.total_steps, self.config.eval_every_steps
         # One point does not show whether a run learns.
         last_step = self.last[1] if self.last else 0
-        is_halfway = self.interval >= total >= MIN_HALVED and last_step < total // 2 <= step
+        is_halfway = self.interval >= total >= MIN_STEPS_FOR_HALFWAY and last_step < total // 2 <= step
         every_epochs = None if every_steps else 1
         return step == total or is_halfway or plan.is_due(step, every_steps, every_epochs)
 
@@ -98,9 +99,7 @@ def evaluate(
     size = max(1, EVAL_CHARACTERS.get(world.device.type, EVAL_CHARACTERS["cpu"]) // dataset.block_size)
     size = min(size, max_windows or size)
     losses, counts = [], []
-    was_training = model.training
-    model.eval()
-    try:
+    with execution.evaluating(model):
         for start in range(first, first + most, size):
             check_requests()
             # Ranks without windows still run a forward pass, because FSDP's all-gather is collective.
@@ -111,8 +110,6 @@ def evaluate(
                 losses.append(loss)
                 scored_to = min(end * dataset.block_size, len(dataset.data) - 1)
                 counts.append(scored_to - start * dataset.block_size)
-    finally:
-        model.train(was_training)
     # Summed in Python's floats: not every device has float64.
     means = torch.stack(losses).tolist() if losses else []
     total = sum(mean * count for mean, count in zip(means, counts, strict=True))

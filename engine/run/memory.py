@@ -47,7 +47,7 @@ def fit_micro_batch(
             return plan
         log.info("memory      a micro-batch of %d windows does not fit on the GPU", windows)
         if windows == 1:
-            raise UserError(too_large(plan))
+            raise UserError(too_large_message(plan))
         plan = plan.with_micro_batch(windows // 2)
 
 
@@ -75,7 +75,7 @@ def _fits(plan: Plan, model: nn.Module, dataset: Any, choices: dict[str, Any], d
     return True
 
 
-def too_large(plan: Plan) -> str:
+def too_large_message(plan: Plan) -> str:
     return (
         f"a window of data.block_size={plan.block_size} does not fit in memory: set a smaller one, a "
         "smaller model, or model.activation_checkpointing=true"
@@ -88,7 +88,7 @@ def halved(plan: Plan, step: int, may_repeat: bool, error: Exception) -> Plan:
     """
     windows = plan.micro_batch_size
     if windows == 1:
-        raise UserError(f"step {step}: out of memory: {too_large(plan)}") from error
+        raise UserError(f"step {step}: out of memory: {too_large_message(plan)}") from error
     smaller = plan.with_micro_batch(windows // 2)
     what = f"step {step}: out of memory with {windows} windows at once"
     if not may_repeat:

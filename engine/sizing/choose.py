@@ -26,7 +26,7 @@ from engine.text import unit_of
 
 log = logging.getLogger("gpt")
 
-MAX_EVALUATIONS = 20  # per run, if the interval is chosen
+MIN_EVALUATIONS, MAX_EVALUATIONS = 2, 20  # per run, if the interval is chosen
 EVALUATION_SHARE = 0.04  # share of the time for evaluations, and on a CPU for their saves
 MIN_HELD_OUT = 20_000  # characters of a long text, however short the time; a twentieth of the text at most
 SHORT_HELD_OUT = 1000  # characters of a text whose twentieth is less; a tenth at most
@@ -134,7 +134,7 @@ def choose_model(draft: Draft, trial: Any) -> None:
     batch = rule.characters_per_step(usable, model.n_embd or width, affordable, on_cuda)
     draft.fill(sizes_of(config, longest, layers, width, context, batch, world.size))
     affordable_characters = flops / draft.flops_per_character
-    held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / 2 * affordable_characters / EVALUATION_COST)
+    held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / MIN_EVALUATIONS * affordable_characters / EVALUATION_COST)
     least = min(max(SHORT_HELD_OUT, data.block_size + 2), usable / 10)  # a window has to fit
     held_out = min(held_out, max(usable / 20, least))
     split = (1 - data.final_split) * (1 - held_out / usable)
@@ -233,13 +233,13 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float
             f"trainer.max_minutes={trainer.max_minutes:g}: too short: no time is left for a step of {step_s:.2f} s "
             f"and its evaluation{also}; try {enough:g}"
         )
-    typed = draft.planned_steps
-    most_steps = min(most_steps, typed)
+    typed, useful = draft.planned_steps, most_steps
+    most_steps = min(useful, typed)
     deadline = Deadline(trainer.max_minutes, trial.deadline - reserved, evaluation_s, most_steps)
     trainer.max_steps = steps = int(min(fitting, most_steps))
     trainer.max_minutes = minutes_for(steps, trainer.max_minutes, fitting)
     why = f"{'as many as' if steps == fitting else f'{fitting:,}'} fit into the {duration(seconds)} left"
-    if steps == most_steps:
+    if steps == useful:
         why += f"; limited to {rule.USEFUL_PASSES} passes over the text"
     if steps == typed:
         why += "; set by the user"
@@ -287,4 +287,4 @@ def choose_rates(draft: Draft) -> None:
 
 def number_of_evaluations(cost: float) -> int:
     """Number of evaluations of a run whose training takes `cost` times as long as one evaluation."""
-    return min(max(int(EVALUATION_SHARE * cost), 2), MAX_EVALUATIONS)
+    return min(max(int(EVALUATION_SHARE * cost), MIN_EVALUATIONS), MAX_EVALUATIONS)

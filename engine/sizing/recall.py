@@ -31,8 +31,8 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
         is_longer = trainer.max_steps is None or trainer.max_steps > steps
         if trainer.max_minutes is not None and is_same_text and is_longer:
             raise UserError(
-                f"trainer.max_minutes={trainer.max_minutes:g}: this run started without a time limit; leave it out, "
-                "and raise trainer.max_steps to train longer"
+                f"trainer.max_minutes={trainer.max_minutes:g}: this run started without a time limit; to train "
+                f"longer, give trainer.max_steps, above {steps}"
             )
     elif trainer.max_minutes is not None:
         fitting = max(1, round(steps * trainer.max_minutes / minutes))

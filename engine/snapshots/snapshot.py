@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from engine.config.settings import as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
+from engine.kernels import execution
 from engine.parallel.distributed import World
 from engine.parallel.sharding import is_dtensor
 from engine.text import unit_of
@@ -205,13 +206,9 @@ def probe_logits(model: nn.Module, vocab_size: int, block_size: int, device: tor
     logits mean that the model's code has changed.
     """
     ids = torch.arange(block_size, device=device) % vocab_size
-    was_training = model.training
-    model.eval()
-    try:
+    with execution.evaluating(model):
         logits = model(ids[None])[0][0].float().cpu()
-        return torch.cat((logits[:PROBED], logits[PROBED:][-PROBED:]))
-    finally:
-        model.train(was_training)
+    return torch.cat((logits[:PROBED], logits[PROBED:][-PROBED:]))
 
 
 def has_changed(logits: torch.Tensor, recorded: torch.Tensor) -> bool:

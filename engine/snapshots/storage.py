@@ -141,8 +141,7 @@ class SnapshotStorage:
     def write(self, content: bytes | memoryview, step: int, is_best: bool, is_numbered: bool) -> None:
         """Atomic write: makes `content` the latest snapshot, and also the best or a numbered one.
 
-        At every moment, each file has its old or its new content. Raises what the file system raises. On a disk, files
-        with the same content are hard links.
+        At every moment, each file has its old or its new content. Raises what the file system raises.
         """
         try:
             self._put(self.temporary_path, content)
@@ -151,12 +150,15 @@ class SnapshotStorage:
                 self._copy(self.temporary_path, self.best_path)
                 self.best_step = step
             if is_numbered and self.keep:
-                self._copy(self.temporary_path, beside(self.path, f"step{step:08d}"))
-                for path in self.present(NUMBERED)[: -self.keep]:
+                numbered = beside(self.path, f"step{step:08d}")
+                self._copy(self.temporary_path, numbered)
+                # Later ones are of before the user went back to an earlier snapshot.
+                earlier = [path for path in self.present(NUMBERED) if path <= numbered]
+                for path in earlier[: -self.keep]:
                     self._remove(path)
             if exists(self.path):
-                self._copy(self.path, self.previous_path)
-            self._copy(self.temporary_path, self.path)
+                self._copy(self.path, self.previous_path, link=True)
+            self._copy(self.temporary_path, self.path, link=True)
         finally:
             with contextlib.suppress(Exception):  # never created, or the store is unreachable
                 self._remove(self.temporary_path)
@@ -179,17 +181,20 @@ class SnapshotStorage:
             if any(file.read(len(piece)) != bytes(piece) for piece in pieces) or file.read(1):
                 raise OSError(f"{path}: differs from what was written")
 
-    def _copy(self, source: str, target: str) -> None:
-        """Copies atomically: `target` keeps its content, or has all of the new one; by a hard link where possible."""
+    def _copy(self, source: str, target: str, link: bool = False) -> None:
+        """Copies atomically: `target` keeps its content, or has all of the new one. `link`: by a hard link where
+        possible, only if `source` is replaced or removed next: a change of one would change the other.
+        """
         if not is_local(source):
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
         temporary = beside(target, "tmp")
         Path(temporary).unlink(missing_ok=True)
         try:
-            try:
-                os.link(source, temporary)
-            except OSError:  # a file system without hard links
+            with contextlib.suppress(OSError):  # a file system without hard links
+                if link:
+                    os.link(source, temporary)
+            if not os.path.exists(temporary):
                 shutil.copyfile(source, temporary)
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())
