@@ -2,8 +2,8 @@
 
     python benchmarks/texts.py directory=DIRECTORY
 
-Writes NAME.txt for each: messages of programs in a language, paragraphs of program code and of documentation. Items are
-distinct, in a random but reproducible order, so that every part has the same distribution.
+Writes NAME.txt for each: messages of programs in a language, paragraphs of code and of documentation, names of Unicode
+characters. Items are distinct, in a random but reproducible order, so that every part has the same distribution.
 """
 
 import gettext
@@ -11,17 +11,21 @@ import gzip
 import random
 import re
 import sys
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 from engine.config.arguments import parse, run_program
 
 LANGUAGES = ("cs", "de", "el", "es", "fr", "it", "ja", "ko", "nl", "pl", "pt_BR", "ru", "sv", "tr", "uk", "vi")
 PARAGRAPHS = {  # files whose paragraphs are taken
     "headers": ("/usr/include", "*.h"),
+    "cpp": (str(Path(torch.__file__).parent / "include"), "*.h"),
     "perl": ("/usr/share/perl", "*.p[lm]"),
     "python": (str(Path(gettext.__file__).parent), "*.py"),
     "man": ("/usr/share/man/man1", "*.1.gz"),
@@ -58,11 +62,20 @@ def paragraphs(directory: str, pattern: str) -> Iterator[str]:
         yield from re.split(r"\n\s*\n", content.decode(errors="ignore"))
 
 
+def names() -> Iterator[str]:
+    """The names of Unicode characters, but for the numbered ones and Hangul's syllables."""
+    for code in range(sys.maxunicode):
+        name = unicodedata.name(chr(code), "")
+        if not re.search(r"\d|SYLLABLE", name):
+            yield name
+
+
 def program(arguments: list[str]) -> None:
     directory = Path(parse(Arguments, arguments).directory)
     directory.mkdir(parents=True, exist_ok=True)
     kinds = {name: messages(name) for name in LANGUAGES}
     kinds |= {name: paragraphs(*place) for name, place in PARAGRAPHS.items()}
+    kinds["unicode"] = names()
     for name, found in kinds.items():
         items = sorted(set(found))
         random.Random(name).shuffle(items)

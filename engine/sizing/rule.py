@@ -17,20 +17,17 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
-    if characters >= 200_000:  # n-gram embeddings take the place of some layers
-        if affordable < min(0.5 * characters, 3e6):
-            layers = 1
-        elif affordable < min(2.5 * characters, 5e6):
-            layers = 2
-        elif affordable < min(10 * characters, most):
-            layers = 3
-        else:
-            layers = 4 if affordable < most or characters < 500_000 else 6
-    elif characters >= 20_000 and affordable >= (1.05 if characters < 50_000 else 1.35) * enough:
-        # A short text gains more from depth than from width ("Depth for short texts", "Layers of short texts").
-        layers = 8 if characters < 50_000 else 6
-    else:
+    if 20_000 <= characters < 50_000 and affordable >= 1.05 * enough:
+        layers = 8  # a short text gains more from depth than from width
+    elif 50_000 <= characters < 200_000 and affordable >= 1.35 * enough:
+        layers = 6
+    elif characters < 73_000:
         layers = 3 if width <= 96 and affordable < 0.9 * enough else 4
+    elif characters >= 500_000 and affordable >= most:
+        layers = 6
+    else:  # n-gram embeddings take the place of some layers
+        bounds = min(1.5 * characters, 4e6), min(4 * characters, 5e6), min(12 * characters, most)
+        layers = 1 + sum(affordable >= bound for bound in bounds)
     return layers, width, 256 if affordable >= 0.5 * enough else 128
 
 
