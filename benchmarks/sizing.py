@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,8 @@ def cost(draft: Draft) -> float:
 
 def train(job: tuple[str, Line]) -> Line:
     """Trains a line of sizing.jsonl on the first characters of a text; `job`: path of the text, and the line. Returns
-    the line with its results: the steps, the held-out losses by step, and the loss of the best snapshot on what
-    follows, in nats per character.
+    the line with its results: the steps, the lowest held-out loss, and the loss of the best snapshot on what follows,
+    in nats per character.
     """
     text, line = job
     content, characters = Path(text).read_text("utf-8"), line["characters"]
@@ -158,7 +159,7 @@ def train(job: tuple[str, Line]) -> Line:
         Path(folder, "text.txt").write_text(content[:characters], "utf-8")
         Path(folder, "rest.txt").write_text(rest, "utf-8")
         own += ["data=text", f"data.path={folder}/text.txt", "trainer.max_minutes=null"]
-        config = validate(main.configure(*own))
+        config = validate(main.configure(*own, "trainer.max_steps=1"))
         config.model.vocab_size = len(known)
         draft = Draft(config, characters)
         steps = round(1e6 * line["millions"] / cost(draft) / draft.step_characters)
@@ -174,8 +175,8 @@ def train(job: tuple[str, Line]) -> Line:
         metrics = [json.loads(each) for each in open(f"{folder}/run/metrics.jsonl")]
         scored = sample.SampleConfig(score=f"{folder}/rest.txt", device="cpu")
         [loss], _ = sample.score(scored, load_full(f"{folder}/run/gpt_snapshot.best.pt"))
-    held_out = [(each["step"], round(each["loss"], 4)) for each in metrics if each["split"] == "val"]
-    return line | {"steps": steps, "held_out": held_out, "score": round(loss, 4)}
+    held_out = min(each["loss"] for each in metrics if each["split"] == "val")
+    return line | {"steps": steps, "held_out": round(held_out, 4), "score": round(loss, 4)}
 
 
 def lines_of(cell: Line, text: str, seeds: int, done: list[Line]) -> list[Line]:
@@ -202,9 +203,8 @@ def is_done(line: Line, done: list[Line]) -> bool:
 def best_other(lines: list[Line], choice: Line) -> Line | None:
     """Of the lines of a cell with the first seed, the best that is neither the `choice` nor the default recipe."""
     others = [line for line in lines if line["seed"] == 1 and line["kind"] != "recipe"]
-    return min(
-        (line for line in others if not line.items() >= choice.items()), key=lambda line: line["score"], default=None
-    )
+    others = [line for line in others if any(line[key] != choice[key] for key in CHOSEN)]
+    return min(others, key=lambda line: line["score"], default=None)
 
 
 def program(arguments: list[str]) -> None:
@@ -227,36 +227,37 @@ def program(arguments: list[str]) -> None:
 
 
 def report(done: list[Line]) -> None:
-    """Prints for each cell the rule's choice and its score, the best other of the first seed, by what it changes, and
-    the default recipe's score: means over the seeds, whose number is in brackets.
+    """Prints for each cell the rule's newest choice and its score, the best other of the first seed, by what it
+    changes, and the score of the newest default recipe: means over the seeds, whose number is in brackets.
     """
     print("| text | time | choice | its score | best of the others | default recipe |")
     print("|---|---|---|---|---|---|")
 
-    def mean(lines: list[Line]) -> str:
-        scores = {line["seed"]: line["score"] for line in lines}.values()
+    follows = ("model.n_head", "model.embd_pdrop", "data.train_split")  # from the others
+
+    def mean(lines: list[Line], settings: Line) -> str:
+        same = [line for line in lines if all(line[key] == settings[key] for key in CHOSEN)]
+        scores = {line["seed"]: line["score"] for line in same}.values()
         return f"{statistics.mean(scores):.3f} ({len(scores)})"
 
-    def shown(key: str, value: float) -> str:
-        return f"{key.split('.')[1]} {value:g}"
+    def shown(settings: Line, keys: Iterable[str]) -> str:
+        return ", ".join(f"{key.split('.')[1]} {settings[key]:g}" for key in keys if key not in follows)
 
     for name, characters, millions in CELLS:
         cell = {"text": name, "characters": characters, "millions": millions}
         lines = [line for line in done if line.items() >= cell.items()]
-        recipe = [line for line in lines if line["kind"] == "recipe"]
+        recipes = [line for line in lines if line["kind"] == "recipe"]
         trained = [line for line in lines if line["kind"] != "recipe"]
         choices = [line for line in trained if line["kind"] == "choice"]
-        if not choices or not recipe:
+        best = best_other(lines, choices[-1]) if choices else None
+        if best is None or not recipes:
             continue
-        choice = {key: choices[-1][key] for key in CHOSEN}  # of several, the newest
-        own = [line for line in trained if line.items() >= choice.items()]
-        best, other = best_other(lines, choice), "-"
-        if best is not None:
-            same = [line for line in trained if all(line[key] == best[key] for key in CHOSEN)]
-            changed = ", ".join(shown(key, best[key]) for key in CHOSEN if best[key] != choice[key])
-            other = f"{mean(same)}: {changed}"
-        sizes = ", ".join(shown(key, value) for key, value in choice.items())
-        print(f"| {name}, {characters:,} | {millions} | {sizes} | {mean(own)} | {other} | {mean(recipe)} |")
+        choice = choices[-1]
+        other = shown(best, (key for key in CHOSEN if best[key] != choice[key]))
+        print(
+            f"| {name}, {characters:,} | {millions} | {shown(choice, CHOSEN)} | {mean(trained, choice)} "
+            f"| {mean(trained, best)}: {other} | {mean(recipes, recipes[-1])} |"
+        )
 
 
 if __name__ == "__main__":

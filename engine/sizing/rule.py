@@ -13,7 +13,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     affordable = flops / REFERENCE_FLOPS  # characters for the reference model
     enough = min(4e6, USEFUL_PASSES * characters)  # more does not pay
     # Width 128 from `least` to `most`; outside, it grows with a power of the ratio to the nearer bound.
-    least, most = min(1e6, 10 * characters), 2e7
+    least, most = min(2e6, 10 * characters), 2e7
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25
     width = min(max(32 * round(min(for_the_time, for_the_text) / 32), 64), 1024)
@@ -28,7 +28,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     else:  # n-gram embeddings take the place of some layers
         bounds = min(1.5 * characters, 4e6), min(4 * characters, 5e6), min(12 * characters, most)
         layers = 1 + sum(affordable >= bound for bound in bounds)
-    return layers, width, 256 if affordable >= 0.5 * enough else 128
+    return layers, width, 256 if affordable >= min(5e5, 10 * characters) else 128
 
 
 def characters_per_step(characters: int, width: int, affordable: float, on_cuda: bool) -> int:
@@ -69,7 +69,7 @@ def weight_decay(passes: float, weights: int, rate_sum: float) -> float:
     """Weight decay for a model of `weights` weights and `passes` over the text; `rate_sum`: peak rate x steps."""
     # `total`: decay x rate, summed over the steps; it grows with the passes and with the size of the model.
     total = 9 * (passes / 11) ** 1.75 * max(weights / 800_000, 1.0) ** (1 / 3)
-    return rounded(min(max(total, 1.5) / rate_sum, 3.0), least=0.2)
+    return rounded(min(max(total, passes, 1.5) / rate_sum, 3.0), least=0.2)
 
 
 def fine_tuning_decay(rate_sum: float) -> float:
