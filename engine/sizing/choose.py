@@ -222,9 +222,9 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float
         number = number_of_evaluations(left / evaluation_s)
         fitting = int((left - number * evaluation_s) / step_s)
     else:  # at the interval and after the last step; at least two: halfway and after the last
-        number = 2
+        number = MIN_EVALUATIONS
         with_evaluations_s = step_s + evaluation_s / trainer.eval_every_steps
-        fitting = int(min((left - 2 * evaluation_s) / step_s, (left - evaluation_s) / with_evaluations_s))
+        fitting = int(min((left - number * evaluation_s) / step_s, (left - evaluation_s) / with_evaluations_s))
     if fitting < 1:
         missing = step_s + 2 * number * evaluation_s - left
         enough = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100

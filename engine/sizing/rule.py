@@ -21,7 +21,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
         layers = 8  # a short text gains more from depth than from width
     elif 50_000 <= characters < 200_000 and affordable >= 1.35 * enough:
         layers = 6
-    elif characters < 73_000:
+    elif not ngram_rows(round(0.95 * characters)):  # a twentieth is held out
         layers = 3 if width <= 96 and affordable < 0.9 * enough else 4
     elif characters >= 500_000 and affordable >= most:
         layers = 6
