@@ -46,7 +46,7 @@ class DataConfig:
     truncate: float = 1.0  # share of the text to use, from its start
     shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
     encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
-    cache_dir: str = "data/cache"  # local directory for encoded copies of texts over 64 MiB, compressed or remote
+    cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
     # fmt: on
 
     def __post_init__(self):
@@ -200,7 +200,7 @@ class CharDataset(Dataset):
         return to_text("".join(self.itos[int(i)] for i in ids), self.config.encoding)
 
 
-def compare_characters(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
+def unseen_share_and_unigram_loss(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
     """(fraction of held-out characters that do not occur in training, 0 if the training part is too long to count;
     held-out cross-entropy, in nats, of an add-one-smoothed unigram model). Counts the first `MAX_COUNTED` characters of
     each part.
@@ -309,8 +309,8 @@ class MicroBatches:
     """Item k is the k-th micro-batch `(x, y, weight)` of `rank`, counted from the start of the run.
 
     A step takes the next `batch_size` windows of the stream, and splits them in order into `world_size * accumulation`
-    micro-batches, `accumulation` per rank, whose sizes differ by at most one window. The first is at
-    `plan.first_position`.
+    micro-batches, `accumulation` per rank, whose sizes differ by at most one window. The run's first
+    window is at `plan.first_position` of the stream.
 
     The weight is windows * world_size / batch_size: a rank's weighted mean losses, summed, then averaged over ranks,
     are the mean over the step's windows. An empty micro-batch computes the next window with weight 0, so that all ranks

@@ -66,7 +66,7 @@ class Config:
 
 
 BASE = OmegaConf.structured(Config)
-BASE.model = OmegaConf.structured(GPTConfig)  # the class: an instance resolves null fields
+BASE.model = OmegaConf.structured(GPTConfig)  # of the class, as an instance fills in its null sizes
 KEYS = [*flatten(cast(dict, OmegaConf.to_container(BASE)))]  # dotted
 ConfigStore.instance().store(name="base_config", node=BASE)
 

@@ -30,7 +30,7 @@ from engine.interop import page
 from engine.interop.transformers import KNOWN, is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
-from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
 from model import GPT
 from sample import default_prompt, load_model
@@ -101,7 +101,7 @@ def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
     try:
         model = load_model(snapshot, "cpu", strict=True)
         settings = dataclasses.asdict(model.config)
-        logits = model(page.checked_ids(settings)[None])[0][0]
+        logits = model(probe_ids(model.config.vocab_size, model.config.block_size)[None])[0][0]
         return {
             "name": snapshot.config.get("run_name", "run"),
             "facts": facts(snapshot, model),
@@ -174,7 +174,7 @@ def compare(folder: str, model: GPT) -> str:
     except Exception as error:  # not installed, or too old for nanochat
         return f"not compared with Transformers: {one_line(error)[:300]}"
     logging.disable_progress_bar()
-    ids = torch.arange(model.config.block_size)[None] % model.config.vocab_size
+    ids = probe_ids(model.config.vocab_size, model.config.block_size)[None]
     try:
         theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)(ids).logits
     except Exception as error:  # of many types, for unexpected weights

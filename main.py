@@ -32,7 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import CharDataset, compare_characters
+from char_dataset import CharDataset, unseen_share_and_unigram_loss
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config import auto
@@ -100,8 +100,8 @@ def run_training(config: Config, started: float) -> float | None:
 
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
-        unseen, frequency_loss = compare_characters(*split)
-        on_plan = functools.partial(record_run, frequency_loss, time.strftime("%Y-%m-%d %H:%M:%S %z"))
+        unseen, unigram_loss = unseen_share_and_unigram_loss(*split)
+        on_plan = functools.partial(record_run, unigram_loss, time.strftime("%Y-%m-%d %H:%M:%S %z"))
         trainer = make_trainer(config, split, pretrained=pretrained, on_plan=on_plan, deadline=deadline)
         log_parts(config, trainer, unseen)
         loss = trainer.train()

@@ -364,9 +364,9 @@ class GPT(nn.Module):
         self, idx: Tensor, targets: Tensor | None = None, cache: list[LayerCache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, V) in float32 for `idx` (B, T) int64, and if `targets` (B, T) are given, the mean cross-entropy
-        in nats over those that are not -1 (as in minGPT). The loss must not be differentiated with respect to
-        the returned logits: a kernel does not compute it from them. With a `cache`, `idx` follows the characters in it.
-        Raises ValueError if the context would exceed `block_size`.
+        in nats over those that are not -1 (as in minGPT). Do not take the gradient of this loss with
+        respect to the returned logits: a kernel computes both from uncapped ones. With a `cache`, `idx` follows the
+        characters in it. Raises ValueError if the context would exceed `block_size`.
         """
         (_, T), block_size = idx.shape, self.config.block_size
         past = cache[0].length if cache is not None else 0

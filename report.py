@@ -28,7 +28,7 @@ from engine.parallel.distributed import World
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
-from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, relative_path
+from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, shell_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics
 from engine.snapshots.sharded import load_full
@@ -87,7 +87,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
             with log_failure(f"write {REPORT}"):
                 path = os.path.join(config.run_dir, REPORT)
                 write([config.run_dir], path)
-                log.info("report      %s", relative_path(path))
+                log.info("report      %s", shell_path(path))
         with log_failure("check the run for overfitting"):
             if problem := loss_warning(Run(config.run_dir)):
                 log.warning("%s", problem)
@@ -95,7 +95,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
         if snapshots.best is not None:
             path = snapshots.storage.best_path
             log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
-        log.info("sample      python sample.py run_dir=%s", relative_path(config.run_dir))
+        log.info("sample      python sample.py run_dir=%s", shell_path(config.run_dir))
 
 
 def score_final(trainer: Trainer, final: CharDataset) -> None:
@@ -135,9 +135,6 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     is_check = arguments[:1] == ["check"]
     arguments = arguments[is_check:]
-    if arguments and "=" not in arguments[0]:
-        meant = f"run_dir={arguments[0]}" if is_check or os.path.isdir(arguments[0]) else "check"
-        raise UserError(f"{arguments[0]}: not an argument; did you mean {meant}?")
     config = parse(ReportArguments, arguments)
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
@@ -150,7 +147,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{out}: exists and is not a report; remove it, or give out=FILE")
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         write(run_dirs, out)
-        print(relative_path(out))
+        print(shell_path(out))
         return 0
     references, status = load_references(REFERENCES), 0
     for run in map(Run, run_dirs):

@@ -265,8 +265,8 @@ def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]
 
 
 def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.Tensor]:
-    """Yields losses per character, in nats, float64 (losses of `score`, characters), in batches of whole windows,
-    computed in each run's dtype so that the mean equals the run's.
+    """Yields losses per character, in nats, float64 of shape (losses of `score`, characters), in batches of whole
+    windows, computed in each run's dtype so that the mean equals the run's.
 
     Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart; each
     but the first scores only its last `stride` characters, which see more than `block_size - stride`

@@ -79,7 +79,7 @@ class TrainerConfig:
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16
     strategy: str = "ddp"  # ddp: the whole model in every process; fsdp: sharded (FSDP2)
-    resume: str = "auto"  # auto: from snapshot_path if it exists; must; never: rename the old files, start from scratch
+    resume: str = "auto"  # from snapshot_path: auto (if it exists), must (or fail), never (rename the old files)
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
     # fmt: on
 
@@ -236,7 +236,7 @@ class Trainer:
                     self._evaluate_if_due()
                     self._adapt_plan()
                     self._save_if_due()
-                self.requests.finish()
+                self.requests.wait()
                 self.snapshots.finish(self.step)
             except Stopped as stopped:
                 self._stop(stopped)
@@ -486,7 +486,7 @@ class Trainer:
 
     def _stop(self, stopped: Stopped) -> None:
         """Saves, logs how to resume, and raises `stopped`."""
-        self.requests.finish()
+        self.requests.wait()
         self.snapshots.wait()
         if self.snapshots.saved_step != self.step:
             self.snapshots.save(self._snapshot(), is_best=False, is_numbered=True)

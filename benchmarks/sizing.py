@@ -50,12 +50,11 @@ CELLS = [
     ("ko", 30_000, 1.1),
     ("pt_BR", 100_000, 1.1),
     ("cpp", 100_000, 1.1),
-    ("cs", 300_000, 1.1),
-    ("tr", 300_000, 1.1),
-    ("vi", 1_000_000, 1.1),
+    ("nl", 300_000, 0.5),
+    ("pl", 300_000, 1.1),
+    ("sv", 1_000_000, 1.1),
     ("el", 300_000, 3.3),
     ("cpp", 1_000_000, 3.3),
-    ("it", 1_000_000, 3.3),
     ("cpp", 20_000_000, 3.3),
 ]
 # Layers that are tried beside the chosen ones.
@@ -122,10 +121,9 @@ def neighbours(choice: Line) -> list[Line]:
         changes.append({"model.n_embd": other, "model.n_head": heads, "optimizer.learning_rate": own})
     changes += [{"optimizer.learning_rate": rule.rounded(factor * rate)} for factor in (0.6, 1.7)]
     changes += [{"optimizer.weight_decay": rule.rounded(factor * decay)} for factor in (0.5, 2)]
-    for value in (0.0, 2 * dropout) if dropout else (0.1,):
-        changes.append({"model.embd_pdrop": value, "model.resid_pdrop": value})
+    if dropout:
+        changes += [{"model.embd_pdrop": value, "model.resid_pdrop": value} for value in (0.0, 2 * dropout)]
     if choice["model.ngram_rows"]:
-        changes.append({"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0})
         changes += [{"optimizer.ngram_decay": rule.rounded(factor * ngram_decay)} for factor in (0.5, 2)]
     return [choice | change for change in changes]
 

@@ -121,7 +121,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Sets each group's learning rate to `factor` times its peak: `initial_lr` or, without that, its `lr` so far."""
     for group in optimizer.param_groups:
-        if "initial_lr" not in group:  # `float` waits for a rate on the GPU
+        if "initial_lr" not in group:  # once: `float` waits for the GPU
             group["initial_lr"] = float(group["lr"])
         rate = group["initial_lr"] * factor
         if isinstance(group["lr"], torch.Tensor):  # which a CUDA graph reads

@@ -417,10 +417,10 @@ def test_too_little_free_memory_is_a_warning():
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("engine.run.memory.log.warning", lambda text, *values: lines.append(text % values))
-        assert not memory.warn_if_too_little(dataclasses.replace(config.model, block_size=8), TrainerConfig(), ALONE)
-        memory.warn_if_too_little(config.model, config.trainer, ALONE)
+        assert not memory.warn_if_short(dataclasses.replace(config.model, block_size=8), TrainerConfig(), ALONE)
+        memory.warn_if_short(config.model, config.trainer, ALONE)
         config.model.n_embd = 2**20  # whose weights alone are too large
-        memory.warn_if_too_little(config.model, config.trainer, ALONE)
+        memory.warn_if_short(config.model, config.trainer, ALONE)
     assert re.match(r"training needs about [\d,]+\.\d GB of memory", lines[0])
     assert "=32768" in lines[0] and "micro_batch_size" not in lines[1]
 
@@ -430,7 +430,7 @@ def test_the_estimate_of_memory_is_near_what_was_measured(monkeypatch, caplog):
     monkeypatch.setattr("engine.machine.hardware.free_memory", lambda: 0)
     monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda device: False)
     sizes = {"n_layer": 4, "n_head": 12, "n_embd": 384, "vocab_size": 65, "block_size": 1024}
-    memory.warn_if_too_little(GPTConfig(**sizes), TrainerConfig(batch_size=4), ALONE)
+    memory.warn_if_short(GPTConfig(**sizes), TrainerConfig(batch_size=4), ALONE)
     needed = re.match(r"training needs about (\d\.\d) GB of memory", caplog.messages[0])
     assert needed and 3 < float(needed[1]) < 4
 

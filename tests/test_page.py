@@ -17,7 +17,7 @@ from config import compose
 from engine.errors import UserError
 from engine.interop import page
 from engine.kernels import ops
-from engine.snapshots.snapshot import probe_logits
+from engine.snapshots.snapshot import probe_ids, probe_logits
 from model import rotary
 from sample import load_model
 
@@ -77,7 +77,7 @@ def test_the_pages_script_computes_the_models_logits(name, tmp_path):
     model.load_state_dict(page.round_to_float16(model.state_dict()))
     config = dataclasses.asdict(model.config)
     with torch.no_grad():
-        logits = model(page.checked_ids(config)[None])[0][0]
+        logits = model(probe_ids(config["vocab_size"], config["block_size"])[None])[0][0]
     (tmp_path / "model.json").write_text(json.dumps(page.serialize(config, model.state_dict(), logits)))
     command = ["node", "-e", NODE, page.BROWSER / "model.js", tmp_path / "model.json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -178,7 +178,7 @@ def repeating_command(overrides: list[str], run_name: str) -> str:
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        file = error.missing_cfg_file  # of the user's own file, data//a/book.txt
+        file = error.missing_cfg_file  # data//a/book.txt for `data=/a/book.txt`
         group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"

@@ -18,6 +18,7 @@ from engine.errors import UserError
 from engine.interop.transformers import NGRAM_FACTORS, ROPE_BASE, SOFTCAP
 from engine.kernels import ops
 from engine.kernels.native import LAYER_NORM_EPS
+from engine.snapshots.snapshot import probe_ids
 
 BROWSER = Path(__file__).resolve().parent / "browser"
 CHECKED = 32  # characters of the input that the page itself compares
@@ -31,9 +32,9 @@ def round_to_float16(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def serialize(config: dict[str, Any], weights: dict[str, Tensor], logits: Tensor) -> dict[str, Any]:
     """Serializes a model for the page: `GPTConfig`'s fields, the rounded weights, and the logits (T, V) that it gives
-    with them for `checked_ids`. Raises `UserError` if the page would compute others: the model's code was edited.
+    with them for `probe_ids`. Raises `UserError` if the page would compute others: the model's code was edited.
     """
-    ids, count = checked_ids(config), min(CHECKED, config["block_size"])
+    ids, count = probe_ids(config["vocab_size"], config["block_size"]), min(CHECKED, config["block_size"])
     try:
         is_same = torch.allclose(compute(config, weights, ids), logits, atol=TOLERANCE)
     except (KeyError, RuntimeError):  # other weights, or of other shapes
@@ -66,11 +67,6 @@ def render(models: list[dict[str, Any]]) -> str:
     for name, content in parts.items():
         page = page.replace(name, content, 1)
     return page
-
-
-def checked_ids(config: dict[str, Any]) -> Tensor:
-    """The ids (T,) of the input whose logits are compared: a whole context, as an edit may affect its end only."""
-    return 7 * torch.arange(config["block_size"]) % config["vocab_size"]
 
 
 def compute(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ def apply(choices: dict[str, Any], model: nn.Module) -> None:
         if choices["device"] == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         deterministic: Any = torch.utils.deterministic
-        deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
+        deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor once more
     torch.set_deterministic_debug_mode("error" if choices["deterministic"] else "default")
-    if choices["compile"]:  # also sets it in the compiler, whose import takes a second
+    if choices["compile"]:
+        # Tells the compiler, too; not needed otherwise, as importing it takes a second.
         torch.use_deterministic_algorithms(choices["deterministic"])
         torch.compiler.reset()  # otherwise a process compiles at most eight models
         model.compile(dynamic=False)

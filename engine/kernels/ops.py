@@ -97,8 +97,8 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not `IGNORE`. The loss must not be differentiated with respect to the returned logits: the
-    kernel does not compute it from them.
+    (...), int64, that are not `IGNORE`. Do not take the gradient of the loss with respect to the returned
+    logits: the kernel computes both from uncapped ones.
     """
     # The kernel takes integer caps only; its error grows with the cap.
     has_cap = isinstance(softcap, int) and 0 <= softcap <= 100

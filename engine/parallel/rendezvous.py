@@ -17,8 +17,8 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """The store of this start, with the process id and host of each rank. Raises RuntimeError after
     `timeout`, or sooner if torchrun has died.
     """
-    # torchrun's own store listens before its processes start. Otherwise rank 0 opens one. torch tries twice, and
-    # waits up to half as long in between.
+    # torchrun's own store listens before its processes start: a few seconds are enough, and one that has died is
+    # noticed soon. Otherwise rank 0 opens a store. torch tries twice, and waits up to half the timeout in between.
     held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     connect = min(timeout, timedelta(seconds=6)) if held_by_torchrun else timeout
     store: dist.Store = next(dist.rendezvous("env://", timeout=connect))[0]

@@ -23,7 +23,7 @@ from engine.errors import UserError
 from engine.files import atomic_write
 from engine.parallel.distributed import launched_size
 from engine.reports.history import Run, best_first, name_runs, seed_means
-from engine.run.directory import JOB, relative_path
+from engine.run.directory import JOB, shell_path
 from engine.run.metrics import format_loss
 
 log = logging.getLogger("gpt")
@@ -117,4 +117,4 @@ def log_results(sweep_dir: str) -> None:
     for line in lines:
         log.info("%s", line)
     if jobs[0].best:
-        log.info("sample      python sample.py run_dir=%s", relative_path(jobs[0].path))
+        log.info("sample      python sample.py run_dir=%s", shell_path(jobs[0].path))

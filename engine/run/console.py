@@ -67,10 +67,9 @@ def command_line() -> Iterator[None]:
     except UserError as error:
         fail(error)
     except OSError as error:
-        given = any(a.startswith(("hydra.", "-m", "--multirun")) for a in sys.argv)
-        if error.filename is None or not given:
+        if error.filename is None:
             raise
-        fail(f"{error.filename}: {error.strerror}")  # a directory that Hydra could not create
+        fail(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
         fail("interrupted; the same command resumes from the last snapshot, if there is one", status)

@@ -142,7 +142,7 @@ def newest_run_hint(run_dir: str) -> str:
     return f"; the newest run is {found[0]}" if found else ""
 
 
-def relative_path(path: str) -> str:
+def shell_path(path: str) -> str:
     """`path` for a command line: quoted, and relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return shlex.quote(path if relative.startswith("..") else relative)

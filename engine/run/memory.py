@@ -123,7 +123,7 @@ def count_weights(model: Any) -> int:
     return count_block_weights(model) + rows * model.n_embd
 
 
-def warn_if_too_little(model: Any, trainer: Any, world: World) -> bool:
+def warn_if_short(model: Any, trainer: Any, world: World) -> bool:
     """CPU memory estimate: warns if training `model` (`GPTConfig`) with `trainer` (`TrainerConfig`) may need more
     than this host has free: the system would kill it. Returns whether it warned.
     """

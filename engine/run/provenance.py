@@ -37,9 +37,9 @@ def log_parts(config: Any, trainer: Any, unseen: float) -> None:
     )  # fmt: skip
 
 
-def record_run(frequency_loss: float, started: str, trainer: Any) -> None:
+def record_run(unigram_loss: float, started: str, trainer: Any) -> None:
     """Writes `config.yaml`, and the line of `environment.jsonl` for the start of `trainer`, at the time `started`.
-    `frequency_loss`: see `char_dataset.compare_characters`. Without Hydra, `recipe` and `overrides` are None. Drops
+    `unigram_loss`: of the held-out part, in nats. Without Hydra, `recipe` and `overrides` are None. Drops
     starts recorded at the same step or later, whose results were discarded.
     """
     run_dir = trainer.snapshots.run_dir
@@ -57,7 +57,7 @@ def record_run(frequency_loss: float, started: str, trainer: Any) -> None:
         "compiled": choices["compile"],
         "parameters": sum(parameter.numel() for parameter in trainer.parameters),
         "text_sha256": trainer.train_dataset.digest,
-        "frequency_loss": frequency_loss,
+        "unigram_loss": unigram_loss,
         "device": hardware.device_name(world.device),
         "hosts": -(-world.size // world.local_size),
         "processes": world.size,

@@ -64,14 +64,14 @@ class Requests:
         """
         own = agreed = self.take()
         if self.world.size > 1:
-            agreed = self.finish()
+            agreed = self.wait()
             self._highest.fill_(own)
             self._work = dist.all_reduce(self._highest, dist.ReduceOp.MAX, async_op=True)
         if agreed > SAVE:
             raise Stopped(agreed)
         self.save = self.save or agreed == SAVE
 
-    def finish(self) -> int:
+    def wait(self) -> int:
         """Waits for the pending all-reduce; returns its result."""
         if self._work is None:
             return 0

@@ -136,7 +136,7 @@ class TrainingLog:
             if is_first_step:  # includes compilation: restart the clock
                 loss = self._mean(rank_loss)
                 seconds = time.perf_counter() - self.lap_started
-                log.info(f"{self._of(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
+                log.info(f"{self._progress(step)} | loss {loss:.4f} | first step took {seconds:.1f} s")
                 self._start_lap(step)
             return
         self.check_finite(step)
@@ -161,7 +161,7 @@ class TrainingLog:
             memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
         )  # fmt: skip
         log.info(
-            f"{self._of(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | "
+            f"{self._progress(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | "
             f"{rate:,.0f} {self.unit}s/s{mfu_shown} | {left} left"
         )
         if samples:
@@ -204,7 +204,7 @@ class TrainingLog:
         if not self.metrics:
             return
         self.metrics.log(step, self.plan.epoch(step), "val", loss, tokens=characters, rank_losses=rank_losses)
-        line = f"{self._of(step)} | held-out loss {loss:.4f} ({loss / math.log(2):.4f} bits per {self.unit})"
+        line = f"{self._progress(step)} | held-out loss {loss:.4f} ({loss / math.log(2):.4f} bits per {self.unit})"
         if best and best[0] <= loss:
             line += f" | best {best[0]:.4f} at step {best[1]}"
         line += f" | {characters:,} {self.unit}s in {seconds:.1f} s"
@@ -248,6 +248,6 @@ class TrainingLog:
             self.lines = self.metrics.lines  # for another `train`
             self.metrics = None
 
-    def _of(self, step: int) -> str:
+    def _progress(self, step: int) -> str:
         total = self.plan.total_steps
         return f"step {step:{len(str(total))}d}/{total}"

@@ -36,7 +36,7 @@ FINISH_S = 2.0  # seconds to open the run's files, for the report and process ex
 SAVED_PER_S = 3e8  # bytes of a snapshot saved per second; on a CPU, a save delays training by as long
 # Seconds per layer to sample a text on a GPU: about 25 kernel launches per layer and character.
 DRAW_S = 0.1
-# Seconds of GPU training: compiling takes about 20 s in the trial; steps then take a quarter less time.
+# Seconds of GPU training from which compiling pays: it takes about 20 s in the trial, and saves a quarter of a step.
 COMPILE_PAYS_FROM_S = 100.0
 COMPILE_AGAIN_S = 6.0  # seconds to compile after the trial
 
@@ -64,7 +64,7 @@ def choose_sizes(
         overrides, deadline = choose(draft, trial)
         log.info("sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name))
     config.model = sized_model(config)
-    trial.warn_if_too_little(config)
+    trial.warn_if_short(config)
     return deadline
 
 
@@ -285,6 +285,6 @@ def choose_rates(draft: Draft) -> None:
     )  # fmt: skip
 
 
-def number_of_evaluations(cost: float) -> int:
-    """Number of evaluations of a run whose training takes `cost` times as long as one evaluation."""
-    return min(max(int(EVALUATION_SHARE * cost), MIN_EVALUATIONS), MAX_EVALUATIONS)
+def number_of_evaluations(affordable: float) -> int:
+    """Number of evaluations of a run that takes as long as `affordable` evaluations."""
+    return min(max(int(EVALUATION_SHARE * affordable), MIN_EVALUATIONS), MAX_EVALUATIONS)

@@ -12,7 +12,7 @@ def best_sizes(characters: int, flops: float) -> tuple[int, int, int]:
     """
     affordable = flops / REFERENCE_FLOPS  # characters for the reference model
     enough = min(4e6, USEFUL_PASSES * characters)  # more does not pay
-    # Width 128 from `least` to `most`; outside, it grows with a power of the ratio to the nearer bound.
+    # Width 128 from `least` to `most`; below narrower, above wider, by a power of the ratio to that bound.
     least, most = min(2e6, 10 * characters), 2e7
     for_the_time = 128 * (affordable / min(max(affordable, least), most)) ** 0.4
     for_the_text = 96 * (characters / 30_000) ** 0.25

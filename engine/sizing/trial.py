@@ -42,16 +42,16 @@ class Trial:
         draft.fill(PROVISIONAL)
         config = draft.config
         config.model = sized_model(config)
-        self.warn_if_too_little(config)
+        self.warn_if_short(config)
         config.trainer.max_steps, config.trainer.max_epochs = 30, None
         step_s = time_steps(self.make_trainer(config, self.text.with_config(config.data).split()))
         hardware.free_unused(self.world.device)  # only garbage collection frees a Trainer
         return step_s
 
-    def warn_if_too_little(self, config: Any) -> None:
+    def warn_if_short(self, config: Any) -> None:
         """Warns, once, if this host has too little memory for `config`."""
         if not self.has_warned:
-            self.has_warned = memory.warn_if_too_little(config.model, config.trainer, self.world)
+            self.has_warned = memory.warn_if_short(config.model, config.trainer, self.world)
 
 
 def sized_model(config: Any) -> Any:
@@ -82,5 +82,5 @@ def time_steps(trainer: Any) -> float:
             fewest = 18 if on_gpu else 4 if sum(timed) < 4 * TRIAL_S else 2
             if len(timed) >= fewest and sum(timed) > TRIAL_S:
                 break
-    trainer.requests.finish()  # waits for the exchange that the interrupted loop has pending
+    trainer.requests.wait()  # for the exchange that the interrupted loop has pending
     return statistics.median(timed[1:] or timed)  # the first step allocates and loads

@@ -26,7 +26,7 @@ log = logging.getLogger("gpt")
 
 
 class SaveInProgress(NamedTuple):
-    """A save in progress; `best` replaces the manager's as soon as the best snapshot is written."""
+    """A save in progress; `best` becomes the manager's if the best snapshot is written, even if the latest is not."""
 
     step: int
     best: tuple[float, int] | None

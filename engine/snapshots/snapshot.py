@@ -199,13 +199,18 @@ def log_changes(snapshot: Snapshot, changes: dict[str, tuple[Any, Any]], world: 
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
 
 
+def probe_ids(vocab_size: int, block_size: int) -> torch.Tensor:
+    """The ids 0, 1, 2, ..., (T,): a whole context, as an edit of the model may affect its end only."""
+    return torch.arange(block_size) % vocab_size
+
+
 @torch.no_grad()
 def probe_logits(model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str) -> torch.Tensor:
-    """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of a context of the ids 0,
-    1, 2, ...; float32 on the CPU. A snapshot holds weights, not code: loading computes the probe again, and different
+    """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of `probe_ids`; float32 on
+    the CPU. A snapshot holds weights, not code: loading computes the probe again, and different
     logits mean that the model's code has changed.
     """
-    ids = torch.arange(block_size, device=device) % vocab_size
+    ids = probe_ids(vocab_size, block_size).to(device)
     with execution.evaluating(model):
         logits = model(ids[None])[0][0].float().cpu()
     return torch.cat((logits[:PROBED], logits[PROBED:][-PROBED:]))

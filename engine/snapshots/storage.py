@@ -152,7 +152,7 @@ class SnapshotStorage:
             if is_numbered and self.keep:
                 numbered = beside(self.path, f"step{step:08d}")
                 self._copy(self.temporary_path, numbered)
-                # Later ones are of before the user went back to an earlier snapshot.
+                # Higher numbers are left from before the user went back to an earlier snapshot.
                 earlier = [path for path in self.present(NUMBERED) if path <= numbered]
                 for path in earlier[: -self.keep]:
                     self._remove(path)
