@@ -1,8 +1,9 @@
-"""Portability: file locks, signals, memory, a check of argparse."""
+"""Portability: file locks, signals, memory, output encoding, a check of argparse."""
 
 import argparse
 import contextlib
 import signal
+import sys
 from typing import Any
 
 try:
@@ -42,6 +43,13 @@ def restore_sigpipe() -> None:
     """Ends the process silently when its output pipe is closed, as in `--help | head`."""
     for number in signals("SIGPIPE"):
         signal.signal(number, signal.SIG_DFL)
+
+
+def replace_unprintable() -> None:
+    """Prints ? for characters that the terminal's encoding does not have, instead of raising UnicodeEncodeError."""
+    stdout: Any = sys.stdout
+    if hasattr(stdout, "reconfigure"):  # others, as a notebook's, have every character
+        stdout.reconfigure(errors="replace")
 
 
 def patch_argparse() -> None:

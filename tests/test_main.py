@@ -178,6 +178,12 @@ def test_a_typed_limit_replaces_that_of_the_default_recipe(typed, added):
     assert chosen[1:] == [*added.split(), "trainer.device=cpu", *typed.split()]
 
 
+@pytest.mark.parametrize("name", ["1_1", "1e3", "true", "007", "-1.50"])
+def test_names_and_paths_of_digits_are_taken_as_typed(name):
+    composed = main.configure("experiment=auto", f"run_name={name}", f"data.path={name}", "data=text")
+    assert (composed.run_name, composed.data.path) == (name, name)
+
+
 def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_it(tmp_path):
     run = tmp_path / "deep" / "run"
     result = start(*TINY, f"run_dir={run}", cwd=tmp_path)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,29 @@ def test_a_run_that_went_back_keeps_its_new_numbered_ones(tmp_path, path):
     assert {"s.step00000002.pt", "s.step00000003.pt"} < {*names(tmp_path)}
     write(SnapshotStorage(path, keep=1), 4)
     assert names(tmp_path) == ["s.prev.pt", "s.pt", "s.step00000004.pt"]
+
+
+@pytest.mark.parametrize(
+    "best, latest, steps, is_found",
+    [
+        (1, 2, [1], True),
+        (None, 1, [1], True),  # deleted
+        (3, 1, [1, 3], True),  # the user went back to step 1, then the best
+        (3, 2, [1, 3], True),  # a later one: the best is among the numbered ones
+        (3, 2, [3], False),
+    ],
+)
+def test_the_best_snapshot_is_the_one_that_the_latest_names(tmp_path, path, best, latest, steps, is_found, caplog):
+    files = SnapshotStorage(path, keep=9)
+    for step in steps:
+        write(files, step)
+    for target, step in ((path, latest), (files.best_path, best)):
+        if step is not None:
+            Path(target).write_bytes(some_snapshot(step).to_bytes())
+    assert files.recover_best(1) == is_found
+    assert (load(files.best_path).step == 1) if is_found else not os.path.exists(files.best_path)
+    moved = tmp_path / "s.best.old1.pt"
+    assert moved.exists() == (best == 3) == (f"renamed to {moved}" in caplog.text)  # nothing is lost
 
 
 def test_glob_characters_in_a_path_are_literal(tmp_path, monkeypatch):

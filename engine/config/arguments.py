@@ -97,6 +97,7 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     fields of its `configs`.
     """
     portable.restore_sigpipe()
+    portable.replace_unprintable()
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         print((sys.modules[program.__module__].__doc__ or "").strip())

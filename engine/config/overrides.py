@@ -76,12 +76,23 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
     elif has_end and recipe in ("auto", "auto_gpu") and "trainer.max_minutes" not in typed:
         added.append("trainer.max_minutes=null")
     # null is the default, and not an override that Hydra has.
-    arguments = [argument for argument in arguments if argument != "experiment=null"]
+    arguments = [as_text(argument) for argument in arguments if argument != "experiment=null"]
     # Hydra needs all overrides together. conf/config.yaml cannot choose the recipe: an interpolated
     # group may not override other groups.
     positions = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
     first = next(positions, 0)
     return [*arguments[:first], *added, *arguments[first:]]
+
+
+def as_text(override: str) -> str:
+    """`override`, quoted if it is a name or path that Hydra would read as a number or a boolean: 1_1 as 11."""
+    key, _, value = override.partition("=")
+    is_name = key in ("run_name", "run_dir", "data.path")
+    return (
+        quoted(key, value)
+        if is_name and re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false", value, re.I)
+        else override
+    )
 
 
 def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:

@@ -62,7 +62,9 @@ def read_pretrained(source: str) -> Snapshot:
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
         path = choose_snapshot(source, None)
         found = load_full(path)
-        log.info("init_from   %s, %s", path, found)
+        earlier = found.config.get("init_from")
+        chain = f"; itself fine-tuned, from {earlier}, whose training text is not compared" if earlier else ""
+        log.info("init_from   %s, %s%s", path, found, chain)
         settings = found.config | {"model": found.model_config}  # SnapshotError if it has none
         return dataclasses.replace(found, optimizer_state={}, config=settings)
     except UserError as error:
@@ -82,8 +84,8 @@ def warn_if_seen(pretrained: Snapshot, data: Any, digest: str) -> None:
         is_seen = bool(before & now) and (is_changed or is_seen)
     if is_seen:
         log.warning(
-            "init_from: the model was trained on part of the held-out text: the held-out loss is too low; set "
-            "data.train_split=%s or more, and the other settings of the text as they were",
+            "init_from: the model may have been trained on part of the held-out text, and the held-out loss be too "
+            "low; set data.train_split=%s or more, and the other settings of the text as they were",
             theirs.get("train_split"),
         )
 

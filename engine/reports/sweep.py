@@ -10,13 +10,14 @@ import glob
 import logging
 import os
 import re
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from engine.config.overrides import override_key, quoted
 from engine.errors import UserError
@@ -54,10 +55,11 @@ class Sweep(Callback):
         recipe or run_name, and names the jobs by their swept overrides.
         """
         sweep_dir, given = config.hydra.sweep.dir, config.hydra.overrides
+        typed: Any = OmegaConf.to_container(given.hydra, resolve=False)  # may have ${hydra.job.num}, unknown here
         own = [quoted("hydra.sweep.dir", sweep_dir)]
         parsed = OverridesParser.create().parse_overrides(list(given.task))
         swept = " ".join(sorted(o.key_or_group for o in parsed if o.is_sweep_override()))
-        if swept and not any(override_key(o) == "hydra.sweep.subdir" for o in given.hydra):
+        if swept and not any(override_key(o) == "hydra.sweep.subdir" for o in typed):
             name = f"${{job_name:${{hydra.overrides.task}},'{swept}'}}"
             own.append(quoted("hydra.sweep.subdir", name))
         with read_write(config), open_dict(config):

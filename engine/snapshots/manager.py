@@ -125,8 +125,11 @@ class SnapshotManager:
                 f"{one_line(error)[:300]}"
             ) from error
         self.saved_step, self.found = snapshot.step, None
-        if snapshot.best_loss is not None and snapshot.best_step is not None:
-            self.best = (snapshot.best_loss, snapshot.best_step)
+        if snapshot.best_loss is None or snapshot.best_step is None:
+            return
+        step = snapshot.best_step
+        if distributed.run_on_rank_0(lambda: self.storage.recover_best(step), self.world):
+            self.best = (snapshot.best_loss, step)
 
     # --- saving ---
 

@@ -270,6 +270,30 @@ class SnapshotStorage:
                 self._copy(path, self.path)
         return content, path
 
+    def recover_best(self, step: int) -> bool:
+        """Makes the best snapshot that of `step`, as the latest one says; it is not if the file was damaged or deleted,
+        or the latest replaced by an earlier one. Returns False if no snapshot of that step is left.
+        """
+        if step_of(self.best_path) == step:
+            return True
+        copies = self.path, beside(self.path, f"step{step:08d}")
+        found = next((path for path in copies if step_of(path) == step), None)
+        renamed = f"renamed to {set_aside([self.best_path])[0]}, and " if exists(self.best_path) else ""
+        instead = f"replaced by a copy of {found}" if found else "replaced at the next evaluation"
+        log.warning("%s: is not the best snapshot, of step %d; %s%s", self.best_path, step, renamed, instead)
+        if found:
+            with storage_errors(self.best_path, "written"):
+                self._copy(found, self.best_path)
+        return found is not None
+
+
+def step_of(path: str) -> int | None:
+    """The step of a snapshot; None if it is missing or damaged."""
+    try:
+        return load(path).step
+    except SnapshotError:
+        return None
+
 
 def shards_folder(path: str, folder: str) -> str:
     """The path of a snapshot's shards `folder`, in the folder of the snapshots."""
