@@ -88,11 +88,8 @@ def as_text(override: str) -> str:
     """`override`, quoted if it is a name or path that Hydra would read as a number or a boolean: 1_1 as 11."""
     key, _, value = override.partition("=")
     is_name = key in ("run_name", "run_dir", "data.path")
-    return (
-        quoted(key, value)
-        if is_name and re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false", value, re.I)
-        else override
-    )
+    is_typed = re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false", value, re.I)
+    return quoted(key, value) if is_name and is_typed else override
 
 
 def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
