@@ -99,8 +99,7 @@ def validate(composed: DictConfig) -> Config:
             raise UserError(f"model.{name}={value}: follows from {source}; leave it null")
     config.model.block_size = config.data.block_size
     config.run_dir = os.path.expanduser(config.run_dir)
-    if config.init_from and is_local(config.init_from):
-        config.init_from = os.path.normpath(os.path.expanduser(config.init_from))  # without the slash of completion
+    config.init_from = config.init_from and os.path.expanduser(config.init_from)
     for name in ("run_name", "run_dir", "init_from"):
         if getattr(config, name) is not None and not getattr(config, name).strip():
             raise UserError(f"{name}: must not be empty")

@@ -32,6 +32,7 @@ from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, sh
 from engine.run.evaluation import evaluate
 from engine.run.metrics import Metrics
 from engine.snapshots.sharded import load_full
+from engine.snapshots.storage import exists
 from sample import load_model
 from trainer import Trainer
 
@@ -106,7 +107,8 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     if scored is not None and scored["step"] == trainer.step:
         return
     snapshots, device = trainer.snapshots, trainer.world.device
-    best = snapshots.storage.best_path if snapshots.best is not None else snapshots.path
+    has_best = snapshots.best is not None and exists(snapshots.storage.best_path)
+    best = snapshots.storage.best_path if has_best else snapshots.path
     snapshot = load_full(best)
     model = load_model(snapshot, device.type)
     with execution.autocast(trainer.choices):

@@ -225,6 +225,7 @@ class Trainer:
         with self.requests, report_unresponsive_ranks(self.world, lambda: f"after step {self.step}"):
             try:
                 distributed.run_on_rank_0(self._open_files, self.world)
+                self.snapshots.recover_best()
                 self.training_log.start(self.step, self.choices)
                 # Due here for pretrained weights, or if the run was stopped between a step and its evaluation.
                 if self.evaluations.is_due(self.step):

@@ -66,35 +66,46 @@ def test_an_older_snapshot_copied_over_the_latest_changes_no_other(path):
     assert [load(p).step for p in (path, files.best_path, beside(path, "step00000002"))] == [1, 2, 2]
 
 
-def test_a_run_that_went_back_keeps_its_new_numbered_ones(tmp_path, path):
-    for step in (3, 2):
-        write(SnapshotStorage(path, keep=1), step)
-    assert {"s.step00000002.pt", "s.step00000003.pt"} < {*names(tmp_path)}
-    write(SnapshotStorage(path, keep=1), 4)
-    assert names(tmp_path) == ["s.prev.pt", "s.pt", "s.step00000004.pt"]
+def test_numbered_snapshots_later_than_the_one_that_a_run_went_back_to_are_renamed(tmp_path, path):
+    for step in (1, 2, 3):
+        write(SnapshotStorage(path, keep=3), step)
+    shutil.copyfile(beside(path, "step00000001"), path)
+    files = SnapshotStorage(path, keep=1)
+    files.set_later_aside(1)
+    write(files, 2)
+    old = ["s.step00000002.old1.pt", "s.step00000003.old1.pt"]
+    assert names(tmp_path) == ["s.prev.pt", "s.pt", old[0], "s.step00000002.pt", old[1]]
+    Path(path).write_bytes(b"damaged")
+    assert Snapshot.from_bytes(*files.find()).step == 2
+
+
+def scored(step: int, loss: float = 1.5) -> Snapshot:
+    return dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step)
 
 
 @pytest.mark.parametrize(
-    "best, latest, steps, is_found",
+    "present, source",
     [
-        (1, 2, [1], True),
-        (None, 1, [1], True),  # deleted
-        (3, 1, [1, 3], True),  # the user went back to step 1, then the best
-        (3, 2, [1, 3], True),  # a later one: the best is among the numbered ones
-        (3, 2, [3], False),
+        ({"best": scored(1), "prev": scored(1), "latest": scored(2)}, "best"),
+        ({"latest": scored(1)}, "latest"),
+        ({"best": scored(3), "prev": scored(1), "latest": scored(2)}, "prev"),  # killed between the best and the latest
+        ({"best": scored(3), "latest": scored(2), "step00000001": scored(1)}, "step00000001"),  # went back to 2
+        ({"best": scored(1, loss=1.4), "latest": scored(1)}, "latest"),  # of the same step, but another branch
+        ({"best": scored(3), "latest": scored(2), "step00000001": scored(1, loss=1.4)}, None),
+        ({"best": some_snapshot(1), "latest": scored(2)}, None),
     ],
 )
-def test_the_best_snapshot_is_the_one_that_the_latest_names(tmp_path, path, best, latest, steps, is_found, caplog):
-    files = SnapshotStorage(path, keep=9)
-    for step in steps:
-        write(files, step)
-    for target, step in ((path, latest), (files.best_path, best)):
-        if step is not None:
-            Path(target).write_bytes(some_snapshot(step).to_bytes())
-    assert files.recover_best(1) == is_found
-    assert (load(files.best_path).step == 1) if is_found else not os.path.exists(files.best_path)
+def test_the_best_snapshot_is_the_one_that_the_latest_names(tmp_path, path, present, source, caplog):
+    files, best = SnapshotStorage(path), beside(path, "best")
+    for kind, snapshot in present.items():
+        Path(path if kind == "latest" else beside(path, kind)).write_bytes(snapshot.to_bytes())
+    assert files.recover_best(1.5, 1) == (source is not None)
+    if source is None:
+        assert not os.path.exists(best)
+    else:
+        assert equal(load(best), present[source])
     moved = tmp_path / "s.best.old1.pt"
-    assert moved.exists() == (best == 3) == (f"renamed to {moved}" in caplog.text)  # nothing is lost
+    assert moved.exists() == ("best" in present and source != "best") == (f"renamed to {moved}" in caplog.text)
 
 
 def test_glob_characters_in_a_path_are_literal(tmp_path, monkeypatch):

@@ -87,8 +87,8 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
 def as_text(override: str) -> str:
     """`override`, quoted if it is a name or path that Hydra would read as a number or a boolean: 1_1 as 11."""
     key, _, value = override.partition("=")
-    is_name = key in ("run_name", "run_dir", "data.path")
-    is_typed = re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false", value, re.I)
+    is_name = key in ("run_name", "run_dir", "data.path", "data.cache_dir", "init_from", "trainer.snapshot_path")
+    is_typed = re.fullmatch(r"[-+]?([\d._]+(e[-+]?\d+)?|nan|inf)|true|false", value, re.I)
     return quoted(key, value) if is_name and is_typed else override
 
 

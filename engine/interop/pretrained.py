@@ -31,10 +31,12 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
     without them, and for a run that resumes from its own `snapshot`.
     """
     source = config.init_from
+    recorded = snapshot.config.get("init_from") if snapshot is not None else None
     if source is None:
-        if snapshot is not None:
-            config.init_from = snapshot.config.get("init_from")  # for the snapshots to come
+        config.init_from = recorded  # for the snapshots to come
         return None
+    if os.path.abspath(source) == os.path.abspath(recorded or ""):
+        config.init_from = recorded  # may be spelled with a slash at its end, or from the root
     if snapshot is not None:  # the source may be gone
         log.info("init_from   not read: resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)

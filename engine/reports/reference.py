@@ -17,7 +17,7 @@ from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
 FIRST_JUDGED = 50  # steps; earlier losses say little
-BEST_IS_USED = "sample.py and export.py use the best snapshot, of step {step}; "
+BEST_IS_USED = "sample.py and export.py use the best snapshot; "
 References = dict[str, dict[str, Any]]
 
 
@@ -127,7 +127,7 @@ def overfitting_warning(run: Run) -> str:
         what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
     return (
         f"The run {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
-        f"{BEST_IS_USED.format(step=step)}{what_to_do}."
+        f"{BEST_IS_USED}{what_to_do}."
     )
 
 
@@ -143,7 +143,7 @@ def unigram_warning(run: Run) -> str:
     step, loss = lowest["step"], lowest["loss"]
     if loss <= unigram_loss:
         return ""
-    best = BEST_IS_USED.format(step=run.best["step"]) if run.best and run.best["step"] != step else ""
+    best = BEST_IS_USED if run.best and run.best["step"] != step else ""
     return (
         f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than guessing by "
         f"frequency, {unigram_loss:.4f}; {best}train for more steps, or change optimizer.learning_rate."

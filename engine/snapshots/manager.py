@@ -85,10 +85,11 @@ class SnapshotManager:
 
     def open(self, step: int, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
-        snapshots and the files `history` of an earlier run.
+        snapshots and the files `history` of an earlier run, and else numbered snapshots of later steps.
         """
         self.storage.prepare()
         if self.saved_step is not None or step > 0:
+            self.storage.set_later_aside(step)
             return
         is_asked = self.config.resume == "never"
         why = "trainer.resume=never" if is_asked else f"there is no snapshot at {self.path}"
@@ -96,6 +97,16 @@ class SnapshotManager:
         if earlier := [*self.storage.all(), *filter(os.path.exists, files)]:
             moved = ", ".join(set_aside(earlier))
             log.warning("%s: training from scratch; earlier files are renamed to %s", why, moved)
+
+    def recover_best(self) -> None:
+        """Makes the best snapshot that of this run: see the storage's. Without a copy, the next evaluation counts as
+        the best.
+        """
+        if self.best is None:
+            return
+        loss, step = self.best
+        if not distributed.run_on_rank_0(lambda: self.storage.recover_best(loss, step), self.world):
+            self.best = None
 
     def restore(self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the tensors of `snapshot` into the unwrapped `model` and its `optimizer`, sharded as
@@ -125,11 +136,8 @@ class SnapshotManager:
                 f"{one_line(error)[:300]}"
             ) from error
         self.saved_step, self.found = snapshot.step, None
-        if snapshot.best_loss is None or snapshot.best_step is None:
-            return
-        step = snapshot.best_step
-        if distributed.run_on_rank_0(lambda: self.storage.recover_best(step), self.world):
-            self.best = (snapshot.best_loss, step)
+        if snapshot.best_loss is not None and snapshot.best_step is not None:
+            self.best = (snapshot.best_loss, snapshot.best_step)
 
     # --- saving ---
 

@@ -121,6 +121,9 @@ class SnapshotStorage:
         self.temporary_path = beside(path, "new.tmp")
         self.best_step: int | None = None  # of the best snapshot, if it was written here
 
+    def numbered_path(self, step: int) -> str:
+        return beside(self.path, f"step{step:08d}")
+
     # --- writing ---
 
     def prepare(self) -> None:
@@ -150,11 +153,8 @@ class SnapshotStorage:
                 self._copy(self.temporary_path, self.best_path)
                 self.best_step = step
             if is_numbered and self.keep:
-                numbered = beside(self.path, f"step{step:08d}")
-                self._copy(self.temporary_path, numbered)
-                # Higher numbers are left from before the user went back to an earlier snapshot.
-                earlier = [path for path in self.present(NUMBERED) if path <= numbered]
-                for path in earlier[: -self.keep]:
+                self._copy(self.temporary_path, self.numbered_path(step))
+                for path in self.present(NUMBERED)[: -self.keep]:
                     self._remove(path)
             if exists(self.path):
                 self._copy(self.path, self.previous_path, link=True)
@@ -270,29 +270,39 @@ class SnapshotStorage:
                 self._copy(path, self.path)
         return content, path
 
-    def recover_best(self, step: int) -> bool:
-        """Makes the best snapshot that of `step`, as the latest one says; it is not if the file was damaged or deleted,
-        or the latest replaced by an earlier one. Returns False if no snapshot of that step is left.
+    # --- after the user went back to an earlier snapshot, or a save was cut off ---
+
+    def set_later_aside(self, step: int) -> None:
+        """Renames the numbered snapshots of later steps than the latest one's, `step`."""
+        if later := [path for path in self.present(NUMBERED) if path > self.numbered_path(step)]:
+            moved = ", ".join(set_aside(later))
+            log.warning("%s is of step %d: later ones are renamed to %s", self.path, step, moved)
+
+    def recover_best(self, loss: float, step: int) -> bool:
+        """Makes the best snapshot that of `loss` and `step` again, as recorded in the latest one. Returns False if none
+        of the others is a copy.
         """
-        if step_of(self.best_path) == step:
+        copies = self.best_path, self.path, self.previous_path, self.numbered_path(step)
+        found = next((path for path in copies if is_best(path, loss, step)), None)
+        if found == self.best_path:
             return True
-        copies = self.path, beside(self.path, f"step{step:08d}")
-        found = next((path for path in copies if step_of(path) == step), None)
         renamed = f"renamed to {set_aside([self.best_path])[0]}, and " if exists(self.best_path) else ""
-        instead = f"replaced by a copy of {found}" if found else "replaced at the next evaluation"
-        log.warning("%s: is not the best snapshot, of step %d; %s%s", self.best_path, step, renamed, instead)
+        instead = f"replaced by a copy of {found}" if found else "replaced after the next evaluation"
+        log.warning("%s is not the best snapshot of this run, of step %d: %s%s", self.best_path, step, renamed, instead)
         if found:
             with storage_errors(self.best_path, "written"):
                 self._copy(found, self.best_path)
         return found is not None
 
 
-def step_of(path: str) -> int | None:
-    """The step of a snapshot; None if it is missing or damaged."""
+def is_best(path: str, loss: float, step: int) -> bool:
+    """Whether the snapshot at `path` is that of `step`, with the held-out `loss`; False if it is damaged or missing."""
     try:
-        return load(path).step
+        snapshot = load(path)
+        check_shards(path, snapshot)
     except SnapshotError:
-        return None
+        return False
+    return (snapshot.loss, snapshot.loss_step, snapshot.step) == (loss, step, step)
 
 
 def shards_folder(path: str, folder: str) -> str:
