@@ -419,7 +419,7 @@ def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
     clock = itertools.chain([0], itertools.count(90, 30))  # the first step takes longer
     monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(4))
-    requests = SimpleNamespace(finish=lambda: None)
+    requests = SimpleNamespace(wait=lambda: None)
     trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
     assert trial.time_steps(trainer) == 30
 
@@ -430,7 +430,7 @@ def test_a_trial_on_a_busy_machine_times_steps_with_fewer_threads(monkeypatch):
     monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(trial.torch, "get_num_threads", lambda: next(threads))
     steps = ((torch.zeros(()), torch.zeros(())) for _ in range(9))
-    requests = SimpleNamespace(finish=lambda: None)
+    requests = SimpleNamespace(wait=lambda: None)
     trainer = SimpleNamespace(world=ALONE, requests=requests, steps=lambda: steps)
     assert trial.time_steps(trainer) == pytest.approx(0.4)
 
