@@ -2,13 +2,15 @@
 
 import dataclasses
 import logging
+import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE, TINY, metrics, model_snapshot, start
+from conftest import ALONE, TINY, metrics, model_snapshot, some_snapshot, start
 
 from char_dataset import DataConfig
 from config import Config
@@ -213,6 +215,17 @@ def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_pa
     assert tuned[0]["lr"] == fresh[0]["lr"] == pytest.approx(3e-3 * 10 / 11)
     snapshot = load(str(tmp_path / "tuned" / "gpt_snapshot.pt"))
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
+
+
+@pytest.mark.parametrize(
+    "typed, kept",
+    [("runs/a/", "runs/a"), (os.path.abspath("runs/a"), "runs/a"), ("runs/b", "runs/b"), (None, "runs/a")],
+)
+def test_a_resumed_run_recognizes_its_source_however_it_is_spelled(typed, kept):
+    config = SimpleNamespace(init_from=typed, resolve_architecture=lambda model: None)
+    own = dataclasses.replace(some_snapshot(), config={"model": {"n_layer": 2}, "init_from": "runs/a"})
+    assert read_init_weights(config, own, ALONE) is None
+    assert config.init_from == kept
 
 
 def test_pretrained_weights_are_the_best_snapshot_if_training_only_worsens_them(trained, tmp_path):

@@ -35,7 +35,7 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
     if source is None:
         config.init_from = recorded  # for the snapshots to come
         return None
-    if os.path.abspath(source) == os.path.abspath(recorded or ""):
+    if recorded is not None and os.path.abspath(source) == os.path.abspath(recorded):
         config.init_from = recorded  # may be spelled with a slash at its end, or from the root
     if snapshot is not None:  # the source may be gone
         log.info("init_from   not read: resuming from the run's own snapshot")
