@@ -219,7 +219,7 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
 rotary_table = functools.lru_cache(4)(rotary)
 
 
-@ops.fused  # dispatches to a fused kernel while this code is unedited; optional
+@ops.fused  # replaced by fused kernels while this code is unedited: for a variant, add a second function
 def causal_attention(qkv: Tensor, n_head: int, rotation, cache: LayerCache | None, pdrop: float) -> Tensor:
     """Causal attention: softmax(q k' / sqrt(D)) v, where each position attends to itself and earlier ones. Maps
     queries, keys and values (B, S, 3 C) to (B, S, C). With a `cache`, the S characters follow the cached ones; with

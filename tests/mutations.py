@@ -3,7 +3,7 @@
     python tests/mutations.py             all of them, a quarter of an hour long
     python tests/mutations.py trainer.py  those of one file
 
-In a copy: each mutation of mutations.txt replaces a unique piece of text; then the named test, which passed before,
+In a copy: each mutation of mutations.txt replaces the first occurrence of a text; then the named test, which passed before,
 must fail. Exits with status 1 if a mutation survives.
 """
 
@@ -72,7 +72,7 @@ def main() -> None:
         for mutation in chosen:
             path = copy / mutation.file
             whole = path.read_text()
-            path.write_text(whole.replace(mutation.old, mutation.new))
+            path.write_text(whole.replace(mutation.old, mutation.new, 1))
             caught = fails(copy, mutation.test)
             path.write_text(whole)
             name = mutation.test.partition("::")[2]

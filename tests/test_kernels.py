@@ -36,6 +36,8 @@ def on(dtype: torch.dtype, *values):
 
 
 both = pytest.mark.parametrize("dtype", [on(torch.float32), on(torch.bfloat16)])
+IS_STANDARD = ops.code_digest(model_module.causal_attention.__wrapped__) == ops.STANDARD_ATTENTION
+unless_edited = pytest.mark.skipif(not IS_STANDARD, reason="causal_attention was edited: it has no fused kernels")
 
 
 def run_these_tests(*arguments: str, **environment: str) -> None:
@@ -321,7 +323,7 @@ def test_cross_entropy_of_large_logits_and_wrong_targets(dtype):
         with pytest.raises(IndexError, match="in the vocabulary"):
             kernels.cross_entropy(x, torch.tensor([0, wrong]), 0)
     for unfit in (torch.tensor([0]), torch.tensor([0.0, 1.0]), targets.to("meta")):
-        with pytest.raises((ValueError, RuntimeError), match=r"(?i)target|meta"):  # torch's own
+        with pytest.raises((ValueError, RuntimeError), match=r"(?i)target|meta|scalar type"):  # torch's own
             ops.cross_entropy(x, unfit)
 
 
@@ -384,6 +386,7 @@ def loss_and_gradient(
 
 @both
 def test_a_model_uses_the_kernels(dtype, monkeypatch):
+    assert IS_STANDARD, "causal_attention was edited: every run loses the fused kernels; add a second function instead"
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
     called = set()
     names = {"attention", "linear", "cross_entropy", "dropout"}
@@ -453,6 +456,7 @@ def test_unsupported_tensors_fall_back_to_torch(dtype, monkeypatch):
 
 
 @both
+@unless_edited
 @pytest.mark.parametrize("arch, shift", [("gpt2", False), ("modern", False), ("modern", True)])
 def test_results_are_bitwise_equal_for_any_number_of_threads(dtype, arch, shift, monkeypatch):
     model, idx = build(arch, token_shift=shift), torch.randint(0, 19, (8, 34))
@@ -491,9 +495,9 @@ SOURCE = (ROOT / "model.py").read_text()
 
 
 def edited(old: str, new: str, folder: Path, monkeypatch) -> types.ModuleType:
-    """model.py with `new` instead of `old`, imported from a file in `folder`."""
-    assert SOURCE.count(old) == 1
-    (folder / "edited.py").write_text(SOURCE.replace(old, new))
+    """model.py with `new` instead of the first `old`, imported from a file in `folder`."""
+    assert old in SOURCE
+    (folder / "edited.py").write_text(SOURCE.replace(old, new, 1))
     spec = importlib.util.spec_from_file_location("edited", folder / "edited.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "edited", module)
@@ -519,6 +523,7 @@ def logits_and_text(module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @both
+@unless_edited
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_model_runs_as_written(dtype, edit, tmp_path, monkeypatch, caplog):
     ops._log_edit.cache_clear()
