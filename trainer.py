@@ -38,7 +38,7 @@ from engine.run.evaluation import Evaluation, Evaluations, evaluate
 from engine.run.plan import Deadline, Plan
 from engine.run.requests import Requests
 from engine.run.training_log import TrainingLog
-from engine.signals import Stopped
+from engine.signals import SAVE, Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
 from engine.snapshots.snapshot import CHANGED, Snapshot, check_can_resume, has_changed, log_changes
 from engine.snapshots.storage import is_local
@@ -63,6 +63,7 @@ class TrainerConfig:
     snapshot_path: str = "gpt_snapshot.pt"  # latest snapshot: a path, in run_dir unless absolute, or a URL
     save_every: int | None = 1  # epochs between snapshots; null: not by epochs; the last step always saves
     save_every_steps: int | None = None  # steps between snapshots; null: not by steps
+    save_every_minutes: float | None = 5.0  # minutes without a snapshot after which one is saved; null: no limit
     keep_snapshots: int | None = None  # numbered snapshots to keep; null: only latest, .prev and .best
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
     max_save_failures: int = 3  # failed saves in a row after which the run ends
@@ -96,7 +97,7 @@ class TrainerConfig:
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
         for name in (
             "max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every", "save_every_steps",
-            "keep_snapshots", "eval_every_steps", "patience",
+            "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience",
         ):  # fmt: skip
             check_range(f"trainer.{name}", getattr(self, name), above=0, hint=", or null")
         check_range("trainer.max_save_failures", self.max_save_failures, above=0)
@@ -207,7 +208,7 @@ class Trainer:
             sample=sample and functools.partial(self._call_eagerly, sample),
         )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.requests = Requests(world)
+        self.requests = Requests(world, config.save_every_minutes)
         self.train_step = self._make_step()  # `_eager_step`, or its CUDA graph
         if found:  # only now: a capturable optimizer restores its state onto the GPU
             self._restore(found)
@@ -433,20 +434,23 @@ class Trainer:
             log.warning("%s", error)
 
     def _save_if_due(self) -> None:
-        """Saves a snapshot if one is due, or if this step has the lowest loss."""
+        """Saves a snapshot if one is due or requested, or if this step has the lowest loss."""
         is_best = self.evaluations.is_best(self.step)
-        is_due = self.step > 0 and (
-            self.requests.save
+        requested = self.requests.save if self.step > 0 else 0
+        is_numbered = self.step > 0 and (
+            requested == SAVE
             or self._is_over()
             or self.plan.is_due(self.step, self.config.save_every_steps, self.config.save_every)
             or self.snapshots.saved_step == self.step  # resumed: add the evaluation to it
         )
-        if self.requests.save and is_due:
+        if not (is_numbered or is_best or requested):
+            return
+        if requested == SAVE:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
-            self.requests.save = False
-        if is_due or is_best:
-            with self.training_log.paused():
-                self.snapshots.save(self._snapshot(), is_best, is_numbered=is_due)
+        if self.step > 0:
+            self.requests.saved()
+        with self.training_log.paused():
+            self.snapshots.save(self._snapshot(), is_best, is_numbered)
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""

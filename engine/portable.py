@@ -1,7 +1,8 @@
-"""Portability: file locks, signals, memory, output encoding, a check of argparse."""
+"""Portability: file locks, signals, standard streams, a check of argparse."""
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from typing import Any
@@ -37,6 +38,13 @@ def preemptions() -> int:
 def signals(*names: str) -> list[signal.Signals]:
     """Signals of `names` that this system has."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def open_closed_streams() -> None:
+    """Opens standard streams that the caller has closed (`>&-`), as /dev/null: files would get their numbers."""
+    for name in ("stdin", "stdout", "stderr"):  # by number; `open` takes the lowest free one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
 
 
 def restore_sigpipe() -> None:

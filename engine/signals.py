@@ -1,7 +1,7 @@
 """Signals as requests: SIGUSR1 saves; SIGHUP, SIGTERM, SIGUSR2 and SIGINT save and stop.
 
 A signal reaches one process, at any moment. The trainer checks requests between micro-batches, where all ranks agree on
-the highest.
+the highest. The clock of rank 0 also requests saves.
 """
 
 import ctypes
@@ -18,13 +18,14 @@ started = time.monotonic()  # when the program started: this is the first module
 # By rising priority.
 REQUESTS = (
     "",  # no request
+    "trainer.save_every_minutes",  # save
     "SIGUSR1",  # save
     "SIGHUP",  # the terminal was closed; from here on: save, then stop
     "SIGTERM",  # the process is asked to end
     "SIGUSR2",  # the time of a cluster's job is nearly up; SLURM sends SIGTERM next
     "SIGINT",  # Ctrl-C
 )
-SAVE = 1
+TIMED_SAVE, SAVE = 1, 2
 
 
 class Stopped(Exception):
@@ -37,12 +38,13 @@ class Stopped(Exception):
 
 
 def prepare() -> None:
-    """Call before the imports, which take seconds: ignores SIGUSR1 while there is nothing to save, and lets SIGINT
-    end the process without a traceback until `interruptible`.
+    """Call before the imports, which take seconds: opens standard streams that are closed, ignores SIGUSR1 while there
+    is nothing to save, and lets SIGINT end the process without a traceback until `interruptible`.
 
     On Linux a worker of torchrun also gets SIGTERM when torchrun dies; it would otherwise train on
     and hold the run directory. (If torchrun died before this, the rendezvous fails.)
     """
+    portable.open_closed_streams()
     for number in portable.signals("SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:

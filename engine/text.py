@@ -75,7 +75,7 @@ def file_errors(name: str) -> Iterator[None]:
 
 def find_files(path: str | list[str]) -> list[OpenFile]:
     """Finds the files at `path`, without opening them: a local path or fsspec URL, a pattern (with a
-    `*`; files sorted by name), or a list of these, in the order given.
+    `*`, which matches no hidden file; files sorted by name), or a list of these, in the order given.
     """
     files = []
     for name in [path] if isinstance(path, str) else path:
@@ -90,10 +90,16 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
         with file_errors(name):
             fsspec.core.url_to_fs(name, **options)[0].invalidate_cache()  # drop cached listings
             matches = fsspec.open_files(name, "rb", compression="infer", **options)
+        if "*" in name and not last_name(name).startswith("."):
+            matches = [file for file in matches if not last_name(file.path).startswith(".")]
         if not matches:
             raise Unreadable(f"{name}: no file matches this pattern")
         files += matches
     return files
+
+
+def last_name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def real_files(path: str | list[str]) -> set[str]:
@@ -123,9 +129,10 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     """
     name = name_of(file)
     if file.compression == "zip":  # fsspec would read the first file in it
-        raise UserError(f"{name}: use zip://NAME::{name}, or zip://*::{name} for all in it")
+        raise UserError(f"{name}: use zip://NAME::{name}, or zip://**::{name} for all in it")
     if re.search(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", file.path):  # its headers would be text
-        raise UserError(f"{name}: an archive: unpack it, or use tar://NAME::{name}")
+        instead = "" if name.endswith(".tgz") else f", or use tar://NAME::{name}"  # fsspec does not decompress .tgz
+        raise UserError(f"{name}: an archive: unpack it{instead}")
     if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
         raise UserError(f"{name}: .zst is not supported; decompress it first: zstd -d {name}")
     count, logged = 0, time.monotonic()

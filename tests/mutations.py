@@ -3,8 +3,8 @@
     python tests/mutations.py             all of them, a quarter of an hour long
     python tests/mutations.py trainer.py  those of one file
 
-In a copy: each mutation of mutations.txt replaces the first occurrence of a text; then the named test, which passed before,
-must fail. Exits with status 1 if a mutation survives.
+In a copy: each mutation of mutations.txt replaces the first occurrence of a text; then the named test, which passed
+before, must fail. Exits with status 1 if a mutation survives.
 """
 
 import os

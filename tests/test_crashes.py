@@ -94,6 +94,16 @@ def test_sigusr1_saves_and_before_training_is_harmless(tmp_path, begin):
     assert "SIGUSR1: saving after step" in out and "SIGTERM: stopped after step" in out
 
 
+def test_two_processes_save_by_the_clock(tmp_path, begin):
+    settings = [*LONG, "trainer.eval_every_steps=null", "trainer.save_every_minutes=0.01", "trainer.keep_snapshots=9"]
+    process = begin(*settings, f"run_dir={tmp_path}", nproc=2)
+    wait_until(lambda: (tmp_path / "gpt_snapshot.prev.pt").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert "SIGTERM: stopped after step" in out and "SIGUSR1" not in out
+    assert len(list(tmp_path.glob("*.step*"))) == 1  # of the stop
+
+
 def test_an_unresponsive_rank_ends_the_run_and_is_named(tmp_path, begin):
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.timeout_s=4", nproc=2)
     wait_until(lambda: lines(tmp_path) > 5, process)

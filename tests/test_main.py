@@ -5,7 +5,9 @@ import math
 import os
 import re
 import resource
+import shlex
 import subprocess
+import sys
 from operator import attrgetter
 
 import pytest
@@ -316,6 +318,7 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
         ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
         ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
+        ("trainer.snapshot_path=..", "trainer.snapshot_path=..: must name a file"),
         ("trainer.snapshot_path=./job.yaml", "./job.yaml: must name a file of"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
     ],
@@ -366,6 +369,15 @@ def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert "held-out loss" in (tmp_path / "main.log").read_text()
     assert (tmp_path / "gpt_snapshot.pt").exists()
+
+
+def test_closed_standard_streams_change_no_exit_status(tmp_path):
+    for program in (
+        shlex.join(command(*TINY, f"run_dir={tmp_path}")),
+        f"{sys.executable} sample.py run_dir={tmp_path}",
+    ):
+        assert subprocess.run(f"exec {program} <&- >&- 2>&-", shell=True, cwd=ROOT, timeout=120).returncode == 0
+    assert (tmp_path / ".lock").read_bytes() == b""
 
 
 def test_initial_weights_depend_on_the_seed(tmp_path):

@@ -114,6 +114,8 @@ def test_a_pattern_is_one_text_of_the_files_sorted_by_name(books):
     fsspec.filesystem("memory").pipe({f"/several/{name}.txt": name.encode() for name in "ba"})
     assert read("memory://several/*.txt") == "ab"
     assert read(f"{books}/c[1].txt") == "third "  # a name without a *
+    (books / ".d.txt").write_text("hidden ")
+    assert read(f"{books}/*.txt") == "first second third " and read(f"{books}/.d*") == "hidden "
     with pytest.raises(UserError, match=r"nothing\*: no file matches this pattern"):
         read(f"{books}/nothing*")
     with pytest.raises(UserError, match=r"books: is a directory; for the files in it: .*books/\*'"):
@@ -181,11 +183,11 @@ def test_an_unsupported_compression_is_named(tmp_path):
     with pytest.raises(UserError, match=r"decompress it first: zstd -d .*text.zst"):
         read(str(tmp_path / "text.zst"))
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
-        for name in "ab":
-            archive.writestr(name, name)
-    with pytest.raises(UserError, match=r"use zip://NAME::"):
+        for name in ("a", "folder/b"):
+            archive.writestr(name, name[-1])
+    with pytest.raises(UserError, match=r"use zip://NAME::.*, or zip://\*\*::.* for all in it"):
         read(str(tmp_path / "two.zip"))
-    assert read(f"zip://*::{tmp_path / 'two.zip'}") == "ab"
+    assert read(f"zip://**::{tmp_path / 'two.zip'}") == "ab"
     with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "text.zst", "text")
     with pytest.raises(UserError, match=r"an archive: unpack it, or use tar://NAME::"):

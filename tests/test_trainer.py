@@ -994,7 +994,21 @@ def test_the_highest_of_several_signals_counts():
         assert requests.take() == REQUESTS.index("SIGUSR2")
     with Requests(ALONE) as requests:
         signal.raise_signal(signal.SIGUSR1)
-        assert [requests.take(), requests.take()] == [1, 0]
+        assert [requests.take(), requests.take()] == [REQUESTS.index("SIGUSR1"), 0]
+
+
+def test_saving_by_the_clock_changes_no_result(parts, tmp_path, monkeypatch):
+    trained, saved = [], []
+    for minutes in (1e-9, None):
+        trainer = make(parts, tmp_path / str(minutes), max_steps=8, save_every_steps=3, save_every_minutes=minutes)
+        write = trainer.snapshots.storage.write
+        monkeypatch.setattr(trainer.snapshots.storage, "write", lambda *a, w=write: saved.append(a[1:]) or w(*a))
+        trainer.train()
+        trained.append(weights(trainer))
+    assert torch.equal(*trained)
+    steps = [step for step, _, _ in saved]
+    numbered = [step for step, _, is_numbered in saved if is_numbered]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 3, 6, 8] and numbered == [3, 6, 8] * 2
 
 
 @pytest.mark.parametrize("snapshot_format", ["single", "sharded"])

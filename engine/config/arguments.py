@@ -96,6 +96,7 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     status 1, and Ctrl-C ends it without a traceback. `--help` prints the docstring of the program's file and the
     fields of its `configs`.
     """
+    portable.open_closed_streams()
     portable.restore_sigpipe()
     portable.replace_unprintable()
     arguments = sys.argv[1:]

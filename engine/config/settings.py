@@ -34,7 +34,8 @@ IRRELEVANT = {
     "trainer.data_loader_workers",  # speed
     "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
     "trainer.patience",  # ends earlier, same losses
-    "trainer.save_every", "trainer.save_every_steps", "trainer.keep_snapshots",  # what is saved
+    "trainer.save_every", "trainer.save_every_steps", "trainer.save_every_minutes",  # what is saved
+    "trainer.keep_snapshots",
     "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
     "trainer.max_save_failures", "trainer.timeout_s",  # when to give up
 }  # fmt: skip

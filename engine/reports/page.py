@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from engine.config.settings import IRRELEVANT, flatten
+from engine.config.settings import IRRELEVANT, as_typed, flatten
 from engine.reports.charts import draw_charts, hue, ticks
 from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.reports.reference import References, check, find_reference
@@ -58,7 +58,7 @@ def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """The settings in which `runs` differ: by key, the value of each run."""
     flat = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
-    values = {key: [settings.get(key) for settings in flat] for key in keys}
+    values = {key: [as_typed(settings.get(key)) for settings in flat] for key in keys}
     return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
 

@@ -44,7 +44,7 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
 
     def enter() -> None:
         is_new = not os.path.exists(run_dir)
-        if os.path.basename(snapshot_path) in ("", *OTHER_FILES):
+        if os.path.basename(snapshot_path) in ("", ".", "..", *OTHER_FILES):
             raise UserError(f"trainer.snapshot_path={snapshot_path}: must name a file of its own")
         stack.enter_context(locked_file(os.path.join(run_dir, LOCK), f"run_dir={run_dir}"))
         if is_new:

@@ -1,29 +1,34 @@
 """Requests to save or to stop, agreed by all ranks."""
 
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 
 import torch
 import torch.distributed as dist
 
 from engine import portable
 from engine.parallel.distributed import World
-from engine.signals import REQUESTS, SAVE, Stopped
+from engine.signals import REQUESTS, SAVE, TIMED_SAVE, Stopped
 
 
 class Requests:
     """Context manager that records signals as requests, on which all ranks agree. Asynchronous: each `check` reads
     the all-reduce (MAX) that the previous one started, and starts the next. A second SIGINT ends the process at once.
+    Rank 0 also requests a save once `save_every_minutes` have passed since the last `saved`.
 
     Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
     main thread, where Python allows no handlers, nothing changes.
     """
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, save_every_minutes: float | None = None):
         self.world = world
-        self.save = False  # whether a save was requested
+        self.save = 0  # SAVE or TIMED_SAVE if one was requested
+        self.save_interval_s = math.inf if save_every_minutes is None else 60 * save_every_minutes
+        self._save_at = time.monotonic() + self.save_interval_s
         self._own: set[int] = set()
         self._handlers: dict = {}
         self._highest = torch.zeros((), dtype=torch.int64)  # on the CPU: no wait for a GPU
@@ -31,7 +36,7 @@ class Requests:
 
     def __enter__(self) -> "Requests":
         if threading.current_thread() is threading.main_thread():
-            for number in portable.signals(*REQUESTS[1:]):
+            for number in portable.signals(*REQUESTS[SAVE:]):
                 ignored = signal.getsignal(number) == signal.SIG_IGN
                 if number.name == REQUESTS[SAVE] or not ignored:
                     self._handlers[number] = signal.signal(number, self._record)
@@ -52,11 +57,19 @@ class Requests:
                     os.write(2, b"\nstopping: will save after the current micro-batch\n")
 
     def take(self) -> int:
-        """The highest request to this process; returns a save request only once."""
+        """The highest request to this process; returns a request to save only once."""
         highest = max(self._own, default=0)
         if highest == SAVE:
             self._own.discard(SAVE)  # only this one: a signal may arrive meanwhile
+        if not highest and self.world.is_rank_0 and time.monotonic() >= self._save_at:
+            self._save_at = math.inf  # not again until it is saved
+            return TIMED_SAVE
         return highest
+
+    def saved(self) -> None:
+        """Ends the request to save, if there is one; the next timed one comes an interval later."""
+        self.save = 0
+        self._save_at = time.monotonic() + self.save_interval_s
 
     def check(self) -> None:
         """Records a request to save. Raises `Stopped` on every rank at the same point if any was asked to stop. All
@@ -69,7 +82,7 @@ class Requests:
             self._work = dist.all_reduce(self._highest, dist.ReduceOp.MAX, async_op=True)
         if agreed > SAVE:
             raise Stopped(agreed)
-        self.save = self.save or agreed == SAVE
+        self.save = max(self.save, agreed)
 
     def wait(self) -> int:
         """Waits for the pending all-reduce; returns its result."""

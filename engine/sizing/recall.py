@@ -18,27 +18,29 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
     for the text, up to `USEFUL_PASSES`. Raises `UserError` for a time limit that would extend a run started without
     one. `check_can_resume` refuses another text later.
     """
-    trainer, before = draft.config.trainer, flatten(recorded)
+    trainer = draft.config.trainer
+    before: Any = flatten(recorded)
     was_chosen = bool(draft.nulls)
     if draft.is_incomplete:
         keys = (*CHOSEN, "trainer.eval_every_steps", "trainer.save_every_steps")
         draft.fill({key: before.get(key) for key in keys})
     draft.fill(NO_NGRAMS)  # snapshots that predate them
-    # Without recorded steps, the epochs decided.
-    minutes, steps = before.get("trainer.max_minutes"), before.get("trainer.max_steps") or 1
+    # `fitting` steps take `minutes`: as recorded, then for the new time limit.
+    minutes, fitting = before.get("trainer.max_minutes"), before.get("trainer.max_steps")
     if minutes is None:
         is_same_text = before.get("data.path") == draft.config.data.path
-        is_longer = trainer.max_steps is None or trainer.max_steps > steps
+        is_longer = fitting is None or trainer.max_steps is None or trainer.max_steps > fitting
         if trainer.max_minutes is not None and is_same_text and is_longer:
+            above = f", above {fitting}" if fitting else ""
             raise UserError(
-                f"trainer.max_minutes={trainer.max_minutes:g}: this run started without a time limit; to train "
-                f"longer, give trainer.max_steps, above {steps}"
+                f"trainer.max_minutes={trainer.max_minutes:g}: the length of this run does not follow from a time "
+                f"limit; to train longer, give trainer.max_steps{above}, or trainer.max_epochs instead"
             )
     elif trainer.max_minutes is not None:
-        fitting = max(1, round(steps * trainer.max_minutes / minutes))
-        useful = max(draft.useful_steps, steps) if was_chosen else math.inf
+        useful = max(draft.useful_steps, fitting) if was_chosen else math.inf
+        fitting = max(1, round(fitting * trainer.max_minutes / minutes))
+        minutes = trainer.max_minutes
         trainer.max_steps = int(min(fitting, useful, draft.planned_steps))
-        minutes, steps = trainer.max_minutes, fitting
         if trainer.max_steps == useful < fitting:
             log.info(
                 "sizing      %d steps: more time adds none beyond %d passes over the text; for more, set "
@@ -46,7 +48,7 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
                 useful, USEFUL_PASSES,
             )  # fmt: skip
     if trainer.max_steps is None and trainer.max_epochs is None:
-        trainer.max_steps = steps
+        trainer.max_steps = fitting or 1  # of another text, which is refused later
     trainer.max_minutes = None
     if minutes is not None and trainer.max_steps is not None:
-        trainer.max_minutes = minutes_for(trainer.max_steps, minutes, steps)
+        trainer.max_minutes = minutes_for(trainer.max_steps, minutes, fitting)
