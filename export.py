@@ -32,7 +32,7 @@ from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
-from model import GPT
+from model import GPT, NOT_ARCHITECTURE
 from sample import default_prompt, load_model
 
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
     snapshots = {path: load_full(path) for path in paths}
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        written = write_page(snapshots, out) if config.page else write_model(*snapshots.popitem(), out)
+        written = write_page(snapshots, out) if config.page else write_model(paths[0], snapshots[paths[0]], out)
     except OSError as error:
         raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
     print(f"{out}: {written}")
@@ -145,8 +145,9 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     settings = dataclasses.asdict(model.config)
-    for field in dataclasses.fields(model.config):  # added fields that are disabled
-        if field.name not in KNOWN and settings[field.name] == field.default:
+    for field in dataclasses.fields(model.config):  # added fields that are disabled, or matter in training alone
+        is_unused = settings[field.name] == field.default or field.name in NOT_ARCHITECTURE
+        if field.name not in KNOWN and is_unused:
             del settings[field.name]
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()

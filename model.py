@@ -138,7 +138,7 @@ ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not
 class Linear(nn.Linear):
     """Linear layer without torch's initial weights: `GPT.init_weights` sets them."""
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self) -> None:  # called by torch's constructor
         pass
 
     def forward(self, x: Tensor) -> Tensor:
@@ -396,7 +396,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             elif targets is not None and cache is None:
                 x = block(x, rotation)
-            else:  # never the compiled block, which each new length would compile again
+            else:  # not the compiled block, as in `block(x)`: each new length would compile it again
                 x = block._call_impl(x, rotation, None if cache is None else cache[i])
         logits = self.head(self.ln_f(x))  # (B, T, V)
         if targets is None:

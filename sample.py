@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 from char_dataset import CharDataset, DataConfig, encode
 from engine.config.arguments import parse, run_program
+from engine.config.settings import as_typed
 from engine.errors import UserError, check_only_one, check_range, one_line
 from engine.kernels import execution
 from engine.machine.hardware import check_device
@@ -77,7 +78,7 @@ class SampleConfig:
         if self.score is not None:
             for name in ["num_samples", "max_new_tokens", "stop", "copied", "temperature", "top_k", "top_p", "seed"]:
                 if (value := getattr(self, name)) != getattr(SampleConfig, name):
-                    raise UserError(f"{name}={value}: has no effect with score=; leave it out")
+                    raise UserError(f"{name}={as_typed(value)}: has no effect with score=; leave it out")
         for name in ("snapshots", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
@@ -92,8 +93,9 @@ class SampleConfig:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `GPT.stream`."""
-        same = {name: getattr(self, name) for name in ("top_k", "top_p", "seed")}
-        return {"temperature": self.temperature or 1.0, "do_sample": self.temperature > 0, **same}
+        is_drawn = self.temperature > 0
+        temperature = self.temperature if is_drawn else 1.0
+        return dict(temperature=temperature, do_sample=is_drawn, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
 
 def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -> GPT:
@@ -151,7 +153,8 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
         for first in range(0, config.num_samples, batch_size):
             start = ids.expand(min(batch_size, config.num_samples - first), -1)
             new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
-            streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))  # one per text
+            # All texts are drawn together; the first is yielded while it is drawn, and the others wait here.
+            streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))
             for i, stream in enumerate(streams):
                 drawn = map(vocabulary.__getitem__, map(operator.itemgetter(i), stream))
                 pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(drawn, stop))

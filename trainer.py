@@ -27,7 +27,7 @@ from engine.config.settings import as_plain, defaults_of
 from engine.errors import UserError, check_option, check_range
 from engine.kernels import execution
 from engine.kernels.graph import CapturedStep, MicroBatch, can_capture
-from engine.machine.hardware import flops_per_character, is_out_of_memory
+from engine.machine.hardware import count_flops, is_out_of_memory
 from engine.machine.threads import AdaptiveThreads, ignores_threads
 from engine.optim import OptimizerConfig, set_learning_rate
 from engine.parallel import distributed, sharding
@@ -99,7 +99,7 @@ class TrainerConfig:
             "max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every", "save_every_steps",
             "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience",
         ):  # fmt: skip
-            check_range(f"trainer.{name}", getattr(self, name), above=0, hint=", or null")
+            check_range(f"trainer.{name}", getattr(self, name), above=0)
         check_range("trainer.max_save_failures", self.max_save_failures, above=0)
         check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
@@ -186,7 +186,7 @@ class Trainer:
             changes = check_can_resume(found, self.snapshots.path, run_config, defaults, train_dataset)
             log_changes(found, changes, world)
         earlier = self.snapshots.earlier_choices()
-        flops = self.plan.total_steps * self.plan.step_characters * flops_per_character(bare)
+        flops = self.plan.total_steps * self.plan.step_characters * count_flops(bare)
         flops /= world.size if device.type == "cuda" else 1
         self.choices = choices = auto.resolve(config, device, flops, earlier)
         execution.apply(choices, bare)
@@ -201,7 +201,7 @@ class Trainer:
             world,
             self.plan,
             every_steps=config.log_every_steps,
-            flops_per_character=flops_per_character(bare),
+            flops_per_character=count_flops(bare),
             unit=getattr(train_dataset, "unit", "character"),
             scaler=self.scaler,
             learning_rate=self._learning_rate,
@@ -320,7 +320,7 @@ class Trainer:
         is_same = ignores_threads(step, number, self.bare, self.optimizer, self.scaler)
         if not is_same:
             log.info(
-                "threads     other processes are busy, but fewer threads would change the result; "
+                "threads     other processes are busy; fewer threads would be faster, but change the result: "
                 "trainer.deterministic=false allows it"
             )
         return is_same

@@ -3,7 +3,7 @@
 Each package has one purpose, stated in its `__init__.py`. It may use those before it in this order, and none
 imports a program of the root (tests/test_architecture.py):
 
-    errors, portable, files, signals  one-line errors; portability; local files; signals
+    errors, portable, files, signals  one-line errors; platform differences; local files; signals
     machine                  device names and capabilities
     kernels                  the operations of a model: plain PyTorch, C kernels on a CPU
     config                   settings: clear errors, `auto`, what a resumed run may change

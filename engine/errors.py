@@ -45,10 +45,9 @@ def check_range(
     *,
     above: Number = None,
     below: Number = None,
-    hint: str = "",
 ) -> None:
-    """Raises `UserError`, with `hint` at its end, unless `low` <= `value` <= `high` and `above` < `value` < `below`,
-    for the bounds that are given. None is accepted, and nan is not.
+    """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the bounds that are
+    given. None is accepted, and nan is not.
     """
     bounds = [
         ("at least", operator.ge, low),
@@ -59,4 +58,4 @@ def check_range(
     given = [(words, holds, bound) for words, holds, bound in bounds if bound is not None]
     if value is not None and not all(holds(value, bound) for _, holds, bound in given):
         must = " and ".join(f"{words} {bound}" for words, _, bound in given)
-        raise UserError(f"{key}={value}: must be {must}{hint}")
+        raise UserError(f"{key}={value}: must be {must}")

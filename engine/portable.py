@@ -35,7 +35,7 @@ def preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0
 
 
-def signals(*names: str) -> list[signal.Signals]:
+def available_signals(*names: str) -> list[signal.Signals]:
     """Signals of `names` that this system has."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
@@ -49,7 +49,7 @@ def open_closed_streams() -> None:
 
 def restore_sigpipe() -> None:
     """Ends the process silently when its output pipe is closed, as in `--help | head`."""
-    for number in signals("SIGPIPE"):
+    for number in available_signals("SIGPIPE"):
         signal.signal(number, signal.SIG_DFL)
 
 

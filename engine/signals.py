@@ -45,7 +45,7 @@ def prepare() -> None:
     and hold the run directory. (If torchrun died before this, the rendezvous fails.)
     """
     portable.open_closed_streams()
-    for number in portable.signals("SIGUSR1"):
+    for number in portable.available_signals("SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -41,7 +41,7 @@ log = logging.getLogger("gpt")
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no download
 PIECE = 2**18  # bytes read at once
-FILE_END = ""  # follows the pieces of each file
+FILE_END = ""  # follows the pieces of each file: joining ignores it, `shuffled` sees it
 PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")

@@ -80,7 +80,7 @@ def test_rank_0_alone_prints_and_writes(runs):
         assert out.count("plan ") == 1 and out.count("step 6/6 | loss") == 1 and "weights of rank" not in out
         assert len(list(run.glob("tensorboard/*"))) == is_installed("tensorboard")
     out = (runs["2"] / "stdout").read_text()
-    batch = "17 windows = 2 processes x 1 or 2 micro-batch x 5 accumulated; x 16 characters = 272 characters per step"
+    batch = "17 windows of 16 characters = 272 characters per step; 2 processes x micro-batch 1 or 2 x accumulation 5"
     assert batch in out
 
 
@@ -127,7 +127,7 @@ trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
     )
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
     assert result.returncode != 0
-    assert "2 processes x 3 micro-batch x 2 accumulated" in result.stdout, result.stdout
+    assert "2 processes x micro-batch 3 x accumulation 2" in result.stdout, result.stdout
     assert "step 4: out of memory with 3 windows at once; the same command with" in result.stderr
     assert "trainer.micro_batch_size=1" in result.stderr
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", "trainer.micro_batch_size=1", nproc=2)

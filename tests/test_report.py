@@ -382,7 +382,7 @@ def falls(step: int) -> float:
 @pytest.mark.parametrize(
     "changed, has_reference, on_track, says",
     [
-        ({}, True, True, "step 1500 is 1.5017, within the reference, 1.5017 ± 0.0252."),
+        ({}, True, True, "step 1500 is 1.5017, within the reference's 99 % interval, 1.5017 ± 0.0252."),
         ({"steps": 700}, True, True, "held-out loss at step 500 is 1.7463, within"),
         ({"steps": 300}, True, True, "training loss at step 300"),
         ({"held_out": lambda s: falls(s) + 0.2}, True, False, "1500 is 1.7017, above the reference"),

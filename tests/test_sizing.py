@@ -118,7 +118,7 @@ def test_steps_and_evaluations_fit_into_the_time(characters, minutes, flops):
     character_s = (72 * layers * width**2 + 12 * layers * width * context) / flops
     held_out = characters * (1 - chosen["data.train_split"])
     seconds = steps * batch * context * character_s
-    evaluations_s = -(-steps // every) * held_out * draft.EVALUATION_COST * character_s
+    evaluations_s = -(-steps // every) * held_out * draft.SCORING_COST * character_s
     assert seconds + evaluations_s <= 60 * minutes
     assert evaluations_s <= 0.1 * (seconds + evaluations_s) or steps < 50
     assert held_out > context  # a window fits into the held-out part
@@ -139,7 +139,7 @@ def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
     character_s = (72 * layers * width**2 + 12 * layers * width * context + 390 * width) / flops
     held_out = characters - int(characters * chosen["data.train_split"])
     step_s = chosen["trainer.batch_size"] * context * character_s
-    return step_s, held_out * draft.EVALUATION_COST * character_s
+    return step_s, held_out * draft.SCORING_COST * character_s
 
 
 def test_the_evaluation_halfway_fits_into_the_time():

@@ -19,7 +19,7 @@ from engine.errors import UserError
 
 T = TypeVar("T")
 NOT_PATHS = {"prompt", "stop", "device"}  # strings that are taken as they are, also null and ~
-KINDS = {"Integer": "an integer, in digits", "Float": "a number", "bool": "true or false"}
+KINDS = {"Integer": "an integer, such as 1000", "Float": "a number", "bool": "true or false"}
 # A field is one line, `name: type = default  # meaning`.
 FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 

@@ -154,7 +154,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         elif pretrained and key in architecture and value != "null":
             raise UserError(f"{argument}: with init_from= the architecture is the pretrained model's; leave it out")
         elif equals and not key.startswith("hydra"):
-            if any(f"{name}.".startswith(f"{key}.") for name in known):
+            if any(f"{name}.".startswith(f"{key}.") for name in known):  # a field, or a group of fields
                 continue
             near = [by_last_name[last]] if last in by_last_name else []
             near += [USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)]

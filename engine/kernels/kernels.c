@@ -5,8 +5,8 @@
 // Built once for each type of number, `real`, and called by native.py: with -DBF16 for bfloat16, on
 // CPUs with AVX-512 BF16, whose one instruction multiplies 16 pairs of it and adds both products to
 // 16 float32 sums; else for float32, on any CPU with AVX2 or AVX-512. tests/test_kernels.py compares
-// everything with PyTorch. Sizes: B sequences, T characters, H heads of D = 32 n; arrays are dense.
-// `threads` is how many to use.
+// everything with PyTorch. Sizes: B sequences, T characters, H heads of D, a multiple of 16 from 32
+// on; arrays are dense. `threads` is how many to use.
 
 #include <immintrin.h>
 #include <math.h>

@@ -78,7 +78,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next(found, None)
 
 
-def flops_per_character(model: nn.Module) -> float:
+def count_flops(model: nn.Module) -> float:
     """Floating-point operations to train on a character: the model's own count, or 6 per parameter."""
     count = getattr(model, "flops_per_character", None)
     return count() if count else 6.0 * sum(p.numel() for p in model.parameters())

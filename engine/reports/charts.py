@@ -86,7 +86,7 @@ def band(runs: list[Run], references: References) -> tuple[Points, str] | None:
         return None
     upper = [(step, mean + width) for step, mean, width in first["val"]]
     lower = [(step, mean - width) for step, mean, width in first["val"]]
-    return upper + lower[::-1], "held-out loss of 99 % of the recipe's runs"
+    return upper + lower[::-1], "99 % interval of the recipe's held-out loss"
 
 
 def points(lines: list[dict[str, Any]], key: str) -> Points:

@@ -34,8 +34,8 @@ class Run:
                 self.final = line
             elif line["loss"] is None or "diverged" in line:
                 self.diverged = line
-            else:
-                (self.train if line["split"] == "train" else self.val).append(line)
+            elif line["split"] in ("train", "val"):
+                getattr(self, line["split"]).append(line)
 
     @property
     def best(self) -> dict[str, Any] | None:

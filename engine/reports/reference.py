@@ -95,7 +95,8 @@ def compare(run: Run, split: str, rows: list[list[float]]) -> tuple[bool, str]:
     where = "within" if abs(loss - mean) <= width else "above" if loss > mean else "below"
     name = "held-out" if split == "val" else "training"
     return where == "above", (
-        f"The {name} loss at step {step} is {loss:.4f}, {where} the reference, {mean:.4f} ± {width:.4f}."
+        f"The {name} loss at step {step} is {loss:.4f}, {where} the reference's 99 % interval, "
+        f"{mean:.4f} ± {width:.4f}."
     )
 
 

@@ -36,7 +36,7 @@ class Requests:
 
     def __enter__(self) -> "Requests":
         if threading.current_thread() is threading.main_thread():
-            for number in portable.signals(*REQUESTS[SAVE:]):
+            for number in portable.available_signals(*REQUESTS[SAVE:]):
                 ignored = signal.getsignal(number) == signal.SIG_IGN
                 if number.name == REQUESTS[SAVE] or not ignored:
                     self._handlers[number] = signal.signal(number, self._record)

@@ -69,8 +69,8 @@ class TrainingLog:
         least, rest = divmod(plan.batch_size, world.size * plan.accumulation)
         sizes = f"{least} or {least + 1}" if rest else least
         log.info(
-            f"batch       {plan.batch_size} windows = {ranks} x {sizes} micro-batch x {plan.accumulation} accumulated; "
-            f"x {plan.block_size} {unit}s = {plan.step_characters:,} {unit}s per step"
+            f"batch       {plan.batch_size} windows of {plan.block_size} {unit}s = {plan.step_characters:,} {unit}s "
+            f"per step; {ranks} x micro-batch {sizes} x accumulation {plan.accumulation}"
         )
         steps = f"{plan.total_steps} step{'s' * (plan.total_steps > 1)}"
         planned = plan.total_steps * plan.step_characters
@@ -161,11 +161,11 @@ class TrainingLog:
             memory=peak_memory(self.world.device), **({"samples": samples} if samples else {}),
         )  # fmt: skip
         log.info(
-            f"{self._progress(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | "
+            f"{self._progress(step)} | loss {loss:.4f} | lr {lr:.2e} | grad norm {norm:.2f} | "
             f"{rate:,.0f} {self.unit}s/s{mfu_shown} | {left} left"
         )
         if samples:
-            shown = re.sub(r"\r?\n", " | ", samples[0].strip())
+            shown = re.sub(r"\r?\n", r"\\n", samples[0].strip())
             # A byte model may sample control characters, which affect a terminal.
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 

@@ -19,7 +19,7 @@ from engine.run import memory
 from engine.run.metrics import duration
 from engine.run.plan import Deadline
 from engine.sizing import rule
-from engine.sizing.draft import DROPOUT, EVALUATION_COST, Draft, minutes_for
+from engine.sizing.draft import DROPOUT, SCORING_COST, Draft, minutes_for
 from engine.sizing.recall import recall
 from engine.sizing.trial import Trial, sized_model
 from engine.text import unit_of
@@ -76,7 +76,7 @@ def choose(draft: Draft, trial: Any) -> tuple[list[str], Deadline | None]:
     chooses_model = bool(chosen)
     if chooses_model:
         choose_model(draft, trial)
-    evaluation_cost = draft.scoring_steps(draft.held_out_characters)  # steps that take as long as one evaluation
+    evaluation_steps = draft.scoring_steps(draft.held_out_characters)  # steps that take as long as one evaluation
     if trainer.max_minutes is not None:
         chosen.append("trainer.max_steps")
         most_steps = draft.useful_steps if chooses_model else math.inf
@@ -85,11 +85,11 @@ def choose(draft: Draft, trial: Any) -> tuple[list[str], Deadline | None]:
             chosen.append("trainer.compile")
             step_s = choose_compile(draft, trial, step_s, most_steps)
         if trial.world.device.type == "cpu":  # each evaluation may find the best weights yet, which are saved
-            evaluation_cost += save_seconds(draft) / step_s
-        deadline = choose_steps(draft, trial, step_s, evaluation_cost, most_steps)
+            evaluation_steps += save_seconds(draft) / step_s
+        deadline = choose_steps(draft, trial, step_s, evaluation_steps, most_steps)
     if trainer.eval_every_steps is None:
         chosen.append("trainer.eval_every_steps")
-        number = number_of_evaluations(draft.planned_steps / evaluation_cost)
+        number = number_of_evaluations(draft.planned_steps / evaluation_steps)
         trainer.eval_every_steps = math.ceil(draft.planned_steps / number)
     if chooses_model:
         choose_rates(draft)
@@ -125,8 +125,8 @@ def choose_model(draft: Draft, trial: Any) -> None:
         step_s, seconds = trial.seconds_per_step(reference), max(trial.seconds_left(), 0.0)
         if seconds / step_s < steps:
             steps = seconds / step_s
-            speed = f"{reference.step_characters / step_s:,.0f} {unit}s/s at width {reference.config.model.n_embd}"
-            budget = f"{duration(seconds)} of training (this machine: {speed})"
+            speed = f"a model of width {reference.config.model.n_embd} trains {reference.step_characters / step_s:,.0f}"
+            budget = f"{duration(seconds)} of training ({speed} {unit}s/s here)"
     flops = steps * reference.step_characters * reference.flops_per_character
 
     layers, width, context = rule.best_sizes(usable, flops)
@@ -134,7 +134,7 @@ def choose_model(draft: Draft, trial: Any) -> None:
     batch = rule.characters_per_step(usable, model.n_embd or width, affordable, on_cuda)
     draft.fill(sizes_of(config, longest, layers, width, context, batch, world.size))
     affordable_characters = flops / draft.flops_per_character
-    held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / MIN_EVALUATIONS * affordable_characters / EVALUATION_COST)
+    held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / MIN_EVALUATIONS * affordable_characters / SCORING_COST)
     least = min(max(SHORT_HELD_OUT, data.block_size + 2), usable / 10)  # a window has to fit
     held_out = min(held_out, max(usable / 20, least))
     split = (1 - data.final_split) * (1 - held_out / usable)
@@ -206,12 +206,12 @@ def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -
     return step_s
 
 
-def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_cost: float, most_steps: float) -> Deadline:
-    """Chooses the steps that fit into the remaining time, at `step_s` seconds each and `evaluation_cost` steps per
+def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_steps: float, most_steps: float) -> Deadline:
+    """Chooses the steps that fit into the remaining time, at `step_s` seconds each and `evaluation_steps` steps per
     evaluation, but at most `most_steps`. Returns the deadline of training. Raises `UserError` if no step fits.
     """
     config, trainer, world = draft.config, draft.config.trainer, trial.world
-    evaluation_s = step_s * evaluation_cost
+    evaluation_s = step_s * evaluation_steps
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
     # One process scores the final part.
     final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)

@@ -15,7 +15,7 @@ CHOSEN = (
 )  # fmt: skip
 
 NO_NGRAMS = {"model.ngram_rows": 0, "optimizer.ngram_decay": 0.0}
-EVALUATION_COST = 0.4  # time to score a character, relative to training on it
+SCORING_COST = 0.4  # time to score a character, relative to training on it
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Draft:
 
     def scoring_steps(self, characters: float) -> float:
         """Training steps that take as long as scoring so many characters."""
-        return EVALUATION_COST * characters / self.step_characters
+        return SCORING_COST * characters / self.step_characters
 
 
 def minutes_for(steps: int, minutes: float, fitting: int) -> float:

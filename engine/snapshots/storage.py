@@ -283,7 +283,7 @@ class SnapshotStorage:
         of the others is a copy.
         """
         copies = self.best_path, self.path, self.previous_path, self.numbered_path(step)
-        found = next((path for path in copies if holds(path, loss, step)), None)
+        found = next((path for path in copies if is_snapshot_of(path, loss, step)), None)
         if found == self.best_path:
             return True
         renamed = f"renamed to {set_aside([self.best_path])[0]}, and " if exists(self.best_path) else ""
@@ -295,7 +295,7 @@ class SnapshotStorage:
         return found is not None
 
 
-def holds(path: str, loss: float, step: int) -> bool:
+def is_snapshot_of(path: str, loss: float, step: int) -> bool:
     """Whether the snapshot at `path` is that of `step`, with the held-out `loss`; False if it is damaged or missing."""
     try:
         snapshot = load(path)
