@@ -4,8 +4,7 @@
 //   load {model}                              -> ready {difference}, from the logits that PyTorch put into the page
 //   generate {ids, count, temperature, topK, topP, seed, stop}  -> made {ids}, again and again; then done
 //   look {ids, layer, head}                   -> looked {logits, weights}, of the character that follows `ids`
-//   score {ids}                               -> scored {loss, characters}, nats per character
-//   cancel {}                                 ends what is being generated or scored
+//   cancel {}                                 ends what is being generated
 "use strict";
 
 /** Weights in 16 bits, base64, as 32-bit numbers. */
@@ -275,21 +274,6 @@ const answers = {
     if (newest !== call) return {kind: "done"};  // a key is held down
     const look = {layer, head};
     return {kind: "looked", logits: Array.from(gpt.read(ids, look)), weights: look.weights};
-  },
-
-  /** In non-overlapping windows of `block_size`, as training and `sample.py score=` have it. */
-  async score({ids, call}) {
-    let loss = 0;
-    for (let i = 1; i < ids.length; i++) {
-      if ((i - 1) % gpt.block_size === 0) gpt.reset();
-      const logits = gpt.step(ids[i - 1]), highest = Math.max(...logits);
-      let sum = 0;
-      for (const logit of logits) sum += Math.exp(logit - highest);
-      loss += highest + Math.log(sum) - logits[ids[i]];
-      if (i % 64 === 0) await turn();
-      if (newest !== call) return {kind: "done"};
-    }
-    return {kind: "scored", loss: loss / (ids.length - 1), characters: ids.length - 1};
   },
 
   cancel: () => ({kind: "done"}),

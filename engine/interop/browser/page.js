@@ -55,7 +55,7 @@ class Model {
 
   /** Sends a message; `answers` has a function for each kind of answer. It ends what was asked before. */
   ask(message, answers) {
-    [this.doing, this.status.ariaLive] = ["", "polite"];
+    [this.isGenerating, this.status.ariaLive] = [false, "polite"];
     this.answers = {failed: ({message}) => this.say(message, true), done() {}, ...answers};
     this.worker.postMessage({...message, call: ++this.call});
   }
@@ -96,10 +96,9 @@ class Model {
 
   /** Ends what the model is doing, and says so. */
   stop() {
-    const doing = this.doing;
+    const wasGenerating = this.isGenerating;
     this.ask({kind: "cancel"}, {});
-    if (doing === "generating") this.say(`Stopped after ${this.ids.length - this.start} ${this.unit}s.`);
-    if (doing === "scoring") this.say("Stopped.");
+    if (wasGenerating) this.say(`Stopped after ${this.ids.length - this.start} ${this.unit}s.`);
   }
 
   generate(prompt, options) {
@@ -118,7 +117,7 @@ class Model {
       done: ({cut = 0}) => {  // the stop text is not part of the text
         this.ids.length -= cut;
         for (; cut > 0; cut--) this.text.lastChild.remove();
-        [this.doing, this.status.ariaLive] = ["", "polite"];
+        [this.isGenerating, this.status.ariaLive] = [false, "polite"];
         this.say(`${this.status.textContent.replace(/^\d+/, this.ids.length - this.start)}.`);
       },
       made: ({ids}) => {
@@ -128,7 +127,7 @@ class Model {
       },
     });
     // Until the end nothing is announced: the status changes thirty times a second.
-    [this.doing, this.status.ariaLive] = ["generating", "off"];
+    [this.isGenerating, this.status.ariaLive] = [true, "off"];
   }
 
   /** How many characters the model saw before it made the one at a position: a full context begins again with its
@@ -145,7 +144,7 @@ class Model {
     if (at === 0) this.say(`Nothing stands before the first ${this.unit}.`);
     if (!(at > 0)) return;
     this.at = at;
-    if (this.doing) this.stop();
+    if (this.isGenerating) this.stop();
     for (const span of this.text.children) span.style.removeProperty("--seen");
     this.text.querySelector(".picked")?.classList.remove("picked");
     this.text.children[at].classList.add("picked");
@@ -176,19 +175,6 @@ class Model {
       weights.forEach((weight, i) => this.text.children[first + i].style.setProperty("--seen", Math.sqrt(weight)));
     }});
   }
-
-  score(text) {
-    const ids = this.encode(text, "Prompt");
-    if (!ids) return;
-    if (ids.length < 2) return this.say(`To be scored, the prompt needs at least two ${this.unit}s.`, true);
-    this.say("Scoring …");
-    this.ask({kind: "score", ids}, {scored: ({loss, characters}) => {
-      this.doing = "";
-      this.say(`Loss ${loss.toFixed(4)} nats per ${this.unit} (${(loss / Math.LN2).toFixed(4)} bits) of ${
-        characters} ${this.unit}s`);
-    }});
-    this.doing = "scoring";
-  }
 }
 
 const models = JSON.parse(element("data").textContent).map(model => new Model(model));
@@ -205,4 +191,3 @@ document.querySelector("form").onsubmit = event => {
   models[0].text.scrollIntoView({block: "nearest"});  // on a phone it is below the screen
 };
 element("halt").onclick = () => models.forEach(model => model.stop());
-element("score").onclick = () => models.forEach(model => model.score(element("prompt").value));
