@@ -189,7 +189,7 @@ def stopped(submit, run: Path, cluster: dict[str, str], number: signal.Signals) 
     wait_until(lambda: lines(run) > 5, job)
     os.kill(int(Path(cluster["SRUN_PID"]).read_text()), number)
     out, _ = job.communicate(timeout=60)
-    assert job.returncode == 128 + number and "2 processes x 6 micro-batch" in out, out
+    assert job.returncode == 128 + number and "2 processes x micro-batch 6" in out, out
     step = load(str(run / "gpt_snapshot.pt")).step
     assert out.count(f"{number.name}: stopped after step {step} of 100000") == 1, out
     return step
