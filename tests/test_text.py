@@ -115,7 +115,11 @@ def test_a_pattern_is_one_text_of_the_files_sorted_by_name(books):
     assert read("memory://several/*.txt") == "ab"
     assert read(f"{books}/c[1].txt") == "third "  # a name without a *
     (books / ".d.txt").write_text("hidden ")
-    assert read(f"{books}/*.txt") == "first second third " and read(f"{books}/.d*") == "hidden "
+    (books / ".copies").mkdir()
+    (books / ".copies" / "a.txt").write_text("copy ")
+    for pattern, text in (("*.txt", "first second third "), ("**/*.txt", "first second third "), (".d*", "hidden ")):
+        assert read(f"{books}/{pattern}") == text
+    assert read(f"{books}/.copies/*") == "copy "
     with pytest.raises(UserError, match=r"nothing\*: no file matches this pattern"):
         read(f"{books}/nothing*")
     with pytest.raises(UserError, match=r"books: is a directory; for the files in it: .*books/\*'"):

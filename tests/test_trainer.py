@@ -7,6 +7,7 @@ import math
 import re
 import signal
 import threading
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -27,7 +28,7 @@ from engine.run.plan import Deadline, Plan
 from engine.run.requests import Requests
 from engine.signals import REQUESTS, Stopped
 from engine.snapshots.snapshot import SnapshotError
-from engine.snapshots.storage import load
+from engine.snapshots.storage import SnapshotStorage, load
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from sample import load_model
 from trainer import Trainer, TrainerConfig
@@ -1003,12 +1004,33 @@ def test_saving_by_the_clock_changes_no_result(parts, tmp_path, monkeypatch):
         trainer = make(parts, tmp_path / str(minutes), max_steps=8, save_every_steps=3, save_every_minutes=minutes)
         write = trainer.snapshots.storage.write
         monkeypatch.setattr(trainer.snapshots.storage, "write", lambda *a, w=write: saved.append(a[1:]) or w(*a))
+        monkeypatch.setattr(trainer.requests, "is_saving", lambda: False)  # after each step, however long a save takes
         trainer.train()
         trained.append(weights(trainer))
     assert torch.equal(*trained)
     steps = [step for step, _, _ in saved]
     numbered = [step for step, _, is_numbered in saved if is_numbered]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 3, 6, 8] and numbered == [3, 6, 8] * 2
+
+
+def test_training_does_not_wait_for_a_slow_save_by_the_clock_and_survives_its_failures(parts, tmp_path, monkeypatch):
+    settings = {"save_every": None, "save_every_minutes": 1e-9, "max_save_failures": 1}
+    trainer = make(parts, tmp_path, max_steps=15, eval_every_steps=None, **settings)
+    storage, attempts = trainer.snapshots.storage, []
+
+    def write(content, step, *flags):
+        deadline = time.monotonic() + 5
+        while trainer.step < min(step + 3, 14):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        attempts.append(step)
+        if step < 12:
+            raise OSError("full")
+        SnapshotStorage.write(storage, content, step, *flags)
+
+    monkeypatch.setattr(storage, "write", write)
+    trainer.train()
+    assert 3 <= len(attempts) <= 6 and attempts[-1] == 15
 
 
 @pytest.mark.parametrize("snapshot_format", ["single", "sharded"])

@@ -78,6 +78,8 @@ FIELDS = {
 # The fields of `GPTConfig` that an export can represent or may ignore.
 KNOWN = {"arch", "model_type", "vocab_size", "block_size", "bias", "tie_weights", "token_shift"}
 KNOWN |= {*SAME, "activation_checkpointing", "ngram_rows"}
+# Fields of GPT-2 that an export leaves out, as Transformers has the right defaults.
+GPT2_DEFAULTS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
 def is_shifted(config: dict[str, Any]) -> bool:
@@ -234,7 +236,8 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor], str, str]:
         tokenizer = json.loads(Path(folder, "tokenizer.json").read_text("utf-8"))
         given = json.loads(Path(folder, "config.json").read_text("utf-8"))
         vocabulary, ids = read_vocabulary(tokenizer["model"])
-        encoding = "bytes" if tokenizer["decoder"]["type"] == "ByteLevel" else "utf-8"
+        decoder = tokenizer["decoder"] or {}
+        encoding = "bytes" if decoder.get("type") == "ByteLevel" else "utf-8"
         if encoding == "bytes":
             tokens = byte_tokens()
             vocabulary = "".join(chr(tokens.index(token)) for token in vocabulary)
@@ -278,8 +281,9 @@ def read_model_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": shift}
     config["ngram_rows"] = given.get("ngram_rows", 0)
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
-    for name, value in fixed_fields(config).items():
-        if given.get(name) != value:
+    optional = GPT2_DEFAULTS if arch == "gpt2" else {}
+    for name, value in (fixed_fields(config) | optional).items():
+        if given.get(name, optional.get(name)) != value:
             raise UserError(f"{name}={given.get(name)}: models of this application have {value}")
     return config | {"vocab_size": vocab_size}
 

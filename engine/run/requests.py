@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,16 @@ from engine.signals import REQUESTS, SAVE, TIMED_SAVE, Stopped
 class Requests:
     """Context manager that records signals as requests, on which all ranks agree. Asynchronous: each `check` reads
     the all-reduce (MAX) that the previous one started, and starts the next. A second SIGINT ends the process at once.
-    Rank 0 also requests a save once `save_every_minutes` have passed since the last `saved`.
+    Rank 0 also requests a save once `save_every_minutes` have passed since the last `saved`, unless `is_saving()`.
 
     Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
     main thread, where Python allows no handlers, nothing changes.
     """
 
-    def __init__(self, world: World, save_every_minutes: float | None = None):
-        self.world = world
+    def __init__(
+        self, world: World, save_every_minutes: float | None = None, is_saving: Callable[[], bool] = lambda: False
+    ):
+        self.world, self.is_saving = world, is_saving
         self.save = 0  # SAVE or TIMED_SAVE if one was requested
         self.save_interval_s = math.inf if save_every_minutes is None else 60 * save_every_minutes
         self._save_at = time.monotonic() + self.save_interval_s
@@ -61,7 +64,8 @@ class Requests:
         highest = max(self._own, default=0)
         if highest == SAVE:
             self._own.discard(SAVE)  # only this one: a signal may arrive meanwhile
-        if not highest and self.world.is_rank_0 and time.monotonic() >= self._save_at:
+        is_time = self.world.is_rank_0 and time.monotonic() >= self._save_at and not self.is_saving()
+        if is_time and not highest:
             self._save_at = math.inf  # not again until it is saved
             return TIMED_SAVE
         return highest

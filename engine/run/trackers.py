@@ -53,7 +53,8 @@ class WandB:
     """Weights & Biases, in `run_dir/wandb`: offline unless WANDB_MODE says otherwise.
 
     Each start of a run writes its own folder; a shared id, stored beside them, makes them one W&B run. W&B cannot
-    remove lines, so none is logged twice.
+    remove lines, so none is logged twice. A kill loses those that W&B has not written (wandb 0.31: up to 32 KiB);
+    `metrics.jsonl` has them.
     """
 
     def __init__(self, start: Start):

@@ -31,10 +31,10 @@ def recall(draft: Draft, recorded: dict[str, Any]) -> None:
         is_same_text = before.get("data.path") == draft.config.data.path
         is_longer = fitting is None or trainer.max_steps is None or trainer.max_steps > fitting
         if trainer.max_minutes is not None and is_same_text and is_longer:
-            above = f", above {fitting}" if fitting else ""
+            above = f" above {fitting}" if fitting else ""
             raise UserError(
                 f"trainer.max_minutes={trainer.max_minutes:g}: the length of this run does not follow from a time "
-                f"limit; to train longer, give trainer.max_steps{above}, or trainer.max_epochs instead"
+                f"limit; to train longer, give trainer.max_steps{above} or trainer.max_epochs, and no max_minutes"
             )
     elif trainer.max_minutes is not None:
         useful = max(draft.useful_steps, fitting) if was_chosen else math.inf

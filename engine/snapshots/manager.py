@@ -31,6 +31,7 @@ class SaveInProgress(NamedTuple):
     step: int
     best: tuple[float, int] | None
     written: Future[None]  # on rank 0
+    is_extra: bool  # only the clock asked for it
 
     def error(self) -> str:
         """On rank 0: waits for the end of the save; its error, empty if it succeeded."""
@@ -166,7 +167,11 @@ class SnapshotManager:
                 written = self._thread.submit(
                     lambda: self.storage.write(copied.to_bytes(), copied.step, is_best, is_numbered)
                 )
-        self._saving = SaveInProgress(snapshot.step, best, written)
+        self._saving = SaveInProgress(snapshot.step, best, written, is_extra=not (is_best or is_numbered))
+
+    def is_saving(self) -> bool:
+        """Whether rank 0, which must call it, is writing a snapshot."""
+        return self._saving is not None and not self._saving.written.done()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """On rank 0, a full copy in host memory; on others, `tensor`. All ranks must call it for a sharded tensor."""
@@ -174,8 +179,8 @@ class SnapshotManager:
         return full.to("cpu", copy=True) if self.world.is_rank_0 else tensor
 
     def wait(self) -> None:
-        """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in
-        `failures`. Raises `UserError` on every rank after `max_save_failures` in a row.
+        """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in `failures`
+        unless only the clock asked for it. Raises `UserError` on every rank after `max_save_failures` in a row.
         """
         if self._saving is None:
             return
@@ -189,7 +194,7 @@ class SnapshotManager:
             self.saved_step = saving.step
             self.failures, self._last_error = 0, ""
             return
-        self.failures += 1
+        self.failures += not saving.is_extra
         self._last_error = f": {error}"
         self._log_failure(saving.step, error)
         if self.failures >= self.config.max_save_failures:
