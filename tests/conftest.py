@@ -100,7 +100,7 @@ def start(
     """Runs the program as a user would, under torchrun if `nproc`, and waits for its end."""
     line = command(*arguments, nproc=nproc, script=script, launcher=launcher)
     environment = {**os.environ, **(env or {})}
-    if not (launcher or kwargs or "PYTHONPATH" in (env or {})):
+    if not (launcher or kwargs):
         return warm.run(line, cwd, environment, timeout)
     return subprocess.run(
         line,

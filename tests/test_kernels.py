@@ -68,8 +68,8 @@ def test_these_tests_pass_with_emulated_avx512_kernels(tmp_path):
     run_these_tests("-p", "emulated", *selected, XDG_CACHE_HOME=str(tmp_path))
 
 
-@both
-def test_a_damaged_or_outdated_build_is_rebuilt_and_CC_may_have_arguments(dtype, tmp_path):
+@pytest.mark.parametrize("dtype", [on(torch.float32)])
+def test_kernels_are_built_once_unless_damaged_or_outdated_and_CC_may_have_arguments(dtype, tmp_path):
     changed = tmp_path / "kernels.c"
     changed.write_text(building.SOURCE.read_text() + "// changed\n")
     script = tmp_path / "describe.py"
@@ -79,13 +79,17 @@ def test_a_damaged_or_outdated_build_is_rebuilt_and_CC_may_have_arguments(dtype,
         f"build.SOURCE = pathlib.Path(sys.argv[1]); print(build.describe({dtype}))"
     )
     environment = {"CC": "cc -m64", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    built = []
-    for source in (building.SOURCE, building.SOURCE, changed):
+    built, written = [], []
+    for source in (building.SOURCE, building.SOURCE, None, building.SOURCE, changed):
+        if source is None:
+            built[-1].write_bytes(b"damaged")
+            continue
         run = start(str(source), script=str(script), env=environment)
         built.append(Path(run.stdout.rstrip().rpartition(" in ")[2]))
         assert built[-1].stat().st_size > 8192, run.stderr
-        built[-1].write_bytes(b"damaged")
-    assert built[0] == built[1] != built[2]
+        written.append(built[-1].stat().st_mtime_ns)
+    assert built[0] == built[1] == built[2] != built[3]
+    assert written[0] == written[1] < written[2]
 
 
 @both

@@ -22,7 +22,7 @@ from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.run import memory
 from engine.snapshots.storage import load
-from model import GPTConfig, OptimizerConfig
+from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from sample import SampleConfig, score
 from trainer import TrainerConfig
 
@@ -57,25 +57,10 @@ def test_every_recipe_composes_and_says_how_to_run_it(recipe):
     assert config.run_name == name and config.run_dir == f"runs/{name}"
     lines = (ROOT / "conf" / "experiment" / f"{recipe}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_" and f"main.py experiment={recipe}" in lines[1]
-
-
-@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"auto", "overfit"}))  # other tests run these
-def test_every_recipe_runs_two_steps(recipe, tmp_path):
-    result = start(
-        f"experiment={recipe}",
-        "data=pydoc",
-        "trainer.max_steps=2",
-        "trainer.batch_size=2",
-        "model.n_layer=1",  # or writing the snapshots of some takes half a minute
-        "trainer.device=cpu",
-        "trainer.compile=false",
-        "report=false",
-        "samples=false",
-        f"data.truncate={0.02 if recipe == 'mingpt_ddp' else 0.012}",
-        f"run_dir={tmp_path}",
-    )
-    assert result.returncode == 0, result.stderr
-    assert metrics(tmp_path)[-1]["step"] == 2
+    if not recipe.startswith("auto"):  # whose sizes are chosen for a text
+        with torch.device("meta"):
+            model = GPT(dataclasses.replace(config.model, vocab_size=65))
+        assert create_optimizer(model, config.optimizer).param_groups
 
 
 NANOGPT = {
@@ -156,13 +141,16 @@ def test_an_optimizer_that_is_named_comes_with_its_own_settings():
         assert "optimizer" not in yaml.safe_load(recipe.read_text()), recipe
 
 
-@pytest.mark.parametrize("has_bfloat16, recipe", [(True, "cpu"), (False, "half")])
-def test_the_recipe_for_a_cpu_depends_on_its_bfloat16(has_bfloat16, recipe, monkeypatch):
+@pytest.mark.parametrize(
+    "has_gpu, has_bfloat16, recipe, own",
+    [(True, True, "gpu", "auto_gpu"), (False, True, "cpu", "auto"), (False, False, "half", "auto")],
+)
+def test_the_default_recipe_fits_the_machine(has_gpu, has_bfloat16, recipe, own, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     monkeypatch.setattr("engine.config.overrides.computes_in_bfloat16", lambda _: has_bfloat16)
-    chosen = add_default_recipe(["trainer.device=cpu", "data=pydoc"])
-    assert chosen == [f"experiment=shakespeare_{recipe}", "trainer.device=cpu", "data=pydoc"]
-    chosen = add_default_recipe(["trainer.device=cpu", "data=text", "data.path=x"])
-    assert chosen[0] == "experiment=auto"
+    assert add_default_recipe(["data=pydoc"]) == [f"experiment=shakespeare_{recipe}", "data=pydoc"]
+    assert add_default_recipe(["data=text", "data.path=x"])[0] == f"experiment={own}"
+    assert add_default_recipe(["trainer.device=cpu"])[0] != "experiment=shakespeare_gpu"
 
 
 @pytest.mark.parametrize(
@@ -333,8 +321,6 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
     "override, says",
     [
         ("trainer.batch_size=1", "=1: must be at least the number of processes, 2"),
-        ("data.block_size=2000", "data.block_size=2000: the held-out part has"),
-        pytest.param("model.n_layr=3", "did you mean model.n_layer?", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_refuse_bad_settings_together_and_exit(override, says, tmp_path):
@@ -396,8 +382,9 @@ FINAL = ["data.train_split=0.6", "data.final_split=0.2"]
 def test_the_final_part_is_scored_once_by_the_best_snapshot(tmp_path):
     worse = ["optimizer.learning_rate=3", "optimizer.warmup_steps=6", "trainer.eval_every_steps=1"]
     settings = [*TINY, *FINAL, *worse, f"run_dir={tmp_path}"]
-    for _ in range(2):
-        main.train(main.configure(*settings))
+    for steps in (6, 6, 8):  # 8: again, as it trains longer
+        main.train(main.configure(*settings, f"trainer.max_steps={steps}"))
+        assert [line["step"] for line in metrics(tmp_path, "final")] == [steps]
     [line] = [line for line in metrics(tmp_path) if line["split"] == "final"]
     data = DataConfig(path="pydoc:topics", truncate=0.02, train_split=0.6, final_split=0.2)
     final = CharDataset(data).final_part()

@@ -1,9 +1,7 @@
 """The page that runs a model: its computation, in Python and in headless Chromium, and its file."""
 
 import dataclasses
-import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from config import compose
 from engine.errors import UserError
 from engine.interop import page
 from engine.kernels import ops
-from engine.snapshots.snapshot import probe_ids, probe_logits
+from engine.snapshots.snapshot import probe_logits
 from model import rotary
 from sample import load_model
 
@@ -31,14 +29,6 @@ MODELS = {
     "shifted": ("modern", {"token_shift": True}),
     "n-grams": ("modern", {"token_shift": True, "ngram_rows": 50}),
 }
-# Runs the page's worker in Node.js: loads a model and prints the answer.
-NODE = """
-const read = path => require("fs").readFileSync(path, "utf-8");
-globalThis.onmessage = null;  // strict code may not create it
-globalThis.postMessage = answer => { console.log(JSON.stringify(answer)); process.exit(); };
-require("vm").runInThisContext(read(process.argv[1]));
-onmessage({data: {kind: "load", call: 1, model: JSON.parse(read(process.argv[2]))}});
-"""
 HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>&amp;"
 
 
@@ -66,21 +56,6 @@ def test_a_page_computes_the_models_logits(name):
         expected = model(ids[None])[0][0]
         found = page.compute(dataclasses.asdict(model.config), model.state_dict(), ids)
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_pages_script_computes_the_models_logits(name, tmp_path):
-    if not shutil.which("node"):
-        pytest.skip("there is no Node.js")
-    model = load_model(snapshot_of(name), "cpu")
-    model.load_state_dict(page.round_to_float16(model.state_dict()))
-    config = dataclasses.asdict(model.config)
-    with torch.no_grad():
-        logits = model(probe_ids(config["vocab_size"], config["block_size"])[None])[0][0]
-    (tmp_path / "model.json").write_text(json.dumps(page.serialize(config, model.state_dict(), logits)))
-    command = ["node", "-e", NODE, page.BROWSER / "model.js", tmp_path / "model.json"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert json.loads(answer)["difference"] < 1e-4
 
 
 def test_an_edit_that_affects_only_late_positions_is_refused(tmp_path, monkeypatch):
@@ -205,6 +180,8 @@ def test_a_page_computes_as_pytorch_and_shows_that(browser, served):
     path, snapshots = served
     opened = Page(browser, path)
     assert opened.texts(".status") == ["Ready."] * (len(MODELS) + 1)
+    fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert not [name for name in fetched if not name.startswith(("blob:", "data:"))]
     for number, snapshot in enumerate(snapshots):
         weights = page.round_to_float16(snapshot.model_state)
         model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")

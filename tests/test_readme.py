@@ -88,7 +88,9 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
             short += ["model.n_embd=32", "model.ngram_rows=0"]
         if not any(a.startswith("data") for a in arguments):
             short += ["data=pydoc", "data.truncate=0.02"]
-        if re.fullmatch(r"python main.py( (?!data|experiment)[\w.]+=\w+)+", line):  # it trains as `python main.py` does
+        if re.fullmatch(
+            r"python main.py( '?(?!data|experiment)[\w.]+=[][\w]+'?)+", line
+        ):  # it trains as `python main.py` does
             validate(main.configure(*arguments, *short))
             return
         result = start(*arguments, *short, nproc=nproc, launcher=launcher, cwd=tmp_path)

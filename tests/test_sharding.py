@@ -1,7 +1,6 @@
 """FSDP2 and sharded snapshots, in processes that are really started: gloo, this machine."""
 
 import dataclasses
-import functools
 import json
 import os
 import subprocess
@@ -24,15 +23,10 @@ FSDP = "trainer.strategy=fsdp"
 SHARDED = "trainer.snapshot_format=sharded"
 
 
-@pytest.fixture(params=[3, pytest.param(2, marks=pytest.mark.slow)])
-def seen(request) -> dict:
-    """What `sharding_program.py` reports, started with 2 and with 3 processes."""
-    return report(request.param)
-
-
-@functools.cache
-def report(processes: int) -> dict:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+@pytest.fixture(scope="module")
+def seen() -> dict:
+    """What `sharding_program.py` reports of 3 processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
     run = subprocess.run(
         [sys.executable, *torchrun, str(ROOT / "tests" / "sharding_program.py")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -41,13 +35,13 @@ def report(processes: int) -> dict:
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    return {"processes": processes} | json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
 
 
-CASES = [f"{arch} {optimizer}" for arch in ("gpt2", "modern") for optimizer in ("adamw", "muon")]
+CASES = ["gpt2 muon", "modern adamw", "n-grams muon"]
 
 
-@pytest.mark.parametrize("case", [*CASES, "activation checkpointing", "token shift", "n-grams muon"])
+@pytest.mark.parametrize("case", CASES)
 def test_fsdp_takes_the_steps_of_an_unsharded_model(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert seen[case]["fresh"] == 0  # the weights it starts from, bit for bit
@@ -62,22 +56,17 @@ def test_fsdp_takes_the_steps_of_an_unsharded_model(seen, case):
 def test_fsdp_in_half_precision_equals_an_unsharded_model_to_rounding(seen, case):
     shared, plain = torch.tensor(seen[case]["steps"])
     assert torch.allclose(shared, plain, rtol=0.01)
-    assert seen[case]["weights"] < 0.02
 
 
 def test_each_rank_holds_its_shard_of_weights_and_optimizer_state(seen):
     for case in CASES:
         for what in ("share_of_weights", "share_of_state"):
-            assert seen[case][what] == pytest.approx(1 / seen["processes"], rel=0.05)
+            assert seen[case][what] == pytest.approx(1 / 3, rel=0.05)
 
 
 def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(seen):
     assert seen["inf"]["kept"]
-    assert seen["inf"]["scales"] == [32768.0] * seen["processes"]
-
-
-def test_gathering_and_sharding_states_is_exact(seen):
-    assert seen["whole"] and seen["shared"]
+    assert seen["inf"]["scales"] == [32768.0] * 3
 
 
 def begin(run, *settings, nproc):

@@ -50,7 +50,8 @@ def _become(argv: list[str], cwd: str, environment: dict[str, str], paths: list[
     is_module = argv[0] == "-m"
     sys.argv = argv[1:] if is_module else argv
     first = str(cwd) if is_module else os.path.dirname(argv[0])
-    sys.path[:] = [first, *(p for p in sys.path if p.startswith(PREFIXES))]
+    given = filter(None, environment.get("PYTHONPATH", "").split(":"))
+    sys.path[:] = [first, *given, *(p for p in sys.path if p.startswith(PREFIXES))]
     status: object = 0
     try:
         if is_module:
