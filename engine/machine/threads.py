@@ -18,7 +18,6 @@ PERIOD = 1.0  # seconds of steps between decisions
 MIN_LOST = 0.4  # cores that the threads do not get
 MIN_PREEMPTIONS = 50  # a second: how often the system takes a core from a thread
 RETRY = (2.0, 32.0)  # seconds before one more thread is tried: initial, maximum
-PROBE_S = 10.0  # seconds in which an added thread is on trial
 
 
 class AdaptiveThreads:
@@ -32,8 +31,7 @@ class AdaptiveThreads:
     def __init__(self, enabled: bool, may_have: Callable[[int], bool] = lambda threads: True):
         self.enabled, self.most = enabled, torch.get_num_threads()
         self.may_have = functools.cache(may_have)
-        self.retry = RETRY[0]
-        self.tried, self.next_try = -PROBE_S, 0.0  # when one more was, and will be, tried
+        self.retry, self.next_try = RETRY[0], 0.0  # seconds; when one more is tried
         # Of the steps since the last decision.
         self.seconds = self.cpu_seconds = self.preemptions = 0.0
 
@@ -57,20 +55,18 @@ class AdaptiveThreads:
         threads = torch.get_num_threads()
         # Waiting threads spin, so an undisturbed process uses all of its cores.
         lost = threads - self.cpu_seconds / self.seconds
-        preemptions = self.preemptions / self.seconds
-        if threads > 1 and lost > MIN_LOST and preemptions > MIN_PREEMPTIONS:
+        if threads > 1 and lost > MIN_LOST and self.preemptions / self.seconds > MIN_PREEMPTIONS:
             if not self.may_have(threads - 1):
                 return
             torch.set_num_threads(threads - 1)
-            was_tried = now - self.tried < PROBE_S
-            self.retry = min(2 * self.retry, RETRY[1]) if was_tried else RETRY[0]
-            self.tried, self.next_try = -PROBE_S, now + self.retry
+            self.next_try, self.retry = now + self.retry, min(2 * self.retry, RETRY[1])
             if not AdaptiveThreads.was_logged:
                 log.info("threads     using %d of %d: other processes are busy", threads - 1, self.most)
                 AdaptiveThreads.was_logged = True
-        elif threads < self.most and now > self.next_try:
+        elif threads == self.most:
+            self.retry = RETRY[0]  # undisturbed
+        elif now > self.next_try:
             torch.set_num_threads(threads + 1)
-            self.tried, self.next_try = now, now + PROBE_S
 
     def close(self) -> None:
         """Gives back all threads."""
