@@ -38,6 +38,7 @@ SETTINGS = [
     "trainer.eval_every_steps=70",
     "trainer.log_every_steps=10",
     "trainer.save_every_steps=15",
+    "trainer.save_every_minutes=0.004",
     "trainer.keep_snapshots=2",
     "trainer.timeout_s=60",
 ]
