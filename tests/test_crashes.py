@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import re
@@ -73,8 +74,8 @@ def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path, begin):
 
 
 def test_sigusr1_saves_and_before_training_is_harmless(tmp_path, begin):
-    # SIGHUP as on a terminal, also where the tests themselves run under nohup
-    hup = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
+    # As on a terminal, also where the tests themselves run under nohup.
+    hup = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     process = begin(*LONG, f"run_dir={tmp_path}", "trainer.data_loader_workers=2", preexec_fn=hup)
     wait_until(lambda: (tmp_path / "main.log").exists(), process)
     process.send_signal(signal.SIGUSR1)
