@@ -38,13 +38,7 @@ Number = float | None
 
 
 def check_range(
-    key: str,
-    value: Number,
-    low: Number = None,
-    high: Number = None,
-    *,
-    above: Number = None,
-    below: Number = None,
+    key: str, value: Number, low: Number = None, high: Number = None, *, above: Number = None, below: Number = None
 ) -> None:
     """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the bounds that are
     given. None is accepted, and nan is not.
