@@ -45,6 +45,8 @@ from engine.snapshots.storage import is_local
 
 log = logging.getLogger("gpt")
 StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
+# Tries of the last save and seconds between them: at the end, and when stopped (torchrun kills 30 s after SIGTERM).
+LAST_SAVE, STOP_SAVE = (120, 30.0), (2, 2.0)
 MIN_CHANGE = 0.05  # least share of the steps by which a plan changes
 
 
@@ -66,7 +68,7 @@ class TrainerConfig:
     save_every_minutes: float | None = 5.0  # minutes without a snapshot after which one is saved; null: no limit
     keep_snapshots: int | None = None  # numbered snapshots to keep; null: only latest, .prev and .best
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
-    max_save_failures: int = 3  # failed saves in a row after which the run ends
+    max_save_failures: int | None = None  # has no effect: failed saves are repeated
     eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; at least halfway and at the end
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
@@ -100,7 +102,6 @@ class TrainerConfig:
             "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience",
         ):  # fmt: skip
             check_range(f"trainer.{name}", getattr(self, name), above=0)
-        check_range("trainer.max_save_failures", self.max_save_failures, above=0)
         check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
@@ -208,7 +209,7 @@ class Trainer:
             sample=sample and functools.partial(self._call_eagerly, sample),
         )
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.requests = Requests(world, config.save_every_minutes, self.snapshots.is_saving)
+        self.requests = Requests(world, lambda: time.monotonic() >= self.snapshots.due_at)
         self.train_step = self._make_step()  # `_eager_step`, or its CUDA graph
         if found:  # only now: a capturable optimizer restores its state onto the GPU
             self._restore(found)
@@ -219,7 +220,8 @@ class Trainer:
         Raises `Stopped` after a signal, and `UserError` if the loss or gradient is not finite or snapshots cannot be
         written. Earlier snapshots are kept.
         """
-        if self._is_over() and not self.evaluations.is_due(self.step):
+        is_saved = self.snapshots.saved_step == self.step
+        if self._is_over() and is_saved and not self.evaluations.is_due(self.step):
             self.training_log.log_finished(self.step, self.evaluations.last)
             return self.evaluations.last_loss
         self.first_step, steps = self.step, self.steps()
@@ -235,11 +237,11 @@ class Trainer:
                 while not self._is_over():
                     loss, grad_norm = next(steps)
                     self.training_log.log_step(self.step, loss, grad_norm)
+                    self._confirm_save(loss)
                     self._evaluate_if_due()
                     self._adapt_plan()
                     self._save_if_due()
-                self.requests.wait()
-                self.snapshots.finish(self.step)
+                self._save_last(*LAST_SAVE)
             except Stopped as stopped:
                 self._stop(stopped)
             finally:
@@ -449,8 +451,63 @@ class Trainer:
             log.info("SIGUSR1: saving after step %d of %d", self.step, self.plan.total_steps)
         with self.training_log.paused():
             self.snapshots.save(self._snapshot(), is_best, is_numbered)
-        if self.step > 0:
-            self.requests.saved()
+        self.requests.save = 0
+        if (loss := self.evaluations.last) and self.evaluations.is_done(self.step):
+            self._confirm_save(loss[0])
+
+    def _confirm_save(self, loss: float | torch.Tensor, is_last: bool = False) -> None:
+        """Confirms a save with a `loss` computed with its weights. Raises `UserError` if the run has diverged: if the
+        weights or, except in a step that float16 skips, the loss are not finite.
+        """
+        if not self.snapshots.is_unconfirmed:
+            return
+        bad = self.snapshots.confirm(float(loss))
+        if bad == "weights" or (bad and (is_last or not self.scaler.is_enabled())):
+            raise self.training_log.divergence(self.step, f"the {bad} to be saved: not finite")
+        if bad:
+            log.warning("step %d: the snapshot is dropped: its %s is not finite", self.step - 1, bad)
+
+    def _save_last(self, tries: int, pause_s: float) -> None:
+        """Waits until this step is saved; tries again every `pause_s` until a signal gives up. Then writes it to the
+        system's temporary folder, and raises `UserError`.
+        """
+        self.requests.begin_last_save()
+        snapshots, path = self.snapshots, self.snapshots.path
+        for left in reversed(range(tries)):
+            if self._save_this_step():
+                snapshots.finish()
+                return
+            if left:
+                log.warning("trying again in %g s; Ctrl-C or SIGTERM gives up", pause_s)
+                if self.requests.gives_up(pause_s):
+                    break
+        failed = f"{path}: the snapshot of step {self.step} was not written: {snapshots.last_error}"
+        try:
+            rescued = snapshots.rescue(self._snapshot())
+        except UserError as error:
+            raise UserError(f"{failed}; nor to the system's temporary folder: {error}") from error
+        raise UserError(
+            f"{failed}; it is in {rescued}: to resume from it, make space, move it to {path}, and repeat the command"
+        )
+
+    def _save_this_step(self) -> bool:
+        """Saves this step unless it is saved, and waits; returns whether it was written. Raises `UserError` if the
+        weights have diverged.
+        """
+        snapshots, step = self.snapshots, self.step
+        if not snapshots.is_unconfirmed:
+            snapshots.wait()
+            if snapshots.saved_step == step:
+                return True
+            snapshots.save(self._snapshot(), self.evaluations.is_best(step), is_numbered=True)
+        loss: Any = self.evaluations.last_loss
+        if not self.evaluations.is_done(step):
+            micro_batches = MicroBatches(self.train_dataset, self.config.seed, self.plan, self.world.rank)
+            x, y, weight = micro_batches[max(step * self.plan.accumulation - 1, 0)]
+            loss = self._loss([(x.to(self.world.device), y.to(self.world.device), weight)]).item()
+        self._confirm_save(loss, is_last=True)
+        snapshots.wait()
+        return snapshots.saved_step == step
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step."""
@@ -473,6 +530,7 @@ class Trainer:
             processes=self.world.size,
             vocabulary=self.train_dataset.vocabulary,
             text_digest=self.train_dataset.digest,
+            parameters=[name for name, _ in self.bare.named_parameters()],
             choices=self.choices,
             config=self.run_config,
             probe_logits=self.probe() if self.probe else torch.empty(0),
@@ -491,10 +549,6 @@ class Trainer:
 
     def _stop(self, stopped: Stopped) -> None:
         """Saves, logs how to resume, and raises `stopped`."""
-        self.requests.wait()
-        self.snapshots.wait()
-        if self.snapshots.saved_step != self.step:
-            self.snapshots.save(self._snapshot(), is_best=False, is_numbered=True)
-        self.snapshots.finish(self.step)
+        self._save_last(*STOP_SAVE)
         self.training_log.log_stopped(self.step, stopped.name, self.snapshots.path, self.config.resume)
         raise stopped

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,12 +149,10 @@ def test_a_full_disk_costs_warnings_until_there_is_room_again(tmp_path, begin):
     assert whole.returncode == 0, whole.stderr
     with small_disk(tmp_path, "8m") as disk:
         run = disk / "run"
-        process = begin(*settings, f"run_dir={run}", "trainer.max_save_failures=1000")
+        process = begin(*settings, f"run_dir={run}")
         wait_until(lambda: lines(run) > 20, process)
         process.send_signal(signal.SIGSTOP)
-        with open(disk / "blocker", "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 4096)
+        fill(disk)
         process.send_signal(signal.SIGCONT)
         out = read_until(process, "was not written")
         assert load(str(run / "gpt_snapshot.pt")).step > 0  # what was there is spared
@@ -167,6 +166,35 @@ def test_a_full_disk_costs_warnings_until_there_is_room_again(tmp_path, begin):
         for snapshot in (a, b):
             snapshot.config = {}
         assert equal(a, b)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "blocker", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+
+
+def test_the_last_save_waits_for_room_and_a_signal_has_it_write_elsewhere(tmp_path, begin):
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    settings = [*LONG, "trainer.max_steps=500", "trainer.save_every=null"]
+    with small_disk(tmp_path, "8m") as disk:
+        run = disk / "run"
+        process = begin(*settings, f"run_dir={run}", nproc=2, start_new_session=True, env=environment)
+        wait_until(lambda: lines(run) > 5, process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        fill(disk)
+        os.killpg(process.pid, signal.SIGCONT)
+        out = read_until(process, "trying again in 30 s")
+        os.kill(chaos.children(process.pid)[1], signal.SIGTERM)
+        out += process.communicate(timeout=30)[0]
+        assert process.returncode == 1 and not re.search(rf'File "{ROOT}/\w+\.py', out), out
+        rescued = Path(re.search(r"step 500 was not written: .*No space left on device.*; it is in (\S+):", out)[1])
+        assert rescued.parent == tmp_path / "tmp"
+        (disk / "blocker").unlink()
+        shutil.move(rescued, run / "gpt_snapshot.pt")
+        result = start(*settings, f"run_dir={run}")
+        assert "this run is finished: it has 500 steps of 500" in result.stdout, result.stderr
 
 
 @pytest.fixture

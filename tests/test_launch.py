@@ -1,10 +1,11 @@
 """Ways to start a run: Hydra's own options, Accelerate, a notebook, another system."""
 
 import json
+import re
 
 import pytest
 import yaml
-from conftest import TINY, free_port, metrics, patched_main, run_python, start
+from conftest import ROOT, TINY, free_port, metrics, patched_main, run_python, start
 
 from engine.snapshots.storage import load
 
@@ -77,6 +78,46 @@ notebook_launcher(train, (config,), num_processes=2, use_port="{free_port()}")
     assert result.returncode == 0, result.stderr
     assert load(str(tmp_path / "run" / "gpt_snapshot.pt")).processes == 2
     assert result.stdout.count("step 6/6 | held-out") == 1
+
+
+def test_a_process_group_of_ones_own_is_used_as_torchruns(tmp_path):
+    page = (ROOT / "docs" / "from-mingpt-ddp.md").read_text()
+    program = re.search(r"^```python\n(import os\n.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    program = program.replace("29500", str(free_port())).replace('"experiment=overfit"', f"*{TINY}, 'run_dir=run'")
+    (tmp_path / "mine.py").write_text(program)
+    result = start(script=str(tmp_path / "mine.py"), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("step 6/6 | held-out") == 1
+    assert start(*TINY, "run_dir=other", nproc=2, cwd=tmp_path).returncode == 0
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "other")
+
+
+def test_a_process_group_without_a_backend_for_the_cpu_gets_gloo_beside_it(tmp_path):
+    (tmp_path / "mine.py").write_text("""
+from datetime import timedelta
+import torch, torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # in the place of NCCL
+dist.init_process_group("cuda:fake")
+from engine.errors import UserError
+from engine.parallel import distributed
+from engine.parallel.distributed import World
+from engine.run.requests import Requests
+try:
+    distributed.join_processes("cpu")
+except UserError as error:
+    print(error)
+world = World(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+assert distributed.all_gather(world.rank, world) == [0, 1]
+assert distributed.run_on_rank_0(lambda: [1.5], world) == [1.5]
+requests = Requests(world)
+for _ in range(3):
+    requests.check()
+requests.wait()
+assert dist.get_backend_config() == "cuda:fake"
+""")
+    result = start(script=str(tmp_path / "mine.py"), nproc=2, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("trainer.device=cpu: the process group that this program created is for cuda;") == 2
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ IMPOSSIBLE = [
         for name in (
             *("max_epochs", "max_steps", "max_minutes", "batch_size", "micro_batch_size"),
             *("grad_norm_clip", "save_every", "save_every_steps", "keep_snapshots"),
-            *("max_save_failures", "eval_every_steps", "patience", "log_every_steps"),
+            *("eval_every_steps", "patience", "log_every_steps"),
             *("threads", "timeout_s"),
         )
     ),

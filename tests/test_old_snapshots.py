@@ -1,4 +1,4 @@
-"""A snapshot that the application wrote before its redesign resumes, samples and exports."""
+"""Snapshots of each earlier format resume, sample and export."""
 
 import shutil
 
@@ -9,8 +9,8 @@ import export
 from engine.snapshots.storage import load
 from sample import SampleConfig, sample
 
-# Written after 6 steps by the revision 7265151 (snapshot format 4), with the settings below.
-OLD = ROOT / "tests" / "fixtures" / "snapshot_format_4"
+# Written after 6 steps by the revisions 7265151 and a0fb587, with the settings below.
+OLD = sorted((ROOT / "tests" / "fixtures").glob("snapshot_format_*"))
 SETTINGS = [
     *UNREAD,
     "data.block_size=16",
@@ -23,15 +23,15 @@ SETTINGS = [
     "samples=false",
     "trainer.trackers=[]",
 ]
-# What that revision logged at steps 7 and 8 of a run that was not interrupted.
+# What those revisions logged at steps 7 and 8 of a run that was not interrupted.
 LOSSES = [("train", 3.0597784519), ("train", 3.0328981876), ("val", 3.0100255013)]
 
 
-@pytest.fixture
-def run(tmp_path, text_file):
+@pytest.fixture(params=OLD, ids=lambda path: path.name)
+def run(tmp_path, text_file, request):
     folder = tmp_path / "runs" / "old"
     folder.mkdir(parents=True)
-    shutil.copy(OLD, folder / "gpt_snapshot.pt")
+    shutil.copy(request.param, folder / "gpt_snapshot.pt")
     return folder
 
 

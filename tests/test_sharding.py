@@ -181,6 +181,7 @@ def test_shards_in_an_object_store_are_refused():
 def save(snapshots: SnapshotManager, step: int, is_best: bool = False) -> None:
     scored = dataclasses.replace(some_snapshot(step), loss=2.0, loss_step=step)
     snapshots.save(scored, is_best=is_best, is_numbered=True)
+    snapshots.confirm(1.0)
     snapshots.wait()
 
 
@@ -230,10 +231,10 @@ def test_shards_that_cannot_be_written_are_a_failed_save(snapshots, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr("engine.snapshots.manager.save_shards", no_space)
         save(snapshots, 2)
-    assert (snapshots.failures, snapshots.saved_step) == (1, 1)
+    assert snapshots.last_error and snapshots.saved_step == 1
     assert "step 2: the snapshot was not written" in caplog.text
     save(snapshots, 3)
-    assert (snapshots.failures, snapshots.saved_step) == (0, 3) and kept(snapshots) == [1, 3]
+    assert not snapshots.last_error and snapshots.saved_step == 3 and kept(snapshots) == [1, 3]
 
 
 def test_a_disk_that_not_all_ranks_see_is_a_failed_save(snapshots, monkeypatch, caplog):
@@ -247,7 +248,7 @@ def test_a_disk_that_not_all_ranks_see_is_a_failed_save(snapshots, monkeypatch, 
 
     monkeypatch.setattr("engine.snapshots.sharded.all_gather", gather)
     save(snapshots, 1)
-    assert len(listings[0]) == 2 and snapshots.failures == 1
+    assert len(listings[0]) == 2 and snapshots.last_error
     assert "not every rank can read the same files" in caplog.text
 
 

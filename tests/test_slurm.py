@@ -116,7 +116,8 @@ def test_a_task_with_one_visible_gpu_uses_it(monkeypatch, variable):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "rendezvous", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     for name, value in zip(NAMES[:4], ("1", "2", "1", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):

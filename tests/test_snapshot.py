@@ -143,7 +143,7 @@ def swell(name: str, data: bytes) -> bytes:
         (lambda: saved(extra=1), "unexpected keyword argument 'extra'"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
         (lambda: with_pickle(b""), "EOFError"),
-        (lambda: saved(format=1), "snapshot format 1; this application reads 4 and 5"),
+        (lambda: saved(format=1), "snapshot format 1; this application reads 4, 5, 6"),
     ],
 )
 def test_another_type_of_file_is_refused_without_allocating_its_claimed_size(content, says):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import math
 import os
 import shutil
 import subprocess
@@ -369,36 +370,67 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
     snapshots.storage._put = late
     snapshots.save(snapshot, is_best=False, is_numbered=True)
     snapshot.model_state["b"].zero_()
-    assert not os.path.exists(path)  # the call does not wait
+    snapshots.confirm(1.0)
+    assert not os.path.exists(path)  # the calls do not wait
     may_write.set()
-    snapshots.finish(1)
+    snapshots.wait()
     assert torch.equal(load(path).model_state["b"], some_snapshot(1).model_state["b"])
 
 
-def test_failures_in_a_row_end_the_run_and_a_success_resets_them(path, monkeypatch, caplog):
-    snapshots = manager(path, max_save_failures=2)
+def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch, caplog):
+    snapshots = manager(path)
     put = snapshots.storage._put
 
     def save(step: int, fails: bool, is_best: bool = False) -> None:
         monkeypatch.setattr(snapshots.storage, "_put", no_space if fails else put)
         scored = dataclasses.replace(some_snapshot(step), loss=9.0 - step, loss_step=step)
         snapshots.save(scored, is_best=is_best, is_numbered=True)
+        snapshots.confirm(9.0 - step)
         snapshots.wait()
+        assert ("No space left" in snapshots.last_error) == fails
 
     save(1, fails=False)
     save(2, fails=True, is_best=True)
-    assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, None)
+    assert (snapshots.saved_step, snapshots.best) == (1, None)
     assert "step 2: the snapshot was not written" in caplog.text and load(path).step == 1
     save(3, fails=False)
     assert (load(path).best_loss, load(path).best_step) == (None, None)  # that of step 2 is lost
     save(3, fails=False, is_best=True)
     assert (load(path).best_loss, load(path).best_step) == (6.0, 3)
-    assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (0, 3, (6.0, 3))
+    assert (snapshots.saved_step, snapshots.best) == (3, (6.0, 3))
     save(4, fails=True, is_best=True)
-    assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 3, (6.0, 3))
-    with pytest.raises(UserError, match=r"step 5: 2 saves failed in a row .*No space left on device"):
-        save(5, fails=True)
+    assert (snapshots.saved_step, snapshots.best) == (3, (6.0, 3))
     assert load(path).step == 3
+
+
+@pytest.mark.parametrize("weight, loss, bad", [(1.0, math.nan, "loss"), (math.inf, 1.0, "weights")])
+def test_a_copy_that_is_not_finite_is_dropped(path, weight, loss, bad):
+    snapshots = manager(path)
+    for step, first, then in ((1, 1.0, 1.0), (2, weight, loss)):
+        snapshot = dataclasses.replace(some_snapshot(step), parameters=["b"])
+        snapshot.model_state["b"][0] = first
+        snapshots.save(snapshot, is_best=True, is_numbered=True)
+        assert not os.path.exists(path) or load(path).step == 1
+        assert snapshots.confirm(then) == (bad if step == 2 else None)
+        snapshots.wait()
+    assert load(path).step == load(snapshots.storage.best_path).step == 1
+
+
+@pytest.mark.parametrize(
+    "names, value, is_refused",
+    [(["b"], math.inf, True), (["a.weight"], math.inf, False), ([], math.inf, False), ([], math.nan, True)],
+)
+def test_a_snapshot_with_a_parameter_that_is_not_finite_is_refused_and_passed_over(
+    path, caplog, names, value, is_refused
+):
+    files = SnapshotStorage(path)
+    write(files, 1)
+    snapshot = dataclasses.replace(some_snapshot(2), parameters=names)
+    snapshot.model_state["b"][0] = value  # a buffer, unless named
+    files.write(snapshot.to_bytes(), 2, False, True)
+    found = Snapshot.from_bytes(*files.find())
+    assert found.step == (1 if is_refused else 2)
+    assert ("b is not finite: the run diverged" in caplog.text) == is_refused
 
 
 def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, monkeypatch):
@@ -407,27 +439,21 @@ def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, m
 
     def save(step: int, loss: float) -> None:
         snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), True, True)
+        snapshots.confirm(loss)
         snapshots.wait()
 
     save(1, loss=1.5)
     with monkeypatch.context() as full:
         full.setattr(snapshots.storage, "_copy", lambda a, b: no_space() if b == path else copy(a, b))
         save(2, loss=1.4)
-    assert (snapshots.failures, snapshots.saved_step, snapshots.best) == (1, 1, (1.4, 2))
+    assert snapshots.last_error and (snapshots.saved_step, snapshots.best) == (1, (1.4, 2))
     assert (load(path).step, load(snapshots.storage.best_path).step) == (1, 2)
-
-
-def test_the_end_of_a_run_without_its_snapshot_is_an_error(path, monkeypatch):
-    snapshots = manager(path)
-    monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), is_best=False, is_numbered=True)
-    with pytest.raises(UserError, match="the snapshot of step 1 was not written"):
-        snapshots.finish(1)
 
 
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
     snapshots.save(some_snapshot(1), is_best=False, is_numbered=True)
+    snapshots.confirm(1.0)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text

@@ -511,8 +511,47 @@ def test_float16_that_overflows_at_every_scale_ends_the_run(parts, tmp_path):
     trainer = make(parts, tmp_path, use_amp=True, amp_dtype="float16", max_steps=50, eval_every_steps=None)
     forward = trainer.bare.forward
     trainer.bare.forward = lambda x, y: (None, forward(x, y)[1] * (math.inf if trainer.bare.training else 1))
-    with pytest.raises(UserError, match="step 37: float16 gradients overflow at any scale"):  # 2^16 to 2^-21
+    with pytest.raises(UserError, match=r"step 10: loss inf, .* 10 steps in a row were skipped"):
         trainer.train()
+
+
+@pytest.mark.parametrize("precision", [{"use_amp": True, "amp_dtype": "float16"}, {}])
+@pytest.mark.parametrize("at, factor", [("loss", math.nan), ("weights", math.inf)])
+def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, precision, at, factor):
+    """Step 4 gives weights that are not finite, or whose loss is not, although its own loss and gradient are."""
+    trainer = make(parts, tmp_path, max_steps=30, save_every_steps=1, eval_every_steps=9, **precision)
+    forward, step = trainer.bare.forward, trainer.optimizer.step
+
+    def diverging(x, y):
+        return None, forward(x, y)[1] * (factor if at == "loss" and trainer.step >= 4 else 1)
+
+    def fatal():
+        step()
+        if at == "weights" and trainer.step == 3:
+            trainer.parameters[0].data[0, 0] = factor
+
+    trainer.bare.forward, trainer.optimizer.step = diverging, fatal
+    with pytest.raises(UserError, match="training has diverged"):
+        trainer.train()
+    found = load(str(tmp_path / "gpt_snapshot.pt"))
+    assert found.step == 3 and load(str(tmp_path / "gpt_snapshot.prev.pt")).step == 2
+    make(parts, tmp_path, max_steps=30, **precision).train()
+    assert load(str(tmp_path / "gpt_snapshot.pt")).step == 30
+
+
+def test_a_trainer_without_a_held_out_part_does_not_end_well_with_nan(parts, tmp_path):
+    trainer = make((parts[0], None), tmp_path, max_steps=4, eval_every_steps=None)
+    step = trainer.optimizer.step
+
+    def fatal():
+        step()
+        if trainer.step == 3:
+            trainer.parameters[0].data.fill_(3e38)
+
+    trainer.optimizer.step = fatal
+    with pytest.raises(UserError, match=r"step 4: .* not finite .* diverged"):
+        trainer.train()
+    assert not (tmp_path / "gpt_snapshot.pt").exists()
 
 
 # --- evaluation ---
@@ -822,7 +861,8 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
         "evaluation": (trainer.test_dataset, "eval_windows"),
         "save": (trainer.snapshots.storage, "_put"),
     }[moment]
-    call, save = getattr(owner, name), trainer.snapshots.save
+    call, confirm = getattr(owner, name), trainer.snapshots.confirm
+    step += moment == "save"  # one that is not evaluated is written after the next
     done = threading.Event()
 
     def acting(*args):
@@ -833,7 +873,7 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
 
     setattr(owner, name, acting)
     if moment == "save":  # is another thread's: it may come late
-        trainer.snapshots.save = lambda *args, **named: (save(*args, **named), trainer.step == step and done.wait(30))
+        trainer.snapshots.confirm = lambda loss: (confirm(loss), trainer.step == step and done.wait(30))[0]
 
 
 @pytest.mark.parametrize(
@@ -895,7 +935,7 @@ def test_missing_metrics_lines_are_a_warning(parts, tmp_path, caplog):
 
 
 def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
-    trainer = make(parts, tmp_path, max_steps=50, save_every_steps=4, eval_every_steps=50)
+    trainer = make(parts, tmp_path, max_steps=50, save_every_steps=4, eval_every_steps=4)
     put = trainer.snapshots.storage._put
     tries = []
 
@@ -907,21 +947,20 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
         put(*args)
 
     trainer.snapshots.storage._put = once
-    save = trainer.snapshots.save
-    trainer.snapshots.save = lambda *args, **named: (
-        save(*args, **named),
-        trainer.snapshots._saving.written.exception(30),
-    )
+    confirm = trainer.snapshots.confirm
+    trainer.snapshots.confirm = lambda loss: (confirm(loss), trainer.snapshots._saving.written.exception(30))[0]
     with pytest.raises(Stopped):
         trainer.train()
     assert tries and load(str(tmp_path / "gpt_snapshot.pt")).step == trainer.step == 4
 
 
-def test_train_called_again_after_failed_saves_loses_nothing(parts, tmp_path, caplog):
-    trainer = make(parts, tmp_path, max_steps=8, save_every_steps=4, max_save_failures=1)
+def test_train_called_again_after_failed_saves_loses_nothing(parts, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("trainer.LAST_SAVE", (2, 0.1))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    trainer = make(parts, tmp_path, max_steps=8, save_every_steps=4)
     put = trainer.snapshots.storage._put
     trainer.snapshots.storage._put = lambda *args: no_space() if trainer.step else put(*args)
-    with pytest.raises(UserError, match="1 saves failed in a row"):
+    with pytest.raises(UserError, match=r"step 8 was not written: .*No space left .*; nor to the system's temporary"):
         trainer.train()
     trainer.snapshots.storage._put = put
     caplog.clear()
@@ -957,7 +996,7 @@ def test_saving_by_the_clock_changes_no_result(parts, tmp_path, monkeypatch):
         trainer = make(parts, tmp_path / str(minutes), max_steps=8, save_every_steps=3, save_every_minutes=minutes)
         write = trainer.snapshots.storage.write
         monkeypatch.setattr(trainer.snapshots.storage, "write", lambda *a, w=write: saved.append(a[1:]) or w(*a))
-        monkeypatch.setattr(trainer.requests, "is_saving", lambda: False)  # after each step, however long a save takes
+        monkeypatch.setattr(trainer.requests, "is_time", lambda m=minutes: m is not None)  # after each step
         trainer.train()
         trained.append(weights(trainer))
     assert torch.equal(*trained)
@@ -967,7 +1006,8 @@ def test_saving_by_the_clock_changes_no_result(parts, tmp_path, monkeypatch):
 
 
 def test_training_does_not_wait_for_a_slow_save_by_the_clock_and_survives_its_failures(parts, tmp_path, monkeypatch):
-    settings = {"save_every": None, "save_every_minutes": 1e-9, "max_save_failures": 1}
+    monkeypatch.setattr("engine.snapshots.manager.RETRY_S", 0.0)
+    settings = {"save_every": None, "save_every_minutes": 1e-9}
     trainer = make(parts, tmp_path, max_steps=15, eval_every_steps=None, **settings)
     storage, attempts = trainer.snapshots.storage, []
 

@@ -1,7 +1,7 @@
 """Process group: rank, device, collectives.
 
-The environment variables RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE decide whether there is
-one: torchrun and Accelerate set them, and `slurm.export_torchrun_env` under srun.
+A group that the program has created already is used, and left as it was. Otherwise RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE decide whether there is one: torchrun and Accelerate set them, `slurm.export_torchrun_env` under srun.
 """
 
 import atexit
@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ from engine.parallel.rendezvous import choose_interface, rendezvous
 
 log = logging.getLogger("gpt")
 _joined_in: int | None = None  # the id of the process that has called `join_processes`
+_own: dist.ProcessGroup | None = None  # the default group, if it was created here
+_gloo: dist.ProcessGroup | None = None  # for objects and tensors of the CPU; None: the default group
+_beside: dist.ProcessGroup | None = None  # the default group of another program that `_gloo` stands beside
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,14 @@ class World:
         return self.rank == 0
 
 
-def launched_size() -> int:
-    """The number of processes that a launcher started, or 1. Needs no process group."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+def size() -> int:
+    """The number of processes: of the process group or, before there is one, those that a launcher started, or 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def launched_rank() -> int:
-    """The rank that a launcher gave this process, or 0. Needs no process group."""
-    return int(os.environ.get("RANK", 0))
+def rank() -> int:
+    """The rank of this process: in the process group or, before there is one, as a launcher gave it, or 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def is_restart(world: World) -> bool:
@@ -72,24 +76,33 @@ def is_restart(world: World) -> bool:
 
 
 def join_processes(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
-    """Chooses the device, and joins the process group if there are several processes: gloo for
-    CPUs, NCCL for GPUs. Raises `UserError`.
+    """Chooses the device, and joins the process group if there are several processes: gloo for CPUs, NCCL for GPUs, or
+    the group that the program has created. Raises `UserError`.
 
     `device` is auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per process on a CPU,
     None for the host's cores divided by its processes, or `OMP_NUM_THREADS` for one process alone; `timeout_s` bounds
     every wait for another process.
     """
-    global _joined_in
+    global _joined_in, _own
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
         raise UserError(
             "this process was forked after torch had started its threads: restart the session, and start the "
             "processes first"
         )
     _joined_in = os.getpid()
-    rank, size = launched_rank(), launched_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    chosen = choose_device(device, local_rank, local_size)
+    number, count = rank(), size()
+    timeout = timedelta(seconds=timeout_s)
+    local_rank = int(os.environ.get("LOCAL_RANK", number))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    is_foreign = dist.is_initialized() and dist.group.WORLD is not _own
+    if is_foreign:
+        add_gloo(timeout)
+        if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+            hosts = all_gather_objects(socket.gethostname())
+            local_rank, local_size = hosts[:number].count(hosts[number]), hosts.count(hosts[number])
+        chosen = device_of_group(device, local_rank, local_size)
+    else:
+        chosen = choose_device(device, local_rank, local_size)
     on_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     share = max(1, cores // local_size)
@@ -110,28 +123,63 @@ def join_processes(device: str = "auto", threads: int | None = None, timeout_s: 
         torch.set_num_threads(threads or share)
         hardware.keep_freed_memory()
     store = None
-    if size > 1 and not dist.is_initialized():
-        timeout = timedelta(seconds=timeout_s)
+    if count > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         try:
-            store = rendezvous(rank, size, timeout)
-            if size > local_size:
-                choose_interface(store, rank, size)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=gpu)
+            store = rendezvous(number, count, timeout)
+            if count > local_size:
+                choose_interface(store, number, count)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count, device_id=gpu)
         except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"the {size} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
+                f"the {count} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
                 f"{one_line(error)[-300:]}"
             ) from error
-        # A gloo thread that releases tensors during Python's shutdown aborts the process (torch 2.13.0):
-        # programs that do not end with `leave` give it time.
-        atexit.register(time.sleep, 0.2)
-    if size == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        _own = dist.group.WORLD
+        atexit.register(wait_for_gloo)
+    if count == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         log.info(
             "launcher    accelerate launch --cpu starts one process, whatever its --num_processes; for N: torchrun "
             "--standalone --nproc_per_node=N main.py"
         )
-    return World(rank, size, local_rank, local_size, chosen, store)
+    return World(number, count, local_rank, local_size, chosen, store)
+
+
+def add_gloo(timeout: timedelta) -> None:
+    """Creates a group of gloo beside the default group of another program, which may have NCCL alone."""
+    global _gloo, _beside
+    if _beside is not dist.group.WORLD:
+        _gloo, _beside = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
+        atexit.register(wait_for_gloo)
+
+
+def wait_for_gloo() -> None:
+    """Ends the group of `add_gloo`, and waits: a gloo thread that releases tensors during Python's shutdown aborts the
+    process (torch 2.13.0). Programs that end with `leave` do not need it.
+    """
+    global _gloo, _beside
+    if _gloo is not None and _beside is dist.group.WORLD:
+        dist.destroy_process_group(_gloo)  # joins its threads
+    _gloo = _beside = None
+    time.sleep(0.2)
+
+
+def device_of_group(device: str, local_rank: int, local_size: int) -> torch.device:
+    """The device for the process group of another program: with NCCL the current GPU or, if the program has chosen
+    none, that of `local_rank`; with gloo alone the CPU, unless `device` is cuda. Raises `UserError`.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    if device == "auto" and backends.get("cuda", "gloo") == "gloo":
+        device = "cpu"
+    chosen = choose_device(device, local_rank, local_size)
+    if chosen.type not in backends:
+        raise UserError(
+            f"trainer.device={device}: the process group that this program created is for {', '.join(backends)}; "
+            f"create it for {chosen.type}, too"
+        )
+    if chosen.type == "cuda" and torch.cuda.current_device():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
@@ -140,8 +188,8 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     """
     hardware.check_device("trainer.device", device)
     if device not in ("auto", "cpu", "cuda"):
-        if launched_size() > 1:
-            raise UserError(f"trainer.device={device}: one process only, not {launched_size()}")
+        if size() > 1:
+            raise UserError(f"trainer.device={device}: one process only, not {size()}")
         return torch.device(device, 0)
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not gpus:
@@ -189,11 +237,19 @@ def seed_step(seed: int, step: int, world: World) -> None:
 
 def all_gather(value: Any, world: World) -> list[Any]:
     """Every rank's `value` (plain, picklable), in the order of ranks, on every rank."""
-    if world.size == 1:
-        return [value]
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value)
+    return [value] if world.size == 1 else all_gather_objects(value)
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """`all_gather`, in a process group."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=_gloo)
     return values
+
+
+def start_max(tensor: torch.Tensor) -> dist.Work:
+    """Starts an all-reduce (MAX) of a tensor on the CPU."""
+    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_gloo, async_op=True)
 
 
 def check_replicas(model: nn.Module, step: int, world: World) -> None:
@@ -241,7 +297,7 @@ def _run(action: Callable[[], Any], is_mine: bool, world: World) -> Any:
     if errors := [message for message in all_gather(failed and str(failed), world) if message is not None]:
         raise UserError(errors[0])
     result = [attempt.result()]
-    dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(result, src=0, group=_gloo, device=torch.device("cpu"))
     return result[0]
 
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from engine.config.overrides import override_key, quoted
 from engine.errors import UserError
 from engine.files import atomic_write
-from engine.parallel.distributed import launched_size
+from engine.parallel import distributed
 from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.run.directory import JOB, shell_path
 from engine.run.metrics import format_loss
@@ -32,7 +32,7 @@ log = logging.getLogger("gpt")
 
 def check_sweep(arguments: list[str]) -> None:
     """Raises `UserError` for a sweep under a launcher, or with --cfg."""
-    if launched_size() > 1:
+    if distributed.size() > 1:
         raise UserError(
             "-m: the jobs of a sweep run one after another, in one process: start it with python main.py -m, "
             "without a launcher"

@@ -15,7 +15,6 @@ from engine import signals
 from engine.config.overrides import explain
 from engine.errors import UserError
 from engine.parallel import distributed
-from engine.parallel.distributed import launched_rank, launched_size
 from engine.parallel.slurm import export_torchrun_env
 
 log = logging.getLogger("gpt")
@@ -40,13 +39,13 @@ def log_to_console() -> None:
     # A closed pipe does not end the run, and prints no traceback for each line.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(LevelFormatter())
-    handler.addFilter(lambda record: launched_rank() == 0)
+    handler.addFilter(lambda record: distributed.rank() == 0)
     log.addHandler(handler)
 
 
 def fail(error: Exception | str, status: int = 1) -> NoReturn:
     """Ends the process with one line on standard error."""
-    rank = f" (rank {launched_rank()})" if launched_size() > 1 else ""
+    rank = f" (rank {distributed.rank()})" if distributed.size() > 1 else ""
     sys.stderr.write(f"error{rank}: {error}\n")  # in one call: the ranks share a terminal
     distributed.leave(status)
 

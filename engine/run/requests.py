@@ -1,7 +1,6 @@
 """Requests to save or to stop, agreed by all ranks."""
 
 import contextlib
-import math
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engine import portable
+from engine.parallel import distributed
 from engine.parallel.distributed import World
 from engine.signals import REQUESTS, SAVE, TIMED_SAVE, Stopped
 
@@ -19,19 +19,16 @@ from engine.signals import REQUESTS, SAVE, TIMED_SAVE, Stopped
 class Requests:
     """Context manager that records signals as requests, on which all ranks agree. Asynchronous: each `check` reads
     the all-reduce (MAX) that the previous one started, and starts the next. A second SIGINT ends the process at once.
-    Rank 0 also requests a save once `save_every_minutes` have passed since the last `saved`, unless `is_saving()`.
+    Rank 0 also requests a save if `is_time()`.
 
     Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
     main thread, where Python allows no handlers, nothing changes.
     """
 
-    def __init__(
-        self, world: World, save_every_minutes: float | None = None, is_saving: Callable[[], bool] = lambda: False
-    ):
-        self.world, self.is_saving = world, is_saving
+    def __init__(self, world: World, is_time: Callable[[], bool] = lambda: False):
+        self.world, self.is_time = world, is_time
         self.save = 0  # SAVE or TIMED_SAVE if one was requested
-        self.save_interval_s = math.inf if save_every_minutes is None else 60 * save_every_minutes
-        self._save_at = time.monotonic() + self.save_interval_s
+        self._is_last_save = False
         self._own: set[int] = set()
         self._handlers: dict = {}
         self._highest = torch.zeros((), dtype=torch.int64)  # on the CPU: no wait for a GPU
@@ -48,11 +45,12 @@ class Requests:
     def __exit__(self, *_) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._own, self._handlers = set(), {}
+        self._own, self._handlers, self._is_last_save = set(), {}, False
 
     def _record(self, number: int, _) -> None:
         self._own.add(REQUESTS.index(signal.Signals(number).name))
-        if number == signal.SIGINT:  # the default handler also ends a process stuck outside Python
+        if number == signal.SIGINT and not self._is_last_save:
+            # The default handler also ends a process stuck outside Python.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if self.world.is_rank_0:  # a micro-batch may take long
                 # Not by the log: the signal may have interrupted it in the middle of a line.
@@ -64,29 +62,37 @@ class Requests:
         highest = max(self._own, default=0)
         if highest == SAVE:
             self._own.discard(SAVE)  # only this one: a signal may arrive meanwhile
-        is_time = self.world.is_rank_0 and time.monotonic() >= self._save_at and not self.is_saving()
-        if is_time and not highest:
-            self._save_at = math.inf  # not again until it is saved
+        if not highest and not self.save and self.world.is_rank_0 and self.is_time():
             return TIMED_SAVE
         return highest
 
-    def saved(self) -> None:
-        """Ends the request to save, if there is one; the next timed one comes an interval later."""
-        self.save = 0
-        self._save_at = time.monotonic() + self.save_interval_s
+    def begin_last_save(self) -> None:
+        """From now on a signal ends the wait for the last save (`gives_up`), and SIGINT no longer the process."""
+        self.wait()
+        self._own, self._is_last_save = set(), True
+        if signal.SIGINT in self._handlers:
+            signal.signal(signal.SIGINT, self._record)
+
+    def gives_up(self, seconds: float) -> bool:
+        """Waits so many seconds; returns whether a signal to any rank ended that."""
+        end = time.monotonic() + seconds
+        while True:
+            states = distributed.all_gather((self.take() > SAVE, time.monotonic() >= end), self.world)
+            if any(is_stopped for is_stopped, _ in states) or states[0][1]:
+                return any(is_stopped for is_stopped, _ in states)
+            time.sleep(0.1)
 
     def check(self) -> None:
         """Records a request to save. Raises `Stopped` on every rank at the same point if any was asked to stop. All
         ranks must call it equally often.
         """
-        own = agreed = self.take()
-        if self.world.size > 1:
-            agreed = self.wait()
-            self._highest.fill_(own)
-            self._work = dist.all_reduce(self._highest, dist.ReduceOp.MAX, async_op=True)
+        agreed = self.wait() if self.world.size > 1 else self.take()
         if agreed > SAVE:
             raise Stopped(agreed)
         self.save = max(self.save, agreed)
+        if self.world.size > 1:
+            self._highest.fill_(self.take())
+            self._work = distributed.start_max(self._highest)
 
     def wait(self) -> int:
         """Waits for the pending all-reduce; returns its result."""

@@ -24,7 +24,7 @@ from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
 MANY_PASSES = 50  # over the text
-MIN_SCALE = 2.0**-20  # a GradScaler halves its scale at each overflow
+MOST_SKIPPED = 10  # steps in a row, which a GradScaler skips because their gradients overflow
 
 
 @dataclass
@@ -45,8 +45,9 @@ class TrainingLog:
     lines: int = 0  # of metrics.jsonl at the snapshot
 
     def __post_init__(self):
-        # (step, this rank's loss, gradient norm) of the first step whose norm is not finite; step -1: none.
-        self.not_finite = torch.full((3,), -1.0, device=self.world.device)
+        # (step, this rank's loss, gradient norm) of the step that diverged; step -1: none.
+        self.diverged = torch.full((3,), -1.0, device=self.world.device)
+        self.in_a_row = torch.zeros((), device=self.world.device)  # steps without a finite gradient
 
     def open(self, run_dir: str, step: int, evaluated: bool, trackers: Iterable[str], run_config: dict) -> None:
         """Opens the files, on rank 0; see `Metrics`."""
@@ -123,15 +124,16 @@ class TrainingLog:
         )  # fmt: skip
 
     def log_step(self, step: int, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Records the first
-        gradient norm that is not finite, on the device, so that no step waits; see `check_finite`.
+        """Logs a line if one is due, with the loss averaged over the ranks, nats per character. Records gradient norms
+        that are not finite, on the device, so that no step waits; see `check_finite`.
         """
         is_first_step = step == self.first_step + 1
         if is_first_step:
             self.paused_s = 0.0  # evaluating pretrained weights
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm))
-        is_first = ~grad_norm.isfinite() & (self.not_finite[0] < 0)
-        self.not_finite = torch.where(is_first, noted, self.not_finite)
+        self.in_a_row = torch.where(grad_norm.isfinite(), 0.0, self.in_a_row + 1)
+        has_diverged = (self.in_a_row >= self._allowed) & (self.diverged[0] < 0)
+        self.diverged = torch.where(has_diverged, noted, self.diverged)
         if step != self.plan.total_steps and step % self.every_steps != 0:
             if is_first_step:  # includes compilation: restart the clock
                 loss = self._mean(rank_loss)
@@ -214,15 +216,16 @@ class TrainingLog:
 
     def check_finite(self, step: int) -> None:
         """Raises `UserError` on every rank if a gradient norm up to `step` was not finite; with float16, whose scaler
-        skips such steps, if its scale has become too small. Waits for the device.
+        skips such steps, if those of `MOST_SKIPPED` steps in a row were not. Waits for the device.
         """
-        if self.scaler.is_enabled():
-            if self.scaler.get_scale() < MIN_SCALE:
-                raise self.divergence(step, "float16 gradients overflow at any scale")
-            return
-        first, loss, norm = self.not_finite.tolist()
+        first, loss, norm = self.diverged.tolist()
         if first >= 0:
-            raise self.divergence(int(first), f"loss {loss:g}, gradient norm {norm:g}", loss, norm)
+            skipped = f", and {MOST_SKIPPED} steps in a row were skipped" * self.scaler.is_enabled()
+            raise self.divergence(int(first), f"loss {loss:g}, gradient norm {norm:g}{skipped}", loss, norm)
+
+    @property
+    def _allowed(self) -> int:
+        return MOST_SKIPPED if self.scaler.is_enabled() else 1
 
     def divergence(self, step: int, what: str, loss: float = math.nan, norm: float = math.nan) -> UserError:
         """The error of a run that diverged at `step`; also logs it to the metrics."""

@@ -1,13 +1,18 @@
 """Snapshot manager: saves a run's state in the background, and restores it.
 
-A save is one cycle. `save` collects the tensors from all ranks and copies them to rank 0's memory, where a
-thread writes the file while training continues. `wait` ends the cycle: every rank learns the result, and
-only then does the snapshot count as saved. All ranks call every method at the same point of the run.
+A save is one cycle. `save` collects the tensors from all ranks and copies them to rank 0's memory. `confirm` drops the
+copy unless its weights, and a loss computed with them, are finite; else a thread writes the file while training
+continues. `wait` ends the cycle: every rank learns the result, and only then does the snapshot count as saved. All
+ranks call every method at the same point of the run.
 """
 
 import dataclasses
 import logging
+import math
 import os
+import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,10 +24,13 @@ from engine.machine.hardware import is_out_of_memory
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import World
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
-from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.snapshot import Snapshot, not_finite
 from engine.snapshots.storage import SnapshotStorage, set_aside, snapshot_path
 
 log = logging.getLogger("gpt")
+
+
+RETRY_S = 30.0  # seconds after which a failed save is tried again
 
 
 class SaveInProgress(NamedTuple):
@@ -30,8 +38,10 @@ class SaveInProgress(NamedTuple):
 
     step: int
     best: tuple[float, int] | None
-    written: Future[None]  # on rank 0
-    is_extra: bool  # only the clock asked for it
+    is_finite: bool  # the weights, on this rank
+    write: Callable[[], None]  # on rank 0
+    written: Future[None]  # on rank 0, once confirmed
+    is_confirmed: bool = False
 
     def error(self) -> str:
         """On rank 0: waits for the end of the save; its error, empty if it succeeded."""
@@ -48,7 +58,10 @@ class SnapshotManager:
         self.config, self.run_dir, self.world = config, run_dir, world
         self.path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(self.path, config.keep_snapshots)
-        self.failures, self._last_error = 0, ""  # consecutive failed saves
+        minutes = config.save_every_minutes
+        self.interval_s = math.inf if minutes is None else 60 * minutes
+        self.last_error = ""  # of the last save, if that failed
+        self.due_at = math.inf  # on rank 0: when the clock asks for a save, as `time.monotonic()` gives it
         self.saved_step: int | None = None  # of the latest snapshot that was written
         self.best: tuple[float, int] | None = None  # (held-out loss, step) of the best one written
         self._thread = ThreadPoolExecutor(1, "snapshot")
@@ -89,6 +102,7 @@ class SnapshotManager:
         snapshots and the files `history` of an earlier run, and else numbered snapshots of later steps.
         """
         self.storage.prepare()
+        self._is_due_in(self.interval_s)
         if self.saved_step is not None or step > 0:
             self.storage.set_later_aside(step)
             return
@@ -116,7 +130,7 @@ class SnapshotManager:
         current = model.state_dict()
         model_state, optimizer_state = snapshot.model_state, snapshot.optimizer_state
         if snapshot.shards:
-            model_state, optimizer_state = read_shards(self.path, snapshot.shards, current, self.world)
+            model_state, optimizer_state = read_shards(self.path, snapshot, current, self.world)
         try:
             shard = sharding.shard_like
             # A tensor that the model does not have stays as it is: `load_state_dict` names it.
@@ -143,18 +157,18 @@ class SnapshotManager:
     # --- saving ---
 
     def save(self, snapshot: Snapshot, is_best: bool, is_numbered: bool) -> None:
-        """Starts to write `snapshot` as the latest one, and also as the best or a numbered one, after the previous
-        save has ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as
-        soon as this returns.
-
-        Raises `UserError` if the previous save was the `max_save_failures`-th in a row that failed. The next `wait`
-        reports the result of this one.
+        """Starts to save `snapshot` as the latest one, and also as the best or a numbered one, after the previous save
+        has ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon as this
+        returns. `confirm` goes on; the next `wait` reports the result.
         """
         self.wait()
         best: Any = (snapshot.loss, snapshot.loss_step) if is_best else self.best
         best_loss, best_step = best or (None, None)
         snapshot = dataclasses.replace(snapshot, best_loss=best_loss, best_step=best_step)
+        own = {name: sharding.local_tensor(tensor) for name, tensor in snapshot.model_state.items()}
+        is_finite = not_finite(own, snapshot.parameters) is None
         written: Future[None] = Future()
+        copied, self.due_at = snapshot, math.inf
         try:
             if self.config.snapshot_format == "sharded":  # each rank writes its own tensors
                 distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
@@ -162,16 +176,42 @@ class SnapshotManager:
             copied = snapshot.map_tensors(self._to_host)
         except (OSError, UserError) as error:  # of shards, raised on every rank
             written.set_exception(error)
-        else:
-            if self.world.is_rank_0:
-                written = self._thread.submit(
-                    lambda: self.storage.write(copied.to_bytes(), copied.step, is_best, is_numbered)
-                )
-        self._saving = SaveInProgress(snapshot.step, best, written, is_extra=not (is_best or is_numbered))
+            self._is_due_in(RETRY_S)
 
-    def is_saving(self) -> bool:
-        """Whether rank 0, which must call it, is writing a snapshot."""
-        return self._saving is not None and not self._saving.written.done()
+        def write() -> None:
+            try:
+                self.storage.write(copied.to_bytes(), copied.step, is_best, is_numbered)
+                self._is_due_in(self.interval_s)
+            except Exception:
+                self._is_due_in(RETRY_S)
+                raise
+
+        self._saving = SaveInProgress(snapshot.step, best, is_finite, write, written)
+
+    def _is_due_in(self, seconds: float) -> None:
+        """Sets when the clock asks for the next save."""
+        self.due_at = time.monotonic() + (math.inf if self.interval_s == math.inf else seconds)
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether a save waits for `confirm`."""
+        return self._saving is not None and not self._saving.is_confirmed
+
+    def confirm(self, loss: float) -> str | None:
+        """Writes the copy of the last `save` if its weights and `loss`, computed with them, are finite on every rank;
+        else drops it. Returns what is not finite: "weights", "loss" or None.
+        """
+        saving = self._saving
+        assert saving is not None and not saving.is_confirmed
+        finite = distributed.all_gather((saving.is_finite, math.isfinite(loss)), self.world)
+        if not all(map(all, finite)):
+            self._saving = None
+            self._is_due_in(RETRY_S)
+            return "loss" if all(weights for weights, _ in finite) else "weights"
+        if self.world.is_rank_0 and not saving.written.done():
+            saving = saving._replace(written=self._thread.submit(saving.write))
+        self._saving = saving._replace(is_confirmed=True)
+        return None
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """On rank 0, a full copy in host memory; on others, `tensor`. All ranks must call it for a sharded tensor."""
@@ -179,44 +219,49 @@ class SnapshotManager:
         return full.to("cpu", copy=True) if self.world.is_rank_0 else tensor
 
     def wait(self) -> None:
-        """Waits for the save in progress; every rank learns its result. A failure is logged, and counts in `failures`
-        unless only the clock asked for it. Raises `UserError` on every rank after `max_save_failures` in a row.
-        """
+        """Waits for the save in progress; every rank learns its result. A failure is logged."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
+        assert saving.is_confirmed
         error, is_best = distributed.run_on_rank_0(
             lambda: (saving.error(), self.storage.best_step == saving.step), self.world
         )
         if is_best:  # even if writing the latest failed afterwards
             self.best = saving.best
-        if not error:
+        self.last_error = error
+        if error:
+            self._log_failure(saving.step, error)
+        else:
             self.saved_step = saving.step
-            self.failures, self._last_error = 0, ""
-            return
-        self.failures += not saving.is_extra
-        self._last_error = f": {error}"
-        self._log_failure(saving.step, error)
-        if self.failures >= self.config.max_save_failures:
-            raise UserError(
-                f"step {saving.step}: {self.failures} saves failed in a row (trainer.max_save_failures): {error}; "
-                "fix the cause, and run the same command again"
-            )
 
-    def finish(self, step: int) -> None:
-        """Waits for the last save. Raises `UserError` on every rank if the latest snapshot is not that of `step`."""
-        self.wait()
-        if self.saved_step != step:
-            raise UserError(
-                f"{self.path}: the snapshot of step {step} was not written{self._last_error}; fix the cause, and run "
-                "the same command again"
-            )
+    def finish(self) -> None:
+        """After the last save: removes what no snapshot refers to."""
         distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
+
+    def rescue(self, snapshot: Snapshot) -> str:
+        """Writes `snapshot` as one file to the system's temporary folder; returns its path. Raises `UserError` on every
+        rank if that fails, too.
+        """
+        copied = snapshot.map_tensors(self._to_host)
+
+        def write() -> str:
+            with tempfile.NamedTemporaryFile(prefix="gpt_snapshot.", suffix=".pt", delete=False) as file:
+                try:
+                    file.write(copied.to_bytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                except BaseException:
+                    os.remove(file.name)
+                    raise
+            return file.name
+
+        return distributed.run_on_rank_0(write, self.world)
 
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
-        if saving is not None and self.world.is_rank_0 and (error := saving.error()):
+        if saving is not None and saving.is_confirmed and self.world.is_rank_0 and (error := saving.error()):
             self._log_failure(saving.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:

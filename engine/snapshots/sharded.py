@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
+from engine.parallel import sharding
 from engine.parallel.distributed import World, all_gather, run_on_rank_0
-from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.snapshot import Snapshot, SnapshotError, not_finite
 from engine.snapshots.storage import SnapshotStorage, load, shards_folder
 
 log = logging.getLogger("gpt")
@@ -72,14 +73,15 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     return dataclasses.replace(snapshot, model_state={}, optimizer_state={}, shards=shards)
 
 
-def read_shards(path: str, shards: dict[str, Any], model: dict[str, torch.Tensor], world: World) -> tuple[dict, dict]:
-    """(model state, optimizer state) in the shards of the snapshot at `path`; all ranks take part.
+def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor], world: World) -> tuple[dict, dict]:
+    """(model state, optimizer state) in the shards of the `snapshot` at `path`; all ranks take part.
 
     The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that
-    is not in it are plain. Raises `UserError` for a file that is damaged.
+    is not in it are plain. Raises `SnapshotError` for a file that is damaged, or of a run that diverged.
     """
     from torch.distributed import checkpoint
 
+    shards = snapshot.shards
     folder = shards_folder(path, shards["folder"])
     found = digests([*shards["files"]], folder, world)
     for name, expected in shards["files"].items():
@@ -108,6 +110,9 @@ def read_shards(path: str, shards: dict[str, Any], model: dict[str, torch.Tensor
             optimizer_state.setdefault(name, {})[key[0]] = tensor
     with checkpoint_errors(folder):
         checkpoint.load(state, storage_reader=reader, no_dist=world.size == 1)
+    own = {name: sharding.local_tensor(tensor) for name, tensor in model_state.items()}
+    if bad := next(filter(None, all_gather(not_finite(own, snapshot.parameters), world)), None):
+        raise SnapshotError(f"{folder}: {bad} is not finite: the run diverged")
     return model_state, optimizer_state
 
 
@@ -148,7 +153,7 @@ def load_full(path: str) -> Snapshot:
     """The snapshot at `path` with all tensors in it, merged if it is sharded. Raises `UserError`."""
     snapshot = load(path)
     if snapshot.shards:
-        states = read_shards(path, snapshot.shards, {}, World.alone(torch.device("cpu")))
+        states = read_shards(path, snapshot, {}, World.alone(torch.device("cpu")))
         snapshot.model_state, snapshot.optimizer_state = states
         snapshot.shards = {}
     return snapshot

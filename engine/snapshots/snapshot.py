@@ -25,8 +25,8 @@ from engine.text import unit_of
 
 log = logging.getLogger("gpt")
 
-FORMAT = 5
-READABLE_FORMATS = range(4, FORMAT + 1)  # 4 has no probe_logits
+FORMAT = 6
+READABLE_FORMATS = range(4, FORMAT + 1)  # 4 has no probe_logits, 5 no parameters
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
@@ -68,6 +68,7 @@ class Snapshot:
     choices: dict[str, Any] = field(default_factory=dict)  # resolved `auto` settings
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, plain types
     probe_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # see `probe_logits`; may be empty
+    parameters: list[str] = field(default_factory=list)  # names in `model_state`; the others are buffers
     shards: dict[str, Any] = field(default_factory=dict)  # the files of the tensors; see sharded.py
     format: int = FORMAT  # version of this layout
     # fmt: on
@@ -95,8 +96,8 @@ class Snapshot:
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
         """The inverse of `to_bytes`, tensors on the CPU.
 
-        Runs no code in the file. Raises `SnapshotError`, naming it `name`, if it is damaged, and another `UserError` if
-        it has another format or is no snapshot.
+        Runs no code in the file. Raises `SnapshotError`, naming it `name`, if it is damaged or of a run that diverged,
+        and another `UserError` if it has another format or is no snapshot.
         """
         verify(content, name)
         try:
@@ -104,12 +105,15 @@ class Snapshot:
             if sum(entry.file_size for entry in entries) > len(content):
                 raise ValueError("its entries declare more bytes than the file has")
             fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            if fields.get("format") in READABLE_FORMATS:
-                return cls(**fields)
+            snapshot = cls(**fields) if fields.get("format") in READABLE_FORMATS else None
         except Exception as error:  # a crafted file can raise anything
             raise UserError(f"{name}: not a snapshot of this application: {one_line(error)}") from error
-        readable = " and ".join(map(str, READABLE_FORMATS))
-        raise UserError(f"{name}: snapshot format {fields.get('format')}; this application reads {readable}")
+        if snapshot is None:
+            readable = ", ".join(map(str, READABLE_FORMATS))
+            raise UserError(f"{name}: snapshot format {fields.get('format')}; this application reads {readable}")
+        if bad := not_finite(snapshot.model_state, snapshot.parameters):
+            raise SnapshotError(f"{name}: {bad} is not finite: the run diverged")
+        return snapshot
 
     def __str__(self) -> str:
         if self.loss is None:
@@ -163,6 +167,17 @@ def verify(content: bytes | memoryview, name: str) -> None:
     digest = hashlib.sha256(memoryview(content)[:-DIGEST_LENGTH]).hexdigest()
     if digest.encode() != content[-DIGEST_LENGTH:]:
         raise SnapshotError(f"{name}: damaged: its SHA-256 differs from when it was written")
+
+
+def not_finite(model_state: dict[str, torch.Tensor], parameters: list[str]) -> str | None:
+    """The first of `parameters` that is not finite. A buffer, such as a mask, may be infinite; without `parameters`, in
+    older snapshots, it is the first tensor with a nan.
+    """
+    for name in parameters or model_state:
+        value = model_state.get(name)
+        if isinstance(value, torch.Tensor) and not (value.isfinite() if parameters else ~value.isnan()).all():
+            return name
+    return None
 
 
 def check_can_resume(
