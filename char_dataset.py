@@ -9,75 +9,21 @@ into batches by one vectorized gather. Large texts are memory-mapped.
 
 import copy
 import functools
-import itertools
 import math
-import os
-from collections import deque
-from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import MISSING
 from torch.utils.data import Dataset
 
-from engine.errors import UserError, check_option, check_range
-from engine.kernels.graph import MicroBatch
+from engine.config.schema import DataConfig
+from engine.errors import UserError
 from engine.kernels.ops import IGNORE
-from engine.run.plan import Plan
-from engine.text import SHAKESPEARE_URL, from_text, open_text, to_text, unit_of
+from engine.run.plan import MicroBatch, Plan
+from engine.text import from_text, open_text, to_text, unit_of
 
 MAX_COUNTED = 2**26  # characters
-
-
-@dataclass
-class DataConfig:
-    """Text, split and context."""
-
-    # fmt: off
-    path: Any = MISSING  # the text, UTF-8: a path, URL or pattern ('books/*.txt'), or a list of them; may be compressed
-    url: str | None = None  # downloaded from here if path does not exist; null: path must exist
-    sha256: str | None = None  # SHA-256 of the files, decompressed, hexadecimal; null: any text
-    block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see docs/own-text.md
-    train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
-    final_split: float = 0.0  # share of the text, at its end, that is scored once, after training
-    truncate: float = 1.0  # share of the text to use, from its start
-    shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
-    encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
-    cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
-    # fmt: on
-
-    def __post_init__(self):
-        several = isinstance(self.path, list)
-        paths = self.path if several else [self.path]
-        if not paths or any(path in (None, "") or isinstance(path, list | dict) for path in paths):
-            raise UserError(f"data.path={self.path}: must be a path or URL, or a list of these")
-        paths = [os.path.expanduser(str(path)) for path in paths]
-        self.path = paths if several else paths[0]
-        if self.url == SHAKESPEARE_URL and self.path != "data/input.txt":
-            raise UserError(
-                f"data.path={self.path}: data.url and data.sha256 are those of data=shakespeare; for "
-                f"another text: data=text data.path={self.path}"
-            )
-        if self.url is not None and several:
-            raise UserError(f"data.url={self.url}: needs a single data.path; set data.url=null")
-        check_range("data.block_size", self.block_size, 1)
-        check_range("data.train_split", self.train_split, above=0, below=1)
-        check_range("data.truncate", self.truncate, above=0, high=1)
-        check_range("data.final_split", self.final_split, 0, below=1)
-        if (self.train_split or 0) + self.final_split >= 1:
-            raise UserError(
-                f"data.train_split={self.train_split}, data.final_split={self.final_split}: must add up to less than 1"
-            )
-        if self.shuffle is not None:
-            check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
-        self.encoding = {"utf8": "utf-8"}.get(self.encoding.lower(), self.encoding.lower())
-        check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
-        self.cache_dir = os.path.expanduser(self.cache_dir)
-        if not self.cache_dir or "://" in self.cache_dir:
-            raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
 
 
 class CharDataset(Dataset):
@@ -149,6 +95,7 @@ class CharDataset(Dataset):
     def _part(self, start: int, end: int) -> "CharDataset":
         part = copy.copy(self)
         part.data = self.data[start:end]
+        vars(part).pop("counts", None)
         return part
 
     def __len__(self) -> int:
@@ -188,6 +135,22 @@ class CharDataset(Dataset):
         view = self.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
         return view[positions].long() & (256**size - 1)
 
+    @functools.cached_property
+    def counts(self) -> torch.Tensor:
+        """How often each character occurs, int64 of shape (vocab_size,), in the first `MAX_COUNTED` ones."""
+        pieces = self.data[:MAX_COUNTED].cpu().split(2**20)
+        return torch.stack([ids.long().bincount(minlength=self.vocab_size) for ids in pieces]).sum(dim=0)
+
+    def unseen_share(self, train: "CharDataset") -> float:
+        """The fraction of these characters that do not occur in `train`, or 0 if that is too long to count."""
+        share = self.counts[train.counts == 0].sum() / self.counts.sum()
+        return share.item() if len(train.data) <= MAX_COUNTED else 0.0
+
+    def unigram_loss(self, train: "CharDataset") -> float:
+        """Cross-entropy of these characters, in nats, of an add-one-smoothed unigram model of `train`."""
+        frequency = (train.counts + 1.0).double() / (train.counts + 1).sum()
+        return -(self.counts.double() / self.counts.sum() * frequency.log()).sum().item()
+
     def encode(self, text: str) -> torch.Tensor:
         """The ids of `text`, int64, one for each character, or for each byte of its UTF-8. Raises `UserError` for
         an unknown one.
@@ -198,21 +161,6 @@ class CharDataset(Dataset):
     def decode(self, ids) -> str:
         """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
         return to_text("".join(self.itos[int(i)] for i in ids), self.config.encoding)
-
-
-def unseen_share_and_unigram_loss(train: CharDataset, held_out: CharDataset) -> tuple[float, float]:
-    """(fraction of held-out characters that do not occur in training, 0 if the training part is too long to count;
-    held-out cross-entropy, in nats, of an add-one-smoothed unigram model). Counts the first `MAX_COUNTED` characters of
-    each part.
-    """
-    trained, scored = (
-        sum(ids.long().bincount(minlength=train.vocab_size) for ids in dataset.data[:MAX_COUNTED].cpu().split(2**20))
-        for dataset in (train, held_out)
-    )
-    share = scored.double() / scored.sum()
-    frequency = (trained + 1.0).double() / (trained + 1).sum()
-    unseen = share[trained == 0].sum().item() if len(train.data) <= MAX_COUNTED else 0.0
-    return unseen, -(share * frequency.log()).sum().item()
 
 
 def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
@@ -306,7 +254,8 @@ ORDER_STEPS = 64  # steps per call of `window_order`, at little more than the co
 
 
 class MicroBatches:
-    """Item k is the k-th micro-batch `(x, y, weight)` of `rank`, counted from the start of the run.
+    """Item k is the k-th micro-batch `(x, y, weight)` of `rank`, counted from the start of the run, on `device`.
+    Prefetch: with `workers`, as many threads prepare the next ones.
 
     A step takes the next `batch_size` windows of the stream, and splits them in order into `world_size * accumulation`
     micro-batches, `accumulation` per rank, whose sizes differ by at most one window. The run's first
@@ -317,12 +266,40 @@ class MicroBatches:
     run the same collectives.
     """
 
-    def __init__(self, dataset: Any, seed: int, plan: Plan, rank: int = 0):
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        plan: Plan,
+        rank: int = 0,
+        workers: int = 0,
+        device: torch.device | None = None,
+    ):
         self.dataset, self.seed, self.plan, self.rank = dataset, seed, plan, rank
+        self.workers, self.device = workers, device or torch.device("cpu")
         # Two chunks: prefetch threads may be cutting batches of one and of the next.
         self.chunk_order = functools.lru_cache(maxsize=2)(self._chunk_order)
+        self.pool = ThreadPoolExecutor(workers, "batches") if workers else None
+        self.ahead: dict[int, Future[MicroBatch]] = {}
 
     def __getitem__(self, k: int) -> MicroBatch:
+        if self.pool is None:
+            x, y, weight = self._cut(k)
+        else:
+            for i in range(k, k + 2 * self.workers):
+                if i not in self.ahead:
+                    self.ahead[i] = self.pool.submit(self._cut, i)
+            x, y, weight = self.ahead.pop(k).result()
+        is_cuda = self.device.type == "cuda"
+        return x.to(self.device, non_blocking=is_cuda), y.to(self.device, non_blocking=is_cuda), weight
+
+    def close(self) -> None:
+        """Ends the threads, until the next micro-batch."""
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+            self.pool, self.ahead = ThreadPoolExecutor(self.workers, "batches"), {}
+
+    def _cut(self, k: int) -> MicroBatch:
         plan = self.plan
         step, i = divmod(k, plan.accumulation)
         # Of the step's windows, those from `first` to `last` (exclusive).
@@ -332,6 +309,8 @@ class MicroBatches:
         start = step_in_chunk * plan.batch_size
         windows = self.chunk_order(chunk)[start + first : start + max(last, first + 1)]
         x, y = self.dataset.batch(windows)
+        if self.pool is not None and self.device.type == "cuda":  # pinned memory is copied asynchronously
+            x, y = x.pin_memory(), y.pin_memory()
         return x, y, (last - first) * plan.world_size / plan.batch_size
 
     def _chunk_order(self, chunk: int) -> torch.Tensor:
@@ -340,36 +319,6 @@ class MicroBatches:
         positions = np.arange(chunk * size, (chunk + 1) * size) + self.plan.first_position
         order = window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
-
-
-def prefetch(batches: MicroBatches, first: int, workers: int, device: torch.device) -> Generator[MicroBatch]:
-    """Prefetch: yields micro-batches from `first` on, without end, on `device`, prepared two per thread ahead, or on
-    demand without `workers`. Closing the generator ends its threads.
-    """
-    is_cuda = device.type == "cuda"
-
-    def cut(k: int) -> MicroBatch:
-        x, y, weight = batches[k]
-        if is_cuda and workers:  # pinned memory is copied asynchronously
-            x, y = x.pin_memory(), y.pin_memory()
-        return x, y, weight
-
-    def move(batch: MicroBatch) -> MicroBatch:
-        x, y, weight = batch
-        return x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda), weight
-
-    if not workers:
-        yield from (move(cut(k)) for k in itertools.count(first))
-        return
-    pool = ThreadPoolExecutor(workers, "batches")
-    try:
-        pending: deque[Future[MicroBatch]] = deque()
-        for k in itertools.count(first):
-            pending.append(pool.submit(cut, k))
-            if len(pending) == 2 * workers:
-                yield move(pending.popleft().result())
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def move_if_small(datasets: list[Any], device: torch.device) -> None:

@@ -1,14 +1,12 @@
-"""The configuration: the dataclasses of all groups joined, checked once.
+"""The configuration: composed by Hydra from `conf/` and the command line, checked once.
 
-Each field is declared once, in its dataclass: type, default, unit and meaning in one line. `conf/` has only values
-that differ from the defaults.
+The fields are declared in engine/config/schema.py.
 """
 
 import dataclasses
 import logging
 import os
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -18,51 +16,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from char_dataset import DataConfig
 from engine.config.arguments import field_table
 from engine.config.overrides import GROUPS, check_overrides, explain
+from engine.config.schema import ARCHITECTURE, Config, GPTConfig
 from engine.config.settings import as_typed, flatten
 from engine.errors import UserError
-from engine.optim import OptimizerConfig
-from engine.parallel.distributed import World, all_gather
-from engine.snapshots.storage import is_local
-from model import ARCHITECTURE, GPTConfig
-from trainer import TrainerConfig
+from engine.files import is_local
+from engine.parallel.distributed import all_gather
 
 log = logging.getLogger("gpt")
 CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
-
-
-@dataclass
-class Config:
-    """One run."""
-
-    # fmt: off
-    data: DataConfig = field(default_factory=DataConfig)  # text, split and context
-    model: GPTConfig = field(default_factory=GPTConfig)  # architecture and size
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # optimizer and learning rate
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)  # the training loop
-    init_from: str | None = None  # pretrained weights: a snapshot, a run directory, or a directory that export.py wrote
-    samples: bool = True  # sample text at the log lines 1, 4, 16, 64, ... and the last, into metrics.jsonl
-    report: bool = True  # write report.html into run_dir at the end
-    run_name: str = "run"  # names the directory of the run; recipes set it to their own name
-    run_dir: str = "runs/${run_name}"  # where the run writes
-    # fmt: on
-
-    def resolve_architecture(self, architecture: dict[str, Any]) -> None:
-        """Copies a pretrained model's `architecture`; the context is the smaller of both."""
-        source = GPTConfig.recorded(architecture).complete()
-        asked = self.data.block_size
-        block_size = min(asked or source.block_size, source.block_size)
-        values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
-        self.model = dataclasses.replace(self.model, model_type=None, **values)
-        self.data = dataclasses.replace(self.data, block_size=block_size)
-        differ = asked not in (None, source.block_size)
-        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" * differ
-        log.info(
-            "architecture %s, layers %d, heads %d, width %d, of the pretrained model; context %d%s",
-            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
-        )  # fmt: skip
 
 
 BASE = OmegaConf.structured(Config)
@@ -115,12 +78,12 @@ def validate(composed: DictConfig) -> Config:
     return config
 
 
-def check_ranks_agree(config: Config, text_digest: str, world: World) -> None:
+def check_ranks_agree(config: Config, text_digest: str) -> None:
     """Raises `UserError` if texts or settings differ between ranks, such as recipes chosen for different hardware."""
     local = ("run_dir", "trainer.threads")
     own = dataclasses.asdict(config)
     own["data"]["sha256"] = text_digest
-    first, *others = map(flatten, all_gather(own, world))
+    first, *others = map(flatten, all_gather(own))
     for other in others:
         for key in sorted(first):
             if first[key] != other[key] and key not in local:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from engine.config.arguments import parse, run_program
+from engine.config.schema import NOT_ARCHITECTURE
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
 from engine.interop import page
@@ -32,7 +33,7 @@ from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
-from model import GPT, NOT_ARCHITECTURE
+from model import GPT
 from sample import default_prompt, load_model
 
 

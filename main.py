@@ -22,7 +22,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import hydra
@@ -32,29 +31,26 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import CharDataset, unseen_share_and_unigram_loss
+from char_dataset import CharDataset
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
-from engine.config import auto
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
 from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, join_processes, run_on_each_host
+from engine.precision import resolve_amp_dtype
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import open_run
 from engine.run.memory import report_exhausted
-from engine.run.plan import Deadline
-from engine.run.provenance import log_parts, record_run
+from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.snapshot import Snapshot, check_can_resume, probe_logits
+from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.text import prepare_text
 from model import GPT, create_optimizer
 from report import finish_run
-from sample import sample_during_training
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -73,63 +69,63 @@ def train(composed: DictConfig) -> float | None:
     held-out loss, nats per character. Raises `UserError`.
     """
     log_to_console()
-    mode = torch.get_deterministic_debug_mode()  # the Trainer may change it
-    try:
-        return run_training(validate(composed), time.monotonic())
-    finally:
-        torch.set_deterministic_debug_mode(mode)
+    return run_training(validate(composed), time.monotonic())
 
 
 def run_training(config: Config, started: float) -> float | None:
     """Builds everything from the validated configuration and trains; returns the last held-out loss.
     `trainer.max_minutes` counts from `started`, as `time.monotonic()` gives it.
     """
-    world = join_processes(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
-    with open_run(config.run_dir, config.trainer.snapshot_path, world), report_exhausted():
+    distributed.init(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
+    with open_run(config.run_dir, config.trainer.snapshot_path), report_exhausted():
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        snapshots = SnapshotManager(config.trainer, config.run_dir, world)
-        recorded = snapshots.found.config if snapshots.found else None
-        make_trainer = functools.partial(build_trainer, snapshots=snapshots, world=world)
+        snapshots = SnapshotManager(config.trainer, config.run_dir)
+        found = snapshots.found
+        recorded = found.config if found else None
+        build = functools.partial(build_trainer, snapshots)
 
         # These three resolve the null fields of `config`.
-        pretrained = read_init_weights(config, snapshots.found, world)
-        text = load_text(config, recorded, world)
-        deadline = choose_sizes(config, text, recorded, world, started, make_trainer)
-        if snapshots.found:  # before a changed setting makes the split fail
-            check_can_resume(snapshots.found, snapshots.path, dataclasses.asdict(config), {}, text)
+        pretrained = read_init_weights(config, found)
+        text = load_text(config, recorded)
+        deadline = choose_sizes(config, text, recorded, started, build)
+        if found:  # before a changed setting makes the split fail
+            check_can_resume(found, snapshots.path, dataclasses.asdict(config), {}, text)
 
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
-        unseen, unigram_loss = unseen_share_and_unigram_loss(*split)
-        on_plan = functools.partial(record_run, unigram_loss, time.strftime("%Y-%m-%d %H:%M:%S %z"))
-        trainer = make_trainer(config, split, pretrained=pretrained, on_plan=on_plan, deadline=deadline)
-        log_parts(config, trainer, unseen)
-        loss = trainer.train()
-        if world.is_rank_0:
+        trainer = build(config, split, pretrained)
+        log_parts(config, trainer, *split)
+        facts = {
+            "total_steps": trainer.plan.total_steps,
+            "precision": trainer.precision.amp_dtype,
+            "compiled": trainer.precision.compile,
+            "parameters": sum(parameter.numel() for parameter in trainer.parameters),
+            "text_sha256": text.digest,
+            "unigram_loss": split[1].unigram_loss(split[0]),
+        }
+        record = functools.partial(record_start, config.run_dir, trainer.run_config, trainer.state.step, facts)
+        loss = trainer.train(deadline, on_start=record)
+        if distributed.is_rank_0():
             finish_run(config, trainer, final)
     return loss
 
 
 def build_trainer(
+    snapshots: SnapshotManager,
     config: Config,
     split: tuple[CharDataset, CharDataset],
-    snapshots: SnapshotManager,
-    world: World,
     pretrained: Snapshot | None = None,
-    on_plan: Callable[[Trainer], None] = lambda trainer: None,
-    deadline: Deadline | None = None,
 ) -> Trainer:
     """Builds the model, with `pretrained` weights if given, its optimizer and the Trainer."""
     train_text, held_out = split
-    dtype = auto.resolve_amp_dtype(config.trainer, world.device, snapshots.earlier_choices())
+    device, found = distributed.device(), snapshots.found
+    dtype = resolve_amp_dtype(config.trainer, device, found.earlier_choices(device.type) if found else {})
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
-    model = sharding.build(lambda: GPT(config.model), world, config.trainer.strategy, getattr(torch, dtype))
+    model = sharding.build(lambda: GPT(config.model), config.trainer.strategy, getattr(torch, dtype))
     if pretrained is not None:
         warn_if_seen(pretrained, config.data, train_text.digest)
         load_pretrained(pretrained, model, train_text.vocabulary)
         pretrained.model_state.clear()  # frees its memory
-    bare: Any = distributed.unwrap(model)
-    sample = functools.partial(sample_during_training, bare, train_text)
     return Trainer(
         config.trainer,
         model,
@@ -137,27 +133,38 @@ def build_trainer(
         train_text,
         held_out,
         schedule=config.optimizer.learning_rate_factor,
-        sample=sample if config.samples else None,
-        probe=functools.partial(probe_logits, bare, train_text.vocab_size, train_text.block_size, world.device),
-        world=world,
         run_config=dataclasses.asdict(config),
         snapshots=snapshots,
-        is_pretrained=config.init_from is not None,
-        on_plan=on_plan,
-        deadline=deadline,
     )
 
 
-def load_text(config: Config, recorded: dict[str, Any] | None, world: World) -> CharDataset:
+def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     """Downloads and encodes the text once per host; `config.data` then names the text used. A resumed run keeps the
     text in its `recorded` settings.
     """
     recorded_path = recorded.get("data", {}).get("path") if recorded else None
-    config.data = run_on_each_host(lambda: prepare_text(config.data, recorded_path), world)
+    config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, recorded_path))
     text = CharDataset(config.data)
-    check_ranks_agree(config, text.digest, world)
+    check_ranks_agree(config, text.digest)
     config.model.vocab_size = text.vocab_size
     return text
+
+
+def log_parts(config: Config, trainer: Trainer, train_text: CharDataset, held_out: CharDataset) -> None:
+    """Logs the text, the model and the optimizer."""
+    optimizer, unseen = config.optimizer, held_out.unseen_share(train_text)
+    log.info(
+        "text        %s: %s %ss to train on, %s held out%s, %d distinct",
+        config.data.path, f"{len(train_text.data):,}", train_text.unit, f"{len(held_out.data):,}",
+        f" (of which {unseen:.2%} do not occur in training)" if unseen else "", train_text.vocab_size,
+    )  # fmt: skip
+    sharded = ", sharded" * sharding.is_sharded(trainer.bare)
+    log.info("parameters  %s%s", f"{sum(p.numel() for p in trainer.bare.parameters()):,}", sharded)
+    ngrams = f", n-gram decay {optimizer.ngram_decay:g}" if config.model.ngram_rows else ""
+    log.info(
+        "optimizer   %s, %s schedule, learning rate %g, weight decay %g%s",
+        optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay, ngrams,
+    )  # fmt: skip
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -13,7 +13,6 @@ Shapes in comments: B sequences, T characters, C = n_embd, H heads of D = C / H,
 
 import functools
 import math
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,117 +21,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import generation
-from engine.errors import UserError, check_option, check_range
+from engine.config.schema import GPTConfig, OptimizerConfig
+from engine.errors import UserError
 from engine.generation import LayerCache
 from engine.kernels import ops
-from engine.optim import OptimizerConfig, create_optimizer
+from engine.optim import create_optimizer
 from engine.parallel import sharding
 
 __all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
 
-# n_layer, n_head, n_embd of the named sizes; names and values as in karpathy/minGPT
-SIZES = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-    "openai-gpt": (12, 12, 768),
-    "gopher-44m": (8, 16, 512),
-    "gpt-mini": (6, 6, 192),
-    "gpt-micro": (4, 4, 128),
-    "gpt-nano": (3, 3, 48),
-}
 SOFTCAP = 15  # bound of |logit| in the modern architecture
 ROPE_BASE = 10_000.0
 # Factors of the two hashes (last three characters, last four), oldest first. Primes, small enough for exact sums in
 # JavaScript.
 NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
-
-
-@dataclass
-class GPTConfig:
-    """Architecture and size. None means: sizes follow from `model_type`, `bias` and `tie_weights` from `arch`,
-    `vocab_size` and `block_size` from the data; the rest is chosen for the text. Raises `UserError` for impossible
-    values.
-    """
-
-    # fmt: off
-    arch: str = "gpt2"  # gpt2 or modern (rotary positions, RMSNorm, QK norm, squared ReLU, capped logits)
-    model_type: str | None = None  # size: auto, gpt2[-medium,-large,-xl], openai-gpt, gopher-44m, gpt-[mini,micro,nano]
-    n_layer: int | None = None  # blocks; null: from model_type (default gpt2)
-    n_head: int | None = None  # attention heads of a block; null: from model_type (default gpt2)
-    n_embd: int | None = None  # width of the residual stream, divisible by n_head; null: from model_type (default gpt2)
-    vocab_size: int | None = None  # distinct characters; null: taken from the text
-    block_size: int | None = None  # characters of context; set data.block_size
-    embd_pdrop: float | None = 0.1  # dropout probability of the embeddings; null: chosen, see docs/own-text.md
-    resid_pdrop: float | None = 0.1  # dropout probability of the outputs of attention and MLP; null: chosen
-    attn_pdrop: float = 0.1  # dropout probability of the attention weights
-    bias: bool | None = None  # biases in linear layers and norms; null: as in arch (gpt2: true, modern: false)
-    tie_weights: bool | None = None  # share the weights of embedding and head; null: as in arch (gpt2: true)
-    token_shift: bool = False  # MLPs also see the previous position (RWKV, Peng et al., 2023)
-    ngram_rows: int | None = 0  # rows of each n-gram table (last 3 characters, last 4); 0: none; null: chosen
-    activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
-    # fmt: on
-
-    def __post_init__(self):
-        check_option("model.arch", self.arch, ("gpt2", "modern"))
-        self._resolve_sizes()
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
-            check_range(f"model.{name}", getattr(self, name), 1)
-        check_range("model.ngram_rows", self.ngram_rows, 0)
-        for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
-            check_range(f"model.{name}", getattr(self, name), 0, below=1)
-        if self.n_embd is not None and self.n_head is not None:
-            width, rest = divmod(self.n_embd, self.n_head)
-            what = f"model.n_embd={self.n_embd}"
-            if rest:
-                raise UserError(f"{what}: must be divisible by model.n_head={self.n_head}")
-            if self.arch == "modern" and width % 2:
-                raise UserError(f"{what}: the head size, {width}, is odd; rotary positions need an even one")
-        for name in ("bias", "tie_weights"):
-            if getattr(self, name) is None:
-                setattr(self, name, self.arch == "gpt2")
-            elif getattr(self, name) and self.arch == "modern":
-                raise UserError(f"model.{name}=true: model.arch=modern does not support it; leave it null")
-
-    def _resolve_sizes(self) -> None:
-        """Resolves None sizes from `model_type`, which becomes None."""
-        if self.model_type == "auto":
-            return
-        if self.model_type is not None:
-            check_option("model.model_type", self.model_type, (*SIZES, "auto"))
-        named, given = SIZES[self.model_type or "gpt2"], (self.n_layer, self.n_head, self.n_embd)
-        if self.model_type and None not in given and given != named:
-            raise UserError(
-                f"model.model_type={self.model_type}: n_layer, n_head and n_embd are given, too, as "
-                f"{given}; to have {named}: model.n_layer=null model.n_head=null model.n_embd=null"
-            )
-        sizes = tuple(b if a is None else a for a, b in zip(given, named, strict=True))
-        self.n_layer, self.n_head, self.n_embd, self.model_type = *sizes, None
-
-    @classmethod
-    def recorded(cls, values: dict[str, Any]) -> "GPTConfig":
-        """Rebuilds the configuration stored in a snapshot of any format. Raises `UserError`."""
-        values = {name: value for name, value in values.items() if name != "attention"}
-        if None not in (values.get("n_layer"), values.get("n_head"), values.get("n_embd")):
-            values.pop("model_type", None)  # old snapshots kept it with other sizes
-        if unknown := values.keys() - {field.name for field in fields(cls)}:
-            missing = f"model.{min(unknown)}, which GPTConfig does not have"
-            raise UserError(f"the snapshot's model has {missing}; was model.py changed since?")
-        return cls(**values)
-
-    def complete(self) -> Any:
-        """Returns self, typed without None. Raises `UserError` if a size or dropout is None."""
-        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
-            if getattr(self, name) is None:
-                raise UserError(f"model.{name} is missing (vocab_size and block_size come from the dataset)")
-        return self
-
-
-# Fields that `init_from` does not copy from a pretrained model; the others are its architecture.
-NOT_ARCHITECTURE = {"model_type", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_checkpointing"}
-ARCHITECTURE = tuple(field.name for field in fields(GPTConfig) if field.name not in NOT_ARCHITECTURE)
 
 
 class Linear(nn.Linear):

@@ -23,14 +23,13 @@ from config import Config
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
-from engine.kernels import execution
-from engine.parallel.distributed import World
+from engine.parallel import distributed
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, shell_path
 from engine.run.evaluation import evaluate
-from engine.run.metrics import Metrics
+from engine.run.metrics import MetricsFile
 from engine.snapshots.sharded import load_full
 from engine.snapshots.storage import exists
 from sample import load_model
@@ -81,7 +80,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
     if not is_run(config.run_dir):  # the run is finished, and was started from another folder
         return
     try:
-        if final is not None and trainer.step <= trainer.plan.total_steps:
+        if final is not None and trainer.state.step <= trainer.plan.total_steps:
             score_final(trainer, final)
     finally:  # the report and the best snapshot do not depend on the score
         if config.report:
@@ -92,10 +91,9 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
         with log_failure("check the run for overfitting"):
             if problem := loss_warning(Run(config.run_dir)):
                 log.warning("%s", problem)
-        snapshots = trainer.snapshots
-        if snapshots.best is not None:
-            path = snapshots.storage.best_path
-            log.info("best        held-out loss %.4f at step %d: %s", *snapshots.best, path)
+        if trainer.state.best_loss is not None:
+            best, path = trainer.state, trainer.snapshots.storage.best_path
+            log.info("best        held-out loss %.4f at step %d: %s", best.best_loss, best.best_step, path)
         log.info("sample      python sample.py run_dir=%s", shell_path(config.run_dir))
 
 
@@ -103,24 +101,24 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     """Scores the final part of the text, unused for any choice, with the best snapshot; logs the loss and appends it to
     the metrics. Skipped if done at this step.
     """
-    scored = Run(trainer.snapshots.run_dir).final
-    if scored is not None and scored["step"] == trainer.step:
+    snapshots, state = trainer.snapshots, trainer.state
+    scored = Run(snapshots.run_dir).final
+    if scored is not None and scored["step"] == state.step:
         return
-    snapshots, device = trainer.snapshots, trainer.world.device
-    has_best = snapshots.best is not None and exists(snapshots.storage.best_path)
+    has_best = state.best_loss is not None and exists(snapshots.storage.best_path)
     best = snapshots.storage.best_path if has_best else snapshots.path
     snapshot = load_full(best)
-    model = load_model(snapshot, device.type)
-    with execution.autocast(trainer.choices):
-        loss, characters, _ = evaluate(model, final, World.alone(device), lambda: None, trainer.max_eval_windows)
+    model = load_model(snapshot, distributed.device().type)
+    with trainer.precision.autocast(), distributed.alone():
+        loss, characters, _ = evaluate(model, final, max_windows=trainer.max_eval_windows)
     log.info(
         "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
     )  # fmt: skip
-    step, epoch = trainer.step, trainer.plan.epoch(trainer.step)
     with log_failure("write the final loss"):
-        metrics = Metrics(snapshots.run_dir, step, trackers=())
-        metrics.log(step, epoch, "final", loss, tokens=characters, scored_step=snapshot.step)
+        metrics = MetricsFile(snapshots.run_dir, state.step)
+        epoch = trainer.plan.epoch(state.step)
+        metrics.log(state.step, epoch, "final", loss, state.seconds, tokens=characters, scored_step=snapshot.step)
         metrics.close()
 
 

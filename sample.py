@@ -18,7 +18,6 @@ if __name__ == "__main__":
     signals.prepare()
 
 import codecs
-import contextlib
 import itertools
 import logging
 import math
@@ -37,8 +36,9 @@ from char_dataset import CharDataset, DataConfig, encode
 from engine.config.arguments import parse, run_program
 from engine.config.settings import as_typed
 from engine.errors import UserError, check_only_one, check_range, one_line
-from engine.kernels import execution
+from engine.generation import default_prompt, enough_threads
 from engine.machine.hardware import check_device
+from engine.precision import Precision
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
@@ -47,7 +47,6 @@ from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
 
-MIN_THREADED_WORK = 10_000_000  # texts x parameters, below which one CPU thread is faster
 BATCH_CHARACTERS = 8192  # per batch, context included
 COPIED = 32  # length of a copied substring, characters
 
@@ -100,7 +99,7 @@ class SampleConfig:
 
 def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -> GPT:
     """Loads the model of a snapshot, in evaluation mode. Warns if its logits differ from the run's, or raises
-    `UserError` if `strict`. Also raises it for weights that are not finite or do not fit.
+    `UserError` if `strict`. Also raises it for weights that do not fit.
     """
     model = GPT(GPTConfig.recorded(snapshot.model_config))
     try:
@@ -108,29 +107,15 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
     except RuntimeError as error:
         why = f"was model.py changed? {one_line(error)[:300]}"
         raise UserError(f"the snapshot's weights are of another model: {why}") from error
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise UserError("the snapshot's weights are not finite: the run diverged; take another")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device).eval()
-    probe = probe_logits(model, model.config.vocab_size, model.config.block_size, device)
+    probe = probe_logits(model, device)
     if has_changed(probe, snapshot.probe_logits):
         if strict:
             raise UserError(f"{CHANGED} Restore that model.py; sample.py runs this one")
         log.warning(CHANGED)
     return model
-
-
-@contextlib.contextmanager
-def enough_threads(model: GPT, num_texts: int) -> Iterator[None]:
-    """A context that uses one thread if a step of `num_texts` texts is too little work for several."""
-    threads = torch.get_num_threads()
-    if num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
@@ -238,23 +223,6 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
         raise UserError(f"{name}: {error}") from error
 
 
-def default_prompt(vocabulary: str) -> str:
-    """A newline, or the first character of a model that has none."""
-    return "\n" if "\n" in vocabulary else vocabulary[0]
-
-
-def sample_during_training(model: GPT, text: CharDataset) -> list[str]:
-    """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
-    a sharded model must call it.
-    """
-    num_texts, num_characters = 2, 120
-    first = torch.tensor([[text.stoi[default_prompt(text.vocabulary)]]] * num_texts)
-    with enough_threads(model, num_texts):
-        first = first.to(model.tok_emb.weight.device)
-        out = model.generate(first, num_characters, **SampleConfig().options())
-    return [text.decode(row[1:]) for row in out.tolist()]
-
-
 def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]:
     """Scores the text at `config.score`, every character but the first once; without `config.stride`, in the windows of
     the held-out loss. Returns (losses, characters scored): losses in nats per character, one for each of `snapshots`
@@ -285,7 +253,7 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
     if not 1 <= stride <= block_size:
         raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
     types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
-    precisions = [execution.autocast({"device": device.type, "amp_dtype": name}) for name in types]
+    precisions = [Precision(device.type, name).autocast() for name in types]
     vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding
     text = "".join(read_text(find_files(config.score), encoding=encoding))
     if len(text) < 2:

@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the applicati
 
 from benchmarks.measure import flops_per_character, train
 from engine.parallel import sharding
-from engine.parallel.distributed import World
 from model import GPT, GPTConfig
 
 VOCABULARY = 256
@@ -202,8 +201,7 @@ def simulated(processes: int, strategy: str, accumulation: int, size: Size) -> t
     )  # fmt: skip
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
-        world = World(0, processes, 0, 8, torch.device("cpu"))
-        model = sharding.build(lambda: GPT(config), world, strategy, torch.float32)
+        model = sharding.build(lambda: GPT(config), strategy, torch.float32)
         shards = [getattr(p, "_local_tensor", p) for p in model.parameters()]
         x = torch.zeros((1, size.context), dtype=torch.int64)
         with Collectives() as seen:

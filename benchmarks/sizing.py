@@ -24,14 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 
 import main
 import sample
 from config import validate
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError
-from engine.parallel.distributed import World
 from engine.sizing import rule
 from engine.sizing.choose import choose_model, choose_rates
 from engine.sizing.draft import CHOSEN, Draft
@@ -76,8 +74,6 @@ Line = dict[str, Any]  # of sizing.jsonl: a cell, a seed, a kind, the fields of 
 
 class Reference:
     """Instead of a `Trial`: the reference model trains on a character per second, for so many `characters`."""
-
-    world = World.alone(torch.device("cpu"))
 
     def __init__(self, characters: float):
         self.characters = characters

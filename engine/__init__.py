@@ -6,7 +6,8 @@ imports a program of the root (tests/test_architecture.py):
     errors, portable, files, signals  one-line errors; platform differences; local files; signals
     machine                  device names and capabilities
     kernels                  the operations of a model: plain PyTorch, C kernels on a CPU
-    config                   settings: clear errors, `auto`, what a resumed run may change
+    config                   settings: the dataclasses, clear errors, what a resumed run may change
+    precision                dtype, torch.compile, determinism: the `auto` settings
     text                     sources of a text, and its encoding as ids
     parallel                 processes: ranks, sharding, launchers, clusters
     optim                    AdamW, Muon, the learning-rate schedule

@@ -8,6 +8,11 @@ from typing import Any
 from engine import portable
 
 
+def is_local(path: str) -> bool:
+    """Whether `path` is not a URL."""
+    return "://" not in path
+
+
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
     """Atomic write: the block writes `path.tmp`, which is flushed to disk and then replaces `path`.

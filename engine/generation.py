@@ -6,6 +6,7 @@ Of a model it uses the call `model(idx, cache=cache) -> (logits, loss)` and the 
 `n_head`, `n_embd` and `block_size` of its `config`. B: texts, T: characters, V: vocabulary.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError, check_range
-from engine.kernels import execution
+from engine.precision import evaluating
+
+MIN_THREADED_WORK = 10_000_000  # texts x parameters, below which one CPU thread is faster
 
 
 class LayerCache:
@@ -91,7 +94,7 @@ def stream(
     device, dtype = idx.device, next(model.parameters()).dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    with execution.evaluating(model):
+    with evaluating(model):
         context = deque(idx[:, -config.block_size :].split(1, dim=1), maxlen=config.block_size)
         seen, cache = len(context), None  # characters that the model sees
         for _ in range(max_new_tokens):
@@ -133,3 +136,32 @@ def pick(
     for generator, row in zip(generators, times, strict=True):
         generator.standard_exponential(out=row)
     return (logits.softmax(dim=-1) / torch.from_numpy(times).float().to(logits.device)).argmax(dim=-1)
+
+
+@contextlib.contextmanager
+def enough_threads(model: Any, num_texts: int) -> Iterator[None]:
+    """A context that uses one thread if a step of `num_texts` texts is too little work for several."""
+    threads = torch.get_num_threads()
+    if num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def default_prompt(vocabulary: str) -> str:
+    """A newline, or the first character of a model that has none."""
+    return "\n" if "\n" in vocabulary else vocabulary[0]
+
+
+def draw_samples(model: Any, text: Any) -> list[str]:
+    """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
+    a sharded model must call it.
+    """
+    num_texts, num_characters = 2, 120
+    first = torch.tensor([[text.stoi[default_prompt(text.vocabulary)]]] * num_texts)
+    with enough_threads(model, num_texts):
+        first = first.to(model.tok_emb.weight.device)
+        out = generate(model, first, num_characters, temperature=0.8, do_sample=True, seed=1337)
+    return [text.decode(row[1:]) for row in out.tolist()]

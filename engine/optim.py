@@ -4,76 +4,20 @@ The module knows parameters by name and shape, not the model they belong to.
 """
 
 import inspect
-import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from engine.errors import UserError, check_option, check_range
+from engine.config.schema import OptimizerConfig
+from engine.errors import UserError
 from engine.machine import hardware
 from engine.parallel import sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial, steepest at zero
 ITERATIONS = 5
-
-
-@dataclass
-class OptimizerConfig:
-    """Optimizer, learning-rate schedule and weight decay."""
-
-    # fmt: off
-    name: str = "adamw"  # adamw, or muon: Muon for the matrices inside the blocks, AdamW for the rest
-    learning_rate: float | None = 3e-4  # peak learning rate; null: chosen, see docs/own-text.md
-    weight_decay: float | None = 0.1  # decoupled, times learning rate; matrices only; null: chosen
-    ngram_decay: float | None = 2.0  # weight decay of n-gram embeddings, which overfit; null: chosen
-    decay_embeddings: bool = False  # whether embedding tables decay too (nanoGPT: true, minGPT: false)
-    beta1: float = 0.9  # decay rate of AdamW's first moment estimate, per step
-    beta2: float = 0.95  # decay rate of AdamW's second moment estimate, per step
-    momentum: float = 0.95  # momentum of Muon, per step
-    schedule: str = "constant"  # constant, linear, cosine or wsd, after the warm-up
-    warmup_steps: int = 0  # steps over which the learning rate rises to its peak; at most the run
-    min_lr_ratio: float = 0.0  # end of the schedule, as a share of the peak
-    cooldown_ratio: float = 0.4  # share of all steps in which wsd decays
-    # fmt: on
-
-    def __post_init__(self):
-        check_option("optimizer.name", self.name, ("adamw", "muon"))
-        check_option("optimizer.schedule", self.schedule, ("constant", "linear", "cosine", "wsd"))
-        check_range("optimizer.learning_rate", self.learning_rate, above=0, high=1e38)  # float32
-        check_range("optimizer.weight_decay", self.weight_decay, 0, 1000)
-        check_range("optimizer.ngram_decay", self.ngram_decay, 0, 1000)
-        check_range("optimizer.warmup_steps", self.warmup_steps, 0)
-        for name in ("beta1", "beta2", "momentum"):
-            check_range(f"optimizer.{name}", getattr(self, name), 0, below=1)
-        for name in ("min_lr_ratio", "cooldown_ratio"):
-            check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
-
-    def learning_rate_factor(self, step: int, total_steps: int) -> float:
-        """The factor on the peak learning rate at `step` (0-based) of `total_steps`: a pure function, with nothing
-        to save. It rises linearly over `warmup_steps` (at most the run), and then
-
-        - `constant`: stays at 1;
-        - `linear`: falls in a straight line to `min_lr_ratio`;
-        - `cosine`: falls along half a cosine to `min_lr_ratio` (Loshchilov and Hutter, SGDR, 2017);
-        - `wsd`: stays at 1, then falls in a straight line over the last `cooldown_ratio` of all steps
-          (warm-up, stable, decay: Hu et al., MiniCPM, 2024).
-        """
-        warmup_steps = min(self.warmup_steps, total_steps)
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        if self.schedule == "constant":
-            return 1.0
-        start = warmup_steps
-        if self.schedule == "wsd":
-            start = max(start, total_steps - round(self.cooldown_ratio * total_steps))
-        progress = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
-        if self.schedule == "cosine":
-            progress = 0.5 * (1.0 - math.cos(math.pi * progress))
-        return 1.0 + (self.min_lr_ratio - 1.0) * progress
 
 
 def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

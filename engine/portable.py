@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -28,6 +29,12 @@ def lock(file: Any, wait: bool) -> None:
         with contextlib.suppress(*((OSError,) if wait else ())):  # LK_LOCK gives up after 10 s
             windows.locking(file.fileno(), windows.LK_LOCK if wait else windows.LK_NBLCK, 1)
             return
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is installed. A namespace package, as W&B's folder looks like, does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def preemptions() -> int:

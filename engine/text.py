@@ -32,13 +32,13 @@ from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
+from engine.config.schema import SHAKESPEARE_URL
 from engine.errors import UserError, one_line
 from engine.files import atomic_write, file_lock
 
 log = logging.getLogger("gpt")
 
 # Tiny Shakespeare, the default text.
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no download
 PIECE = 2**18  # bytes read at once
 FILE_END = ""  # follows the pieces of each file: joining ignores it, `shuffled` sees it

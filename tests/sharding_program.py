@@ -23,7 +23,7 @@ def config(arch: str, **settings) -> GPTConfig:
     return GPTConfig(arch=arch, model_type=None, **sizes, **dropout, **settings)
 
 
-def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[list[float]]:
+def steps(model, optimizer, share: bool, dtype=None, clip=0.5) -> list[list[float]]:
     """Loss and gradient norm of some steps on the same 6 windows, of which a rank takes its share
     if `share`.
     """
@@ -34,7 +34,7 @@ def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[li
     for _ in range(STEPS):
         idx = torch.randint(19, (6, 17), generator=generator)
         if share:
-            idx = idx.chunk(world.size)[world.rank]
+            idx = idx.chunk(distributed.size())[distributed.rank()]
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             _, loss = model(idx[:, :-1], idx[:, 1:])
         scaler.scale(loss).backward()
@@ -43,7 +43,7 @@ def steps(model, optimizer, world, share: bool, dtype=None, clip=0.5) -> list[li
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        mean = sum(distributed.all_gather(loss.item(), world)) / world.size
+        mean = sum(distributed.all_gather(loss.item())) / distributed.size()
         results.append([mean if share else loss.item(), norm.item()])
     return results
 
@@ -62,14 +62,14 @@ def case(name: str, arch: str, optimizer: str, dtype=torch.float32, **settings):
     own = {name: settings[name] for name in ("token_shift", "ngram_rows") if name in settings}
     plain = GPT(config(arch, **own))
     torch.manual_seed(1)
-    shared = sharding.build(lambda: GPT(config(arch, **settings)), world, "fsdp", dtype)
+    shared = sharding.build(lambda: GPT(config(arch, **settings)), "fsdp", dtype)
     fresh = difference(shared, plain)
     amp = None if dtype is torch.float32 else dtype
     results = []
     for model, share in ((shared, True), (plain, False)):
         recipe = OptimizerConfig(name=optimizer, learning_rate=3e-3)
         opt = create_optimizer(model, recipe)
-        results.append(steps(model, opt, world, share, amp))
+        results.append(steps(model, opt, share, amp))
         if share:
             state = [v for s in opt.state.values() for v in s.values() if v.numel() > 1]
             local = sum(v.to_local().numel() for v in state)
@@ -83,7 +83,7 @@ def case(name: str, arch: str, optimizer: str, dtype=torch.float32, **settings):
     }
 
 
-world = distributed.join_processes("cpu", threads=1, timeout_s=60)
+distributed.init("cpu", threads=1, timeout_s=60)
 case("gpt2 muon", "gpt2", "muon")
 case("bfloat16", "gpt2", "adamw", torch.bfloat16)
 case("float16", "modern", "muon", torch.float16)
@@ -92,13 +92,13 @@ case("n-grams muon", "modern", "muon", ngram_rows=50)
 
 # One rank's inf in one shard: all ranks leave the step out.
 torch.manual_seed(1)
-model = sharding.build(lambda: GPT(config("gpt2")), world, "fsdp", torch.float32)
+model = sharding.build(lambda: GPT(config("gpt2")), "fsdp", torch.float32)
 optimizer = create_optimizer(model, OptimizerConfig())
 scaler = torch.amp.GradScaler("cpu")
 before = {n: sharding.full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
 idx = torch.randint(19, (2, 17))
 scaler.scale(model(idx[:, :-1], idx[:, 1:])[1]).backward()
-if world.rank == world.size - 1:
+if distributed.rank() == distributed.size() - 1:
     next(p for p in model.parameters()).grad.to_local().fill_(float("inf"))
 scaler.unscale_(optimizer)
 scaler.step(optimizer)
@@ -106,10 +106,10 @@ scaler.update()
 after = {n: sharding.full_tensor(p) for n, p in model.named_parameters()}
 seen["inf"] = {
     "kept": all(torch.equal(before[n], after[n]) for n in before),
-    "scales": distributed.all_gather(scaler.get_scale(), world),
+    "scales": distributed.all_gather(scaler.get_scale()),
 }
 
-if world.is_rank_0:
+if distributed.is_rank_0():
     print(json.dumps(seen))
 sys.stdout.flush()
 distributed.leave(0)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from char_dataset import IGNORE, CharDataset, DataConfig, unseen_share_and_unigram_loss, window_order
+from char_dataset import IGNORE, CharDataset, DataConfig, window_order
 from engine.errors import UserError
 
 
@@ -193,7 +193,6 @@ def test_unseen_share_and_unigram_loss(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("aaab" * 10 + "abcd" * 5)
     train, held_out = CharDataset(DataConfig(path=str(path), block_size=4, train_split=2 / 3)).split()
-    unseen, loss = unseen_share_and_unigram_loss(train, held_out)
-    assert unseen == 0.5
+    assert held_out.unseen_share(train) == 0.5
     counts = [31, 11, 1, 1]  # one more than seen
-    assert loss == pytest.approx(sum(-math.log(count / 44) for count in counts) / 4)
+    assert held_out.unigram_loss(train) == pytest.approx(sum(-math.log(count / 44) for count in counts) / 4)

@@ -15,7 +15,6 @@ from conftest import EXACT, RUN_FILES, TINY, metrics, patched_main, start
 
 from engine.errors import UserError
 from engine.parallel import distributed
-from engine.parallel.distributed import World
 from engine.parallel.rendezvous import name_start
 from engine.run import evaluation
 from engine.run.metrics import read_lines
@@ -91,7 +90,7 @@ def test_the_traceback_of_the_failed_rank_is_shown(tmp_path):
 import trainer
 step = trainer.Trainer._eager_step
 def fail(self, micro_batches):
-    if self.world.rank == 1 and self.step == 2:
+    if trainer.distributed.rank() == 1 and self.state.step == 2:
         raise RuntimeError('the disk of rank 1 is on fire')
     return step(self, micro_batches)
 trainer.Trainer._eager_step = fail
@@ -119,7 +118,7 @@ def refusing(self, x, *args, **more):
     return forward(self, x, *args, **more)
 def failing(self, micro_batches):
     global limit
-    limit = 0 if self.step == 3 and self.world.rank == 1 else limit
+    limit = 0 if self.state.step == 3 and trainer.distributed.rank() == 1 else limit
     return step(self, micro_batches)
 model.GPT.forward, trainer.Trainer._eager_step = refusing, failing
 trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
@@ -148,7 +147,7 @@ def slow(*arguments):
     write(*arguments)
 def drifting(self, micro_batches):
     result = step(self, micro_batches)
-    if self.world.rank == 1 and self.step == 2:
+    if trainer.distributed.rank() == 1 and self.state.step == 2:
         bits = self.parameters[0].detach().view(torch.int32)
         bits[0, 0] ^= 1
     return result
@@ -177,7 +176,7 @@ def test_an_unavailable_device_is_refused(monkeypatch, gpus, local_size, device,
     for name, value in {"RANK": 0, "WORLD_SIZE": local_size, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match=says):
-        distributed.join_processes(device)
+        distributed.init(device)
 
 
 def test_a_driver_too_old_for_torch_gets_one_line_with_the_reason(monkeypatch):
@@ -189,7 +188,7 @@ def test_a_driver_too_old_for_torch_gets_one_line_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     says = r"^cuda:0: .*trainer.device=cpu.* driver .* too old \(found version 12040\).$"
     with pytest.raises(UserError, match=says):
-        distributed.join_processes()
+        distributed.init()
 
 
 def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
@@ -201,7 +200,7 @@ def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
         monkeypatch.setenv(name, str(value))
     says = r"^the 2 processes could not be connected \(trainer.timeout_s=600\): no address for this host$"
     with pytest.raises(UserError, match=says):
-        distributed.join_processes("cpu")
+        distributed.init("cpu")
 
 
 def test_restarted_processes_do_not_read_stale_keys_of_the_store():
@@ -224,7 +223,7 @@ def test_restarted_processes_do_not_read_stale_keys_of_the_store():
 def test_the_number_of_threads_is_the_one_that_was_set(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     for threads in (2, 1, None):
-        distributed.join_processes("cpu", threads=threads)
+        distributed.init("cpu", threads=threads)
         assert torch.get_num_threads() == (threads or 3)
 
 
@@ -236,7 +235,7 @@ def test_processes_of_a_host_share_its_cores_to_compile(monkeypatch, processes, 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr(distributed, "rendezvous", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    distributed.join_processes("cpu", threads=1)
+    distributed.init("cpu", threads=1)
     assert environment[COMPILERS] == workers
 
 
@@ -253,12 +252,13 @@ def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monk
 
     monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # one window at a time
     gathered, polls = [], [0, 0]
-    monkeypatch.setattr(distributed, "all_gather", lambda value, _: [gathered.append(value) or value])
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [gathered.append(value) or value])
 
     def poll(rank):
         polls[rank] += 1
 
     for rank in (0, 1):
-        world = World(rank, 2, rank, 2, torch.device("cpu"))
-        evaluation.evaluate(Model(), Tiles(), world, functools.partial(poll, rank))
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        evaluation.evaluate(Model(), Tiles(), functools.partial(poll, rank))
     assert [count for _, count in gathered] == [8, 16] and polls == [2, 2]

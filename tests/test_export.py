@@ -15,10 +15,11 @@ from conftest import TINY, model_snapshot, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import export
+from engine.config.schema import ARCHITECTURE
 from engine.errors import UserError
 from engine.interop import transformers as huggingface
 from engine.snapshots.snapshot import Snapshot
-from model import ARCHITECTURE, GPT, MLP, GPTConfig
+from model import GPT, MLP, GPTConfig
 from sample import SampleConfig, load_model
 
 transformers.utils.logging.set_verbosity_error()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE, TINY, metrics, model_snapshot, some_snapshot, start
+from conftest import TINY, metrics, model_snapshot, some_snapshot, start
 
 from char_dataset import DataConfig
 from config import Config
@@ -52,7 +52,7 @@ def configured(source, block_size: int = 128) -> Config:
 def tuned(vocabulary: str, source, block_size: int = 128) -> GPT:
     """The model that a run from `source` on a text of this vocabulary starts with."""
     config = configured(source, block_size)
-    pretrained = read_init_weights(config, None, ALONE)
+    pretrained = read_init_weights(config, None)
     config.model.vocab_size = len(vocabulary)
     torch.manual_seed(config.trainer.seed)
     model = GPT(config.model)
@@ -105,7 +105,7 @@ def test_init_from_a_run_directory_reads_its_best_snapshot(source, tmp_path, mes
 
 def test_architecture_and_sizes_are_the_pretrained_models(source, messages):
     config = configured(source(arch="gpt2", bias=False, tie_weights=False))
-    read_init_weights(config, None, ALONE)
+    read_init_weights(config, None)
     m = config.model
     assert (m.arch, m.n_layer, m.n_head, m.n_embd) == ("gpt2", 2, 4, 32)
     assert (m.bias, m.tie_weights, m.block_size, config.data.block_size) == (False, False, 24, 24)
@@ -154,7 +154,7 @@ def test_a_text_model_is_not_trained_on_bytes(source):
     config = configured(source())
     config.data = dataclasses.replace(config.data, encoding="bytes")
     with pytest.raises(UserError, match=r"was trained with data\.encoding=utf-8; set the same"):
-        read_init_weights(config, None, ALONE)
+        read_init_weights(config, None)
 
 
 def test_weights_that_do_not_fit_are_refused(source, tmp_path):
@@ -224,7 +224,7 @@ def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_pa
 def test_a_resumed_run_recognizes_its_source_however_it_is_spelled(typed, kept):
     config = SimpleNamespace(init_from=typed, resolve_architecture=lambda model: None)
     own = dataclasses.replace(some_snapshot(), config={"model": {"n_layer": 2}, "init_from": "runs/a"})
-    assert read_init_weights(config, own, ALONE) is None
+    assert read_init_weights(config, own) is None
     assert config.init_from == kept
 
 

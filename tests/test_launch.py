@@ -100,16 +100,14 @@ import torch.testing._internal.distributed.fake_pg  # in the place of NCCL
 dist.init_process_group("cuda:fake")
 from engine.errors import UserError
 from engine.parallel import distributed
-from engine.parallel.distributed import World
 from engine.run.requests import Requests
 try:
-    distributed.join_processes("cpu")
+    distributed.init("cpu")
 except UserError as error:
     print(error)
-world = World(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
-assert distributed.all_gather(world.rank, world) == [0, 1]
-assert distributed.run_on_rank_0(lambda: [1.5], world) == [1.5]
-requests = Requests(world)
+assert distributed.all_gather(dist.get_rank()) == [0, 1]
+assert distributed.run_on_rank_0(lambda: [1.5]) == [1.5]
+requests = Requests()
 for _ in range(3):
     requests.check()
 requests.wait()

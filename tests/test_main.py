@@ -13,14 +13,13 @@ from operator import attrgetter
 import pytest
 import torch
 import yaml
-from conftest import ALONE, LONG, ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
+from conftest import LONG, ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
 
 import main
 from char_dataset import CharDataset, DataConfig
 from config import KEYS, Config, compose, help_text, validate
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError
-from engine.run import memory
 from engine.snapshots.storage import load
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
 from sample import SampleConfig, score
@@ -396,7 +395,7 @@ def test_the_final_part_is_scored_once_by_the_best_snapshot(tmp_path):
 
 
 def test_a_failed_final_score_is_an_error_after_the_report(tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(*_, **named):
         raise UserError("no score")
 
     monkeypatch.setattr("report.evaluate", fail)
@@ -410,34 +409,9 @@ def test_processes_that_read_different_texts_do_not_train_together(text_file, mo
     config = Config()
     config.data = DataConfig(path=str(text_file), block_size=8)
     other = {"data": {"sha256": "of another text"}}
-    monkeypatch.setattr("config.all_gather", lambda own, _: [own, own | {"data": own["data"] | other["data"]}])
+    monkeypatch.setattr("config.all_gather", lambda own: [own, own | {"data": own["data"] | other["data"]}])
     with pytest.raises(UserError, match=r"data\.sha256: the ranks differ, \w+ and of another text"):
-        main.load_text(config, None, ALONE)
-
-
-def test_too_little_free_memory_is_a_warning():
-    huge = ["data.block_size=1024", "data.truncate=1", "trainer.batch_size=65536"]
-    config = composed(*TINY[1:], *huge, "model.n_embd=64")  # TINY[0] is no override of Hydra's
-    config.model.vocab_size = 100
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr("engine.run.memory.log.warning", lambda text, *values: lines.append(text % values))
-        assert not memory.warn_if_short(dataclasses.replace(config.model, block_size=8), TrainerConfig(), ALONE)
-        memory.warn_if_short(config.model, config.trainer, ALONE)
-        config.model.n_embd = 2**20  # whose weights alone are too large
-        memory.warn_if_short(config.model, config.trainer, ALONE)
-    assert re.match(r"training needs about [\d,]+\.\d GB of memory", lines[0])
-    assert "=32768" in lines[0] and "micro_batch_size" not in lines[1]
-
-
-def test_the_estimate_of_memory_is_near_what_was_measured(monkeypatch, caplog):
-    """3.4 GB in float32: the growth of the peak in two steps."""
-    monkeypatch.setattr("engine.machine.hardware.free_memory", lambda: 0)
-    monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda device: False)
-    sizes = {"n_layer": 4, "n_head": 12, "n_embd": 384, "vocab_size": 65, "block_size": 1024}
-    memory.warn_if_short(GPTConfig(**sizes), TrainerConfig(batch_size=4), ALONE)
-    needed = re.match(r"training needs about (\d\.\d) GB of memory", caplog.messages[0])
-    assert needed and 3 < float(needed[1]) < 4
+        main.load_text(config, None)
 
 
 def test_a_model_larger_than_memory_gets_one_line(tmp_path):

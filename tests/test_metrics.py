@@ -9,11 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY, start
 
 from engine.errors import UserError
 from engine.run import trackers
-from engine.run.metrics import Metrics, read_lines
+from engine.run.log import RunLog
+from engine.run.metrics import MetricsFile, read_lines
+from engine.run.plan import Plan
+from engine.snapshots.state import State
 from trainer import TrainerConfig
 
 
@@ -25,32 +29,35 @@ def events(run_dir: Path):
 
 def log_run(run_dir: Path, names: list[str], resumed_from: int, steps: range, **settings) -> None:
     """Logs the loss of `steps`, and at each even one the held-out loss."""
-    metrics = Metrics(str(run_dir), resumed_from, trackers=names, hyperparameters=settings)
-    for step in steps:
-        metrics.log(step, 0.1, "train", step + resumed_from / 10, memory=7, samples=["a\nb", "c"])
-        if step % 2 == 0:
-            metrics.log(step, 0.1, "val", 10.0 + step)
-    metrics.close()
+    state = State(step=resumed_from, loss_step=resumed_from)
+    plan = Plan(100, 8, 10, 1, 1, 10)
+    log = RunLog(
+        TrainerConfig(trackers=names), plan, state, 1.0, "character", torch.amp.GradScaler(enabled=False), None
+    )
+    log.open(str(run_dir), settings)
+    for state.step in steps:
+        log._write("train", state.step + resumed_from / 10, memory=7, samples=["a\nb", "c"])
+        if state.step % 2 == 0:
+            log._write("val", 10.0 + state.step)
+    log.close()
 
 
 # --- metrics.jsonl ---
 
 
-def test_lines_past_the_restored_step_are_dropped_and_seconds_continue(tmp_path):
+def test_lines_past_the_restored_step_are_dropped(tmp_path):
     for resumed_from, evaluated, expected in (
         (0, True, [(1, "train"), (2, "train"), (2, "val"), (3, "train")]),
         (2, True, [(1, "train"), (2, "train"), (2, "val"), (3, "train"), (4, "train"), (4, "val")]),
         (4, False, [(1, "train"), (2, "train"), (2, "val"), (3, "train"), (4, "train")]),
     ):
-        metrics = Metrics(str(tmp_path), resumed_from, evaluated, trackers=())
-        metrics.started -= 100
+        metrics = MetricsFile(str(tmp_path), resumed_from, evaluated)
         for step, split in expected[metrics.lines :]:
-            metrics.log(step, 0.1, split, 2.0)
+            metrics.log(step, 0.1, split, 2.0, seconds=0.5)
         assert metrics.lines == len(expected)
         metrics.close()
         lines = read_lines(str(tmp_path / "metrics.jsonl"))
         assert [(line["step"], line["split"]) for line in lines] == expected
-    assert [round(line["seconds"], -2) for line in lines] == [100, 100, 100, 200, 200]
 
 
 def test_damaged_lines_matter_only_before_good_ones(tmp_path):
@@ -63,19 +70,19 @@ def test_damaged_lines_matter_only_before_good_ones(tmp_path):
     for line in (b"\xff\xfe", b"3", b'{"step": 1}'):
         path.write_bytes(line + b"\n" + good)
         with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged; correct it"):
-            Metrics(str(tmp_path), 3)
+            MetricsFile(str(tmp_path), 3)
 
 
 def test_metrics_are_json_whatever_the_numbers(tmp_path):
-    metrics = Metrics(str(tmp_path), trackers=())
-    metrics.log(1, 0.1, "train", float("nan"), grad_norm=float("inf"))
+    metrics = MetricsFile(str(tmp_path))
+    metrics.log(1, 0.1, "train", float("nan"), 0.5, grad_norm=float("inf"))
     metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["loss"] is None and line["grad_norm"] is None
 
 
 def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog):
-    metrics, room = Metrics(str(tmp_path), 0, trackers=()), [5]
+    metrics, room = MetricsFile(str(tmp_path)), [5]
     write = metrics.file.write
 
     def full(data):
@@ -85,10 +92,10 @@ def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog)
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics.file, "write", full)
-        metrics.log(1, 0.1, "train", 3.0)
+        metrics.log(1, 0.1, "train", 3.0, 0.5)
     assert "metrics.jsonl (No space left on device); will retry" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-    metrics.log(2, 0.2, "train", 2.0)
+    metrics.log(2, 0.2, "train", 2.0, 0.6)
 
     def fail(_):
         raise OSError(errno.EIO, "Input/output error")

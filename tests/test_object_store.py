@@ -9,11 +9,12 @@ import threading
 import time
 
 import pytest
-from conftest import ALONE, TINY, equal, free_port, metrics, some_snapshot, start
+from conftest import TINY, equal, free_port, metrics, some_snapshot, start
 
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.state import State
 from engine.snapshots.storage import SnapshotStorage, load, set_aside
 from trainer import TrainerConfig
 
@@ -167,18 +168,18 @@ def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):
 def test_a_network_failure_while_saving_is_a_warning(files, network, caplog, tmp_path):
     write(files, 1)
     config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
-    snapshots = SnapshotManager(config, str(tmp_path), ALONE)
+    snapshots = SnapshotManager(config, str(tmp_path))
     network.fail("cut")
-    snapshots.save(some_snapshot(2), is_best=False, is_numbered=True)
+    snapshots.save(some_snapshot(2), is_numbered=True)
     snapshots.confirm(1.0)
-    snapshots.wait()
+    snapshots.wait(State())
     assert network.failed and snapshots.last_error
     assert f"step 2: the snapshot was not written to {files.path}" in caplog.text
     network.fail("", 0)
     assert load(files.path).step == 1
-    snapshots.save(some_snapshot(3), is_best=False, is_numbered=True)
+    snapshots.save(some_snapshot(3), is_numbered=True)
     snapshots.confirm(1.0)
-    snapshots.wait()
+    snapshots.wait(State())
     assert not snapshots.last_error and load(files.path).step == 3
     assert not [name for name in names() if "tmp" in name]
 

@@ -70,7 +70,7 @@ def test_an_edit_that_affects_only_late_positions_is_refused(tmp_path, monkeypat
     with monkeypatch.context() as edited:
         edited.setattr(model, "causal_attention", windowed)
         gpt = load_model(snapshot, "cpu")
-        snapshot.probe_logits = probe_logits(gpt, len(LETTERS), 96, "cpu")
+        snapshot.probe_logits = probe_logits(gpt, "cpu")
         with pytest.raises(UserError, match=r"0\.pt: the page supports only an unedited model\.py"):
             write(tmp_path, snapshot)
         assert not (tmp_path / "page.html").exists()

@@ -21,13 +21,13 @@ from char_dataset import CharDataset, DataConfig
 from config import KEYS, compose
 from engine.config.settings import FIXED, INCOMPARABLE, IRRELEVANT, WINDOWS
 from engine.errors import UserError
+from engine.generation import draw_samples
 from engine.reports.charts import draw_charts, ticks
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
 from engine.run.directory import choose_snapshot
 from model import GPT, GPTConfig
-from sample import sample_during_training
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -120,8 +120,8 @@ def test_drawing_samples_changes_no_state(tmp_path):
     model = GPT(GPTConfig(model_type=None, **sizes)).train()
     torch.set_num_threads(2)
     before = torch.random.get_rng_state()
-    texts = sample_during_training(model, text)
-    assert texts == sample_during_training(model, text)
+    texts = draw_samples(model, text)
+    assert texts == draw_samples(model, text)
     assert [len(text) for text in texts] == [120] * 2 and set("".join(texts)) <= set("\nabc")
     assert torch.equal(before, torch.random.get_rng_state())
     assert model.training and torch.get_num_threads() == 2

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE, EXACT, ROOT, TINY, metrics, no_space, some_snapshot, start
+from conftest import EXACT, ROOT, TINY, metrics, no_space, some_snapshot, start
 
 import export
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full, remove_unused_shards
+from engine.snapshots.state import State
 from engine.snapshots.storage import beside, check_shards, load, set_aside
 from trainer import TrainerConfig
 
@@ -179,10 +180,10 @@ def test_shards_in_an_object_store_are_refused():
 
 
 def save(snapshots: SnapshotManager, step: int, is_best: bool = False) -> None:
-    scored = dataclasses.replace(some_snapshot(step), loss=2.0, loss_step=step)
-    snapshots.save(scored, is_best=is_best, is_numbered=True)
+    scored = dataclasses.replace(some_snapshot(step), loss=2.0, loss_step=step, since_best=1 - is_best)
+    snapshots.save(scored, is_numbered=True)
     snapshots.confirm(1.0)
-    snapshots.wait()
+    snapshots.wait(State())
 
 
 def kept(snapshots: SnapshotManager) -> list[int]:
@@ -194,7 +195,7 @@ def kept(snapshots: SnapshotManager) -> list[int]:
 
 def manager(path: Path) -> SnapshotManager:
     config = TrainerConfig(snapshot_path=str(path), snapshot_format="sharded")
-    return SnapshotManager(config, str(path.parent), ALONE)
+    return SnapshotManager(config, str(path.parent))
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_shards_that_cannot_be_written_are_a_failed_save(snapshots, monkeypatch,
 def test_a_disk_that_not_all_ranks_see_is_a_failed_save(snapshots, monkeypatch, caplog):
     listings = []
 
-    def gather(value, world):
+    def gather(value):
         if not isinstance(value, list):
             return [value]
         listings.append(value)

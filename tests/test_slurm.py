@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE, LONG, ROOT, TINY, lines, start, wait_until
+from conftest import LONG, ROOT, TINY, lines, start, wait_until
 
 from engine.errors import UserError
 from engine.parallel import distributed, slurm
@@ -121,9 +121,10 @@ def test_a_task_with_one_visible_gpu_uses_it(monkeypatch, variable):
     for name, value in zip(NAMES[:4], ("1", "2", "1", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 processes on a machine with 1 GPU"):
-        distributed.join_processes()
+        distributed.init()
     monkeypatch.setenv(variable, "1")
-    assert distributed.join_processes().device == torch.device("cuda", 0)
+    distributed.init()
+    assert distributed.device() == torch.device("cuda", 0)
 
 
 # --- the batch script ---
@@ -209,9 +210,9 @@ def test_a_job_requeues_itself_at_its_time_limit_alone(submit, tmp_path, status)
 
 
 def test_a_requeued_job_is_a_restart(monkeypatch):
-    assert not distributed.is_restart(ALONE)
+    assert not distributed.is_restart()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert distributed.is_restart(ALONE)
+    assert distributed.is_restart()
 
 
 def test_a_sweep_under_srun_is_refused(tmp_path):

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALONE, ROOT, equal, no_space, read_until, some_snapshot
+from conftest import ROOT, equal, no_space, read_until, some_snapshot
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.state import State
 from engine.snapshots.storage import SnapshotStorage, beside, load, locate, set_aside, snapshot_path
 from trainer import TrainerConfig
 
@@ -342,7 +343,7 @@ def test_temporary_files_of_a_killed_save_are_removed(tmp_path, path):
 
 def manager(path: str, **settings) -> SnapshotManager:
     config = TrainerConfig(snapshot_path=path, **settings)
-    return SnapshotManager(config, os.path.dirname(path), ALONE)
+    return SnapshotManager(config, os.path.dirname(path))
 
 
 def test_a_temporary_file_that_cannot_be_removed_is_not_written_into(path, monkeypatch):
@@ -368,12 +369,12 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
         put(*args)
 
     snapshots.storage._put = late
-    snapshots.save(snapshot, is_best=False, is_numbered=True)
+    snapshots.save(snapshot, is_numbered=True)
     snapshot.model_state["b"].zero_()
     snapshots.confirm(1.0)
     assert not os.path.exists(path)  # the calls do not wait
     may_write.set()
-    snapshots.wait()
+    snapshots.wait(State())
     assert torch.equal(load(path).model_state["b"], some_snapshot(1).model_state["b"])
 
 
@@ -381,25 +382,31 @@ def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch
     snapshots = manager(path)
     put = snapshots.storage._put
 
+    state = State()
+
     def save(step: int, fails: bool, is_best: bool = False) -> None:
         monkeypatch.setattr(snapshots.storage, "_put", no_space if fails else put)
-        scored = dataclasses.replace(some_snapshot(step), loss=9.0 - step, loss_step=step)
-        snapshots.save(scored, is_best=is_best, is_numbered=True)
+        own = {"loss": 9.0 - step, "loss_step": step, "since_best": 1 - is_best}
+        best = {"best_loss": state.best_loss, "best_step": state.best_step}
+        snapshots.save(dataclasses.replace(some_snapshot(step), **own, **best), is_numbered=True)
         snapshots.confirm(9.0 - step)
-        snapshots.wait()
+        snapshots.wait(state)
         assert ("No space left" in snapshots.last_error) == fails
+
+    def best() -> tuple:
+        return snapshots.saved_step, state.best_loss, state.best_step
 
     save(1, fails=False)
     save(2, fails=True, is_best=True)
-    assert (snapshots.saved_step, snapshots.best) == (1, None)
+    assert best() == (1, None, None)
     assert "step 2: the snapshot was not written" in caplog.text and load(path).step == 1
     save(3, fails=False)
     assert (load(path).best_loss, load(path).best_step) == (None, None)  # that of step 2 is lost
     save(3, fails=False, is_best=True)
     assert (load(path).best_loss, load(path).best_step) == (6.0, 3)
-    assert (snapshots.saved_step, snapshots.best) == (3, (6.0, 3))
+    assert best() == (3, 6.0, 3)
     save(4, fails=True, is_best=True)
-    assert (snapshots.saved_step, snapshots.best) == (3, (6.0, 3))
+    assert best() == (3, 6.0, 3)
     assert load(path).step == 3
 
 
@@ -407,12 +414,12 @@ def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch
 def test_a_copy_that_is_not_finite_is_dropped(path, weight, loss, bad):
     snapshots = manager(path)
     for step, first, then in ((1, 1.0, 1.0), (2, weight, loss)):
-        snapshot = dataclasses.replace(some_snapshot(step), parameters=["b"])
+        snapshot = dataclasses.replace(some_snapshot(step), parameters=["b"], loss=1.0, loss_step=step)
         snapshot.model_state["b"][0] = first
-        snapshots.save(snapshot, is_best=True, is_numbered=True)
+        snapshots.save(snapshot, is_numbered=True)
         assert not os.path.exists(path) or load(path).step == 1
         assert snapshots.confirm(then) == (bad if step == 2 else None)
-        snapshots.wait()
+        snapshots.wait(State())
     assert load(path).step == load(snapshots.storage.best_path).step == 1
 
 
@@ -435,25 +442,26 @@ def test_a_snapshot_with_a_parameter_that_is_not_finite_is_refused_and_passed_ov
 
 def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, monkeypatch):
     snapshots = manager(path)
-    copy = snapshots.storage._copy
+    copy, state = snapshots.storage._copy, State()
 
     def save(step: int, loss: float) -> None:
-        snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), True, True)
+        snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), is_numbered=True)
         snapshots.confirm(loss)
-        snapshots.wait()
+        snapshots.wait(state)
 
     save(1, loss=1.5)
     with monkeypatch.context() as full:
         full.setattr(snapshots.storage, "_copy", lambda a, b: no_space() if b == path else copy(a, b))
         save(2, loss=1.4)
-    assert snapshots.last_error and (snapshots.saved_step, snapshots.best) == (1, (1.4, 2))
+    assert snapshots.last_error and snapshots.saved_step == 1
+    assert (state.best_loss, state.best_step) == (1.4, 2)
     assert (load(path).step, load(snapshots.storage.best_path).step) == (1, 2)
 
 
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), is_best=False, is_numbered=True)
+    snapshots.save(some_snapshot(1), is_numbered=True)
     snapshots.confirm(1.0)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text

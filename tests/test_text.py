@@ -23,7 +23,7 @@ import chaos
 import fsspec
 import numpy as np
 import pytest
-from conftest import ALONE, ROOT, UNREAD, command, metrics, read_until, run_python, small_disk, start, wait_until
+from conftest import ROOT, UNREAD, command, metrics, read_until, run_python, small_disk, start, wait_until
 from omegaconf import OmegaConf
 
 import main
@@ -336,7 +336,7 @@ def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(tmp_path, 
     (tmp_path / "data" / "input.txt").write_text("is here now")
     assert prepare_text(DataConfig(**default)).path == default.path
     run = Config(data=DataConfig(**default))
-    main.load_text(run, {"data": {"path": PYDOC}}, ALONE)
+    main.load_text(run, {"data": {"path": PYDOC}})
     assert run.data.path == PYDOC and "this run was started on pydoc:topics" in caplog.text
 
 

@@ -1,7 +1,6 @@
-"""Settings: clear errors for keys and values, `auto` settings resolved, what may change between starts.
+"""Settings: what they are, clear errors for keys and values, what may change between starts.
 
-overrides.py checks what is typed for main.py and explains Hydra's errors; arguments.py does the same for
-the small programs, and prints fields for --help; settings.py knows which settings a resumed run may
-change; auto.py resolves the `auto` fields of a `TrainerConfig`. The package imports none of the dataclasses
-that the settings belong to.
+schema.py declares them, one dataclass a group. overrides.py checks what is typed for main.py and explains Hydra's
+errors; arguments.py does the same for the small programs, and prints fields for --help; settings.py knows which
+settings a resumed run may change.
 """

@@ -8,15 +8,15 @@ around the mean of the pretrained ones, so that they are neither out of distribu
 import dataclasses
 import logging
 import os
-from typing import Any
 
 import torch
 import torch.nn as nn
 
+from engine.config.schema import Config, DataConfig
 from engine.errors import UserError
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World, run_on_rank_0
+from engine.parallel.distributed import run_on_rank_0
 from engine.run.directory import choose_snapshot
 from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
@@ -26,7 +26,7 @@ from engine.text import real_files
 log = logging.getLogger("gpt")
 
 
-def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> Snapshot | None:
+def read_init_weights(config: Config, snapshot: Snapshot | None) -> Snapshot | None:
     """Reads the pretrained weights that `config.init_from` names, and sets the architecture in `config` to theirs. None
     without them, and for a run that resumes from its own `snapshot`.
     """
@@ -41,7 +41,7 @@ def read_init_weights(config: Any, snapshot: Snapshot | None, world: World) -> S
         log.info("init_from   not read: resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
-    pretrained = run_on_rank_0(lambda: read_pretrained(source), world)
+    pretrained = run_on_rank_0(lambda: read_pretrained(source))
     encoding = pretrained.encoding
     if encoding != config.data.encoding:
         raise UserError(f"init_from={source}: was trained with data.encoding={encoding}; set the same")
@@ -76,9 +76,10 @@ def read_pretrained(source: str) -> Snapshot:
         raise UserError(f"init_from={source}: {what}") from error
 
 
-def warn_if_seen(pretrained: Snapshot, data: Any, digest: str) -> None:
+def warn_if_seen(pretrained: Snapshot, data: DataConfig, digest: str) -> None:
     """Warns if the weights were trained on text that `data` (`DataConfig`) holds out, which has this `digest`."""
     theirs = pretrained.config.get("data", {})
+    assert data.train_split is not None
     is_seen = data.train_split < (theirs.get("train_split") or 0)
     if pretrained.text_digest != digest:  # another text, which may have files of the first
         before, now = real_files(theirs.get("path") or []), real_files(data.path)

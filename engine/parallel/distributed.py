@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -29,61 +29,75 @@ from engine.machine import hardware
 from engine.parallel.rendezvous import choose_interface, rendezvous
 
 log = logging.getLogger("gpt")
-_joined_in: int | None = None  # the id of the process that has called `join_processes`
+_joined_in: int | None = None  # the id of the process that has called `init`
+_alone = ContextVar("alone", default=False)
+_device = torch.device("cpu")
+_local_rank, _local_size = 0, 1
+_store: dist.Store | None = None  # connects the ranks when a collective has failed; None in another program's group
 _own: dist.ProcessGroup | None = None  # the default group, if it was created here
 _gloo: dist.ProcessGroup | None = None  # for objects and tensors of the CPU; None: the default group
 _beside: dist.ProcessGroup | None = None  # the default group of another program that `_gloo` stands beside
 
 
-@dataclass(frozen=True)
-class World:
-    """The process group as this rank sees it. `store` still connects the ranks when a collective
-    operation has failed; None where another program made the process group.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-    store: dist.Store | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def alone(cls, device: torch.device) -> "World":
-        """One process without a group."""
-        return cls(0, 1, 0, 1, device)
-
-    @property
-    def is_rank_0(self) -> bool:
-        """Whether this is rank 0, the one process that writes and prints."""
-        return self.rank == 0
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A context in which this thread counts as the only process: what it calls exchanges nothing with the others."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 def size() -> int:
     """The number of processes: of the process group or, before there is one, those that a launcher started, or 1."""
+    if _alone.get():
+        return 1
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def rank() -> int:
     """The rank of this process: in the process group or, before there is one, as a launcher gave it, or 0."""
+    if _alone.get():
+        return 0
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
-def is_restart(world: World) -> bool:
+def is_rank_0() -> bool:
+    """Whether this is rank 0, the one process that writes and prints."""
+    return rank() == 0
+
+
+def local_rank() -> int:
+    """The number of this process among those of its host."""
+    return _local_rank
+
+
+def local_size() -> int:
+    """The number of processes of this host."""
+    return _local_size
+
+
+def device() -> torch.device:
+    """The device of this process."""
+    return _device
+
+
+def is_restart() -> bool:
     """Whether torchrun has restarted the processes of any host, or SLURM their job."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(all_gather(any(os.environ.get(name, "0") != "0" for name in counts), world))
+    return any(all_gather(any(os.environ.get(name, "0") != "0" for name in counts)))
 
 
-def join_processes(device: str = "auto", threads: int | None = None, timeout_s: float = 600) -> World:
+def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 600) -> None:
     """Chooses the device, and joins the process group if there are several processes: gloo for CPUs, NCCL for GPUs, or
-    the group that the program has created. Raises `UserError`.
+    the group that the program has created. On a CPU, also sets torch's threads and malloc. Raises `UserError`.
 
-    `device` is auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per process on a CPU,
-    None for the host's cores divided by its processes, or `OMP_NUM_THREADS` for one process alone; `timeout_s` bounds
-    every wait for another process.
+    `wanted` is the device: auto, cpu, cuda, or another device of torch (mps, xpu); `threads` is the number per process
+    on a CPU, None for the host's cores divided by its processes, or `OMP_NUM_THREADS` for one process alone;
+    `timeout_s` bounds every wait for another process.
     """
-    global _joined_in, _own
+    global _joined_in, _own, _device, _local_rank, _local_size, _store
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
         raise UserError(
             "this process was forked after torch had started its threads: restart the session, and start the "
@@ -92,44 +106,45 @@ def join_processes(device: str = "auto", threads: int | None = None, timeout_s: 
     _joined_in = os.getpid()
     number, count = rank(), size()
     timeout = timedelta(seconds=timeout_s)
-    local_rank = int(os.environ.get("LOCAL_RANK", number))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    _local_rank = int(os.environ.get("LOCAL_RANK", number))
+    _local_size = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     is_foreign = dist.is_initialized() and dist.group.WORLD is not _own
     if is_foreign:
         add_gloo(timeout)
         if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-            hosts = all_gather_objects(socket.gethostname())
-            local_rank, local_size = hosts[:number].count(hosts[number]), hosts.count(hosts[number])
-        chosen = device_of_group(device, local_rank, local_size)
+            hosts = all_gather(socket.gethostname())
+            _local_rank, _local_size = hosts[:number].count(hosts[number]), hosts.count(hosts[number])
+        _device = device_of_group(wanted)
     else:
-        chosen = choose_device(device, local_rank, local_size)
+        _device = choose_device(wanted)
     on_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-    share = max(1, cores // local_size)
-    if on_linux and local_size > 1:  # or torch.compile starts 32 workers in each process
+    share = max(1, cores // _local_size)
+    if on_linux and _local_size > 1:  # or torch.compile starts 32 workers in each process
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, share)))
-    gpu = chosen if chosen.type == "cuda" else None
+    gpu = _device if _device.type == "cuda" else None
     if gpu:
         try:  # a driver older than this build of torch lists GPUs that cannot be used
             torch.cuda.set_device(gpu)
         except RuntimeError as error:
             raise UserError(
-                f"{chosen}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
+                f"{_device}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
             ) from error
     else:
         omp_threads = os.environ.get("OMP_NUM_THREADS", "")
-        if local_size == 1 and omp_threads.isdigit():  # torchrun sets it to 1 for several processes
+        if _local_size == 1 and omp_threads.isdigit():  # torchrun sets it to 1 for several processes
             share = max(1, int(omp_threads))
         torch.set_num_threads(threads or share)
         hardware.keep_freed_memory()
-    store = None
     if count > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         try:
-            store = rendezvous(number, count, timeout)
-            if count > local_size:
-                choose_interface(store, number, count)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count, device_id=gpu)
+            _store = rendezvous(number, count, timeout)
+            if count > _local_size:
+                choose_interface(_store, number, count)
+            dist.init_process_group(
+                backend, timeout=timeout, store=_store, rank=number, world_size=count, device_id=gpu
+            )
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"the {count} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
@@ -142,7 +157,6 @@ def join_processes(device: str = "auto", threads: int | None = None, timeout_s: 
             "launcher    accelerate launch --cpu starts one process, whatever its --num_processes; for N: torchrun "
             "--standalone --nproc_per_node=N main.py"
         )
-    return World(number, count, local_rank, local_size, chosen, store)
 
 
 def add_gloo(timeout: timedelta) -> None:
@@ -164,17 +178,17 @@ def wait_for_gloo() -> None:
     time.sleep(0.2)
 
 
-def device_of_group(device: str, local_rank: int, local_size: int) -> torch.device:
+def device_of_group(wanted: str) -> torch.device:
     """The device for the process group of another program: with NCCL the current GPU or, if the program has chosen
-    none, that of `local_rank`; with gloo alone the CPU, unless `device` is cuda. Raises `UserError`.
+    none, that of its local rank; with gloo alone the CPU, unless `wanted` is cuda. Raises `UserError`.
     """
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    if device == "auto" and backends.get("cuda", "gloo") == "gloo":
-        device = "cpu"
-    chosen = choose_device(device, local_rank, local_size)
+    if wanted == "auto" and backends.get("cuda", "gloo") == "gloo":
+        wanted = "cpu"
+    chosen = choose_device(wanted)
     if chosen.type not in backends:
         raise UserError(
-            f"trainer.device={device}: the process group that this program created is for {', '.join(backends)}; "
+            f"trainer.device={wanted}: the process group that this program created is for {', '.join(backends)}; "
             f"create it for {chosen.type}, too"
         )
     if chosen.type == "cuda" and torch.cuda.current_device():
@@ -182,27 +196,27 @@ def device_of_group(device: str, local_rank: int, local_size: int) -> torch.devi
     return chosen
 
 
-def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
+def choose_device(wanted: str) -> torch.device:
     """The device of one of a host's processes: a GPU each, the CPU, or, for one process alone, another
     accelerator. Raises `UserError`.
     """
-    hardware.check_device("trainer.device", device)
-    if device not in ("auto", "cpu", "cuda"):
+    hardware.check_device("trainer.device", wanted)
+    if wanted not in ("auto", "cpu", "cuda"):
         if size() > 1:
-            raise UserError(f"trainer.device={device}: one process only, not {size()}")
-        return torch.device(device, 0)
-    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+            raise UserError(f"trainer.device={wanted}: one process only, not {size()}")
+        return torch.device(wanted, 0)
+    gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if not gpus:
         return torch.device("cpu")
     # srun may show each task its own GPU alone, as number 0.
     if gpus == 1 and os.environ.keys() & {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"}:
         return torch.device("cuda", 0)
-    if local_size > gpus:
+    if _local_size > gpus:
         raise UserError(
-            f"{local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start "
+            f"{_local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: start "
             f"--nproc_per_node={gpus} (srun --ntasks-per-node={gpus}), or set trainer.device=cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", _local_rank)
 
 
 def leave(status: int) -> NoReturn:
@@ -224,24 +238,21 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def seed_step(seed: int, step: int, world: World) -> None:
+def seed_step(seed: int, step: int) -> None:
     """Seeds everything random in one step of one rank, so that no generator needs saving. Each
     rank has its own seed; randomness that all must share needs a generator of its own.
     """
-    digest = hashlib.blake2b(f"{seed} {step} {world.rank}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed} {step} {rank()}".encode(), digest_size=8).digest()
     own = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(own)  # torch.manual_seed takes a stack trace at each call
-    if world.device.type != "cpu":
-        torch.get_device_module(world.device).manual_seed(own)
+    if device().type != "cpu":
+        torch.get_device_module(device()).manual_seed(own)
 
 
-def all_gather(value: Any, world: World) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """Every rank's `value` (plain, picklable), in the order of ranks, on every rank."""
-    return [value] if world.size == 1 else all_gather_objects(value)
-
-
-def all_gather_objects(value: Any) -> list[Any]:
-    """`all_gather`, in a process group."""
+    if not dist.is_initialized() or _alone.get():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_gloo)
     return values
@@ -252,15 +263,15 @@ def start_max(tensor: torch.Tensor) -> dist.Work:
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_gloo, async_op=True)
 
 
-def check_replicas(model: nn.Module, step: int, world: World) -> None:
+def check_replicas(model: nn.Module, step: int) -> None:
     """Checksum: warns if the weights of a rank differ from those of rank 0, which are saved. DDP synchronizes
     gradients alone. Waits for the device.
     """
-    if world.size == 1:
+    if size() == 1:
         return
     # As integers, whose sum is exact in any order.
     sums = [p.detach().float().view(torch.int32).sum() for p in model.parameters()]
-    checksums = all_gather(int(torch.stack(sums).sum()), world)
+    checksums = all_gather(int(torch.stack(sums).sum()))
     if others := [str(rank) for rank, own in enumerate(checksums) if own != checksums[0]]:
         log.warning(
             "step %d: the weights of rank %s differ from those of rank 0 (a hardware fault, or other devices or "
@@ -269,32 +280,32 @@ def check_replicas(model: nn.Module, step: int, world: World) -> None:
         )  # fmt: skip
 
 
-def run_on_rank_0(action: Callable[[], Any], world: World) -> Any:
+def run_on_rank_0(action: Callable[[], Any]) -> Any:
     """Runs `action` on rank 0 alone; returns its result, which is pickled, on every rank. A `UserError` or `OSError`
     there is raised as a `UserError` on every rank. It may take longer than the ranks' timeout: they poll whether it is
     done.
     """
-    return _run(action, world.is_rank_0, world)
+    return _run(action, is_rank_0())
 
 
-def run_on_each_host(action: Callable[[], Any], world: World) -> Any:
+def run_on_each_host(action: Callable[[], Any]) -> Any:
     """Runs `action` on the first process of every host; returns rank 0's result, and raises as `run_on_rank_0`."""
-    return _run(action, world.local_rank == 0, world)
+    return _run(action, local_rank() == 0)
 
 
-def _run(action: Callable[[], Any], is_mine: bool, world: World) -> Any:
-    if world.size == 1:
+def _run(action: Callable[[], Any], is_mine: bool) -> Any:
+    if size() == 1:
         try:
             return action()
         except OSError as error:
             raise UserError(str(error)) from error
     attempt = ThreadPoolExecutor(1).submit(action if is_mine else lambda: None)
-    while not all(all_gather(attempt.done(), world)):
+    while not all(all_gather(attempt.done())):
         wait([attempt], timeout=1)
     failed = attempt.exception()
     if failed and not isinstance(failed, UserError | OSError):
         raise failed
-    if errors := [message for message in all_gather(failed and str(failed), world) if message is not None]:
+    if errors := [message for message in all_gather(failed and str(failed)) if message is not None]:
         raise UserError(errors[0])
     result = [attempt.result()]
     dist.broadcast_object_list(result, src=0, group=_gloo, device=torch.device("cpu"))
@@ -302,7 +313,7 @@ def _run(action: Callable[[], Any], is_mine: bool, world: World) -> Any:
 
 
 @contextlib.contextmanager
-def report_unresponsive_ranks(world: World, when: Callable[[], str]) -> Iterator[None]:
+def report_unresponsive_ranks(when: Callable[[], str]) -> Iterator[None]:
     """Turns a failed collective into a `UserError` that names the ranks that have not noticed it; `when()` is part of
     the message: "after step 5".
     """
@@ -311,7 +322,7 @@ def report_unresponsive_ranks(world: World, when: Callable[[], str]) -> Iterator
     except RuntimeError as error:
         message = one_line(error)
         failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
-        ranks = unresponsive_ranks(world) if failed else []
+        ranks = unresponsive_ranks() if failed else []
         if not ranks:
             raise
         verb = "has" if len(ranks) == 1 else "have"
@@ -321,18 +332,18 @@ def report_unresponsive_ranks(world: World, when: Callable[[], str]) -> Iterator
         raise UserError(f"{when()}: {silent}: {message}") from error
 
 
-def unresponsive_ranks(world: World) -> list[str]:
+def unresponsive_ranks() -> list[str]:
     """The ranks that have not noticed a failure within 3 s of this one, with process and host: gloo and
     NCCL do not say whose connection failed. A rank that notices sets a key in the store.
     """
-    store = world.store
+    store = _store
     if store is None:
         return []
 
     def ask() -> list[str]:
-        store.set(f"noticed/{world.rank}", "")
+        store.set(f"noticed/{rank()}", "")
         time.sleep(3)
-        ranks = [r for r in range(world.size) if not store.check([f"noticed/{r}"])]
+        ranks = [r for r in range(size()) if not store.check([f"noticed/{r}"])]
         return [f"rank {r} ({store.get(f'who/{r}').decode()})" for r in ranks]
 
     try:  # in a thread: behind a broken link, a call to the store outlives its own timeout

@@ -15,51 +15,50 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.errors import UserError
 from engine.machine import hardware
 from engine.parallel import distributed
-from engine.parallel.distributed import World
 
 # torch.distributed.fsdp and .tensor take most of a second to import: only sharded runs do.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def build(make: Callable[[], nn.Module], world: World, strategy: str, dtype: torch.dtype) -> nn.Module:
+def build(make: Callable[[], nn.Module], strategy: str, dtype: torch.dtype) -> nn.Module:
     """The model that `make()` makes, on this rank's device, wrapped in DDP or sharded with FSDP2 as
     `strategy` (ddp or fsdp) says; a single process wraps nothing.
 
     For FSDP2 it is constructed on the meta device and sharded; then `init_weights()` draws the same weights, one
     parameter at a time, so that no rank ever holds all of them.
     """
-    if strategy == "ddp" or world.size == 1:
-        return wrap(make(), world, strategy)
+    if strategy == "ddp" or distributed.size() == 1:
+        return wrap(make(), strategy)
     with torch.device("meta"):
         model: Any = make()  # nn.Module has no `init_weights`
-    shard(model, world, dtype)
-    model.to_empty(device=world.device)
+    shard(model, dtype)
+    model.to_empty(device=distributed.device())
     model.init_weights()
     return model
 
 
-def wrap(model: nn.Module, world: World, strategy: str) -> nn.Module:
+def wrap(model: nn.Module, strategy: str) -> nn.Module:
     """Returns a bare `model` on this rank's device, in DDP with several ranks; a wrapped or sharded one unchanged.
     Raises `UserError` for a bare one under fsdp: its optimizer would hold the full parameters.
     """
     if distributed.unwrap(model) is not model or is_sharded(model):
         return model
-    if strategy == "fsdp" and world.size > 1:
+    if strategy == "fsdp" and distributed.size() > 1:
         raise UserError(
             "trainer.strategy=fsdp: shard the model (sharding.build), then create its optimizer, before the Trainer"
         )
-    model.to(world.device)
-    if world.size == 1:
+    model.to(distributed.device())
+    if distributed.size() == 1:
         return model
-    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    device_ids = [distributed.device().index] if distributed.device().type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     # Buffers never change. The argument is deprecated since torch 2.13.
     wrapped.broadcast_buffers = False
     return wrapped
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+def shard(model: nn.Module, dtype: torch.dtype) -> None:
     """Shards the parameters of `model` in place. Each member of a `ModuleList`, a block, is gathered
     on its own, and the remaining parameters together, as in pytorch/torchtitan. They are gathered and
     used in `dtype`; gradients are averaged in float32.
@@ -69,14 +68,14 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
 
     # gloo has no all-to-all, and torch warns that it gathers instead.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = init_device_mesh(distributed.device().type, (distributed.size(),))
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [block for module in lists for block in module]
     # Also reshard the root: by default, it stays gathered after the forward pass.
     for module in (*blocks, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    if world.device.type == "cpu":  # or the heap would grow to more than a full model
+    if distributed.device().type == "cpu":  # or the heap would grow to more than a full model
         hardware.return_freed_memory()
 
 

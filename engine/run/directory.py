@@ -13,7 +13,7 @@ import yaml
 
 from engine import portable
 from engine.errors import UserError, check_only_one, one_line
-from engine.parallel.distributed import World, report_unresponsive_ranks, run_on_rank_0
+from engine.parallel.distributed import report_unresponsive_ranks, run_on_rank_0
 from engine.signals import Stopped
 from engine.snapshots import storage
 
@@ -32,7 +32,7 @@ SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 
 @contextlib.contextmanager
-def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
+def open_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
     """On rank 0, creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
     in it, for as long as the block lasts. If a collective fails within it, the log names the ranks that do not respond.
 
@@ -55,8 +55,8 @@ def open_run(run_dir: str, snapshot_path: str, world: World) -> Iterator[None]:
             beside = os.path.join(folder, f".{name}{LOCK}")
             stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
 
-    with stack, report_unresponsive_ranks(world, lambda: "while the run starts or ends"):
-        run_on_rank_0(enter, world)
+    with stack, report_unresponsive_ranks(lambda: "while the run starts or ends"):
+        run_on_rank_0(enter)
         yield
 
 

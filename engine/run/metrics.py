@@ -1,18 +1,16 @@
-"""Metrics: one JSON line per measurement in `metrics.jsonl`, and to the experiment trackers."""
+"""Metrics: one JSON line per measurement in `metrics.jsonl`."""
 
 import errno
 import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.run.directory import METRICS
-from engine.run.trackers import Start, Trackers
 
 log = logging.getLogger("gpt")
 
@@ -65,8 +63,8 @@ def format_loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-class Metrics:
-    """Appends to `metrics.jsonl` in `run_dir` and passes numbers and samples on to `trackers`.
+class MetricsFile:
+    """Appends to `metrics.jsonl` in `run_dir`.
 
     Every line has `step`, `epoch`, `split` (train, val, or final), `loss` in nats per character, `bpc` in bits, and
     `seconds` of training so far. Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of
@@ -74,18 +72,11 @@ class Metrics:
     `tokens` (characters scored) and `rank_losses`. If the run diverged, the last line says why in `diverged`.
 
     Resuming at `step` drops all later lines, which will be logged again, and the evaluation of `step` itself unless
-    `evaluated`. Warns if fewer than `lines`, the count in the snapshot, are left.
+    `evaluated`. Warns if fewer than `lines`, the count in the snapshot, are left. `logged`: the last line so far, as
+    (step, whether an evaluation), or the snapshot, if that is later.
     """
 
-    def __init__(
-        self,
-        run_dir: str,
-        step: int = 0,
-        evaluated: bool = True,
-        lines: int = 0,
-        trackers: Iterable[str] = ("tensorboard",),
-        hyperparameters: dict[str, Any] | None = None,
-    ):
+    def __init__(self, run_dir: str, step: int = 0, evaluated: bool = True, lines: int = 0):
         os.makedirs(run_dir, exist_ok=True)
         self.path = os.path.join(run_dir, METRICS)
         earlier = read_lines(self.path, "split")
@@ -95,31 +86,21 @@ class Metrics:
         missing = lines - self.lines
         if missing > 0:
             log.warning("%s: missing %d of %d lines up to step %d", self.path, missing, lines, step)
-        before = kept[-1].get("seconds", 0) if kept else 0
-        self.started = time.perf_counter() - before
         self.file = open(self.path, "ab", buffering=0)  # each write reaches the system or fails
         self.unwritten = b""
-        logged = max([(step, evaluated), *map(position, earlier)])
-        start = Start(os.path.abspath(run_dir), hyperparameters or {}, step, logged)
-        self.trackers = Trackers(trackers, start)
+        self.logged = max([(step, evaluated), *map(position, earlier)])
 
-    def log(self, step: int, epoch: float, split: str, loss: float, **values: Any) -> None:
-        """Logs one measurement. Non-finite values become null: JSON has no NaN."""
-        seconds = round(time.perf_counter() - self.started, 3)
+    def log(self, step: int, epoch: float, split: str, loss: float, seconds: float, **values: Any) -> dict[str, Any]:
+        """Writes one measurement, and returns it. Non-finite values become null: JSON has no NaN."""
         record = {"step": step, "epoch": epoch, "split": split, "loss": loss}
-        record |= {"bpc": loss / math.log(2), "seconds": seconds, **values}
+        record |= {"bpc": loss / math.log(2), "seconds": round(seconds, 3), **values}
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None
         self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
         self.lines += 1
         self.flush()
-        numbers = {
-            f"{split}/{name}": value
-            for name, value in record.items()
-            if isinstance(value, int | float) and name not in ("step", "seconds")
-        }
-        self.trackers.log(step, numbers, values.get("samples", []))
+        return record
 
     def flush(self, sync: bool = False) -> None:
         """Writes all pending lines or none; `sync` flushes them to disk. Logs an error; unwritten lines stay in memory
@@ -137,9 +118,6 @@ class Metrics:
             log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
 
     def close(self) -> None:
-        """Closes file and trackers. Unwritten lines are lost; if a snapshot counts them, a run that resumes from it
-        warns.
-        """
+        """Closes the file. Unwritten lines are lost; if a snapshot counts them, a run that resumes from it warns."""
         self.flush()
         self.file.close()
-        self.trackers.close()

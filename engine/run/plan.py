@@ -1,30 +1,26 @@
-"""Plan: the batch arithmetic of a run, its deadline, and when evaluations and saves are due."""
+"""Plan: the batch arithmetic of a run, and the steps at which evaluations and saves are due."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+import torch
+
+from engine.config.schema import TrainerConfig
 from engine.errors import UserError
 
+MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of its loss
 
-def planned_steps(config: Any, windows: int) -> float:
+
+def planned_steps(config: TrainerConfig, windows: int) -> float:
     """The optimizer steps of a `TrainerConfig`, with `windows` windows per epoch: `max_steps` or `max_epochs`,
     whichever comes first; infinite without both.
     """
     epochs = math.inf
     if config.max_epochs is not None:
+        assert config.batch_size is not None
         epochs = -(-config.max_epochs * windows // config.batch_size)
     return min(config.max_steps or math.inf, epochs)
-
-
-class Deadline(NamedTuple):
-    """The time limit of a run."""
-
-    minutes: float  # the limit, from the start of the program
-    at: float  # when training should end, as `time.monotonic()` gives it
-    evaluation_s: float = 0.0  # expected time of an evaluation and its save
-    most_steps: float = math.inf  # to which the plan may grow: 20 passes over the text, max_steps or max_epochs
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Plan:
     total_steps: int  # optimizer steps of the whole run
 
     @classmethod
-    def make(cls, config: Any, windows: int, block_size: int, world_size: int) -> "Plan":
+    def make(cls, config: TrainerConfig, windows: int, block_size: int, world_size: int) -> "Plan":
         """The plan of a `TrainerConfig`. Micro-batches are as few as `micro_batch_size` allows; the run ends at
         `max_steps` or `max_epochs`, whichever comes first. Raises `UserError` for fewer windows than ranks.
         """

@@ -12,26 +12,27 @@ import torch.distributed as dist
 
 from engine import portable
 from engine.parallel import distributed
-from engine.parallel.distributed import World
 from engine.signals import REQUESTS, SAVE, TIMED_SAVE, Stopped
 
 
 class Requests:
     """Context manager that records signals as requests, on which all ranks agree. Asynchronous: each `check` reads
     the all-reduce (MAX) that the previous one started, and starts the next. A second SIGINT ends the process at once.
-    Rank 0 also requests a save if `is_time()`.
+    Rank 0 also requests a save if `is_time()`. Its `share()` of the time limit is agreed on in the same exchange.
 
     Signals that are ignored (under nohup, in a shell's background) stay ignored, except SIGUSR1. Outside the
     main thread, where Python allows no handlers, nothing changes.
     """
 
-    def __init__(self, world: World, is_time: Callable[[], bool] = lambda: False):
-        self.world, self.is_time = world, is_time
+    def __init__(self, is_time: Callable[[], bool] = lambda: False, share: Callable[[], float] = lambda: 0.0):
+        self.is_time, self.own_share = is_time, share
         self.save = 0  # SAVE or TIMED_SAVE if one was requested
+        self.share = 0.0  # of the time limit, as agreed
         self._is_last_save = False
         self._own: set[int] = set()
         self._handlers: dict = {}
-        self._highest = torch.zeros((), dtype=torch.int64)  # on the CPU: no wait for a GPU
+        # The request, and the share in billionths. On the CPU: no wait for a GPU.
+        self._highest = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def __enter__(self) -> "Requests":
@@ -52,7 +53,7 @@ class Requests:
         if number == signal.SIGINT and not self._is_last_save:
             # The default handler also ends a process stuck outside Python.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if self.world.is_rank_0:  # a micro-batch may take long
+            if distributed.is_rank_0():  # a micro-batch may take long
                 # Not by the log: the signal may have interrupted it in the middle of a line.
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nstopping: will save after the current micro-batch\n")
@@ -62,7 +63,7 @@ class Requests:
         highest = max(self._own, default=0)
         if highest == SAVE:
             self._own.discard(SAVE)  # only this one: a signal may arrive meanwhile
-        if not highest and not self.save and self.world.is_rank_0 and self.is_time():
+        if not highest and not self.save and distributed.is_rank_0() and self.is_time():
             return TIMED_SAVE
         return highest
 
@@ -77,7 +78,7 @@ class Requests:
         """Waits so many seconds; returns whether a signal to any rank ended that."""
         end = time.monotonic() + seconds
         while True:
-            states = distributed.all_gather((self.take() > SAVE, time.monotonic() >= end), self.world)
+            states = distributed.all_gather((self.take() > SAVE, time.monotonic() >= end))
             if any(is_stopped for is_stopped, _ in states) or states[0][1]:
                 return any(is_stopped for is_stopped, _ in states)
             time.sleep(0.1)
@@ -86,18 +87,24 @@ class Requests:
         """Records a request to save. Raises `Stopped` on every rank at the same point if any was asked to stop. All
         ranks must call it equally often.
         """
-        agreed = self.wait() if self.world.size > 1 else self.take()
+        if distributed.size() == 1:
+            agreed, self.share = self.take(), self.own_share()
+        else:
+            agreed = self.wait()
         if agreed > SAVE:
             raise Stopped(agreed)
         self.save = max(self.save, agreed)
-        if self.world.size > 1:
-            self._highest.fill_(self.take())
+        if distributed.size() > 1:
+            share = self.own_share() if distributed.is_rank_0() else 0.0
+            self._highest.copy_(torch.tensor([self.take(), round(1e9 * share)]))
             self._work = distributed.start_max(self._highest)
 
     def wait(self) -> int:
-        """Waits for the pending all-reduce; returns its result."""
+        """Waits for the pending all-reduce; returns the request in its result."""
         if self._work is None:
             return 0
         self._work.wait()
         self._work = None
-        return int(self._highest)
+        request, share = self._highest.tolist()
+        self.share = share / 1e9
+        return request

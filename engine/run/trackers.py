@@ -4,16 +4,13 @@ To add one, write a class like `TensorBoard`, and add it to `TRACKERS` under the
 numbers, whose names vary; a resumed run logs the steps after its snapshot again.
 """
 
-import contextlib
-import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from engine.errors import UserError, check_option, one_line
+from engine.portable import is_installed
 
 log = logging.getLogger("gpt")
 
@@ -86,49 +83,12 @@ class WandB:
         self.run.finish()
 
 
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: dict[str, type[TensorBoard] | type[WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
+Tracker = TensorBoard | WandB
 
 
-def check_installed(names: Iterable[str]) -> None:
-    """Raises `UserError` for a name not in `TRACKERS`, or if its package is missing, except TensorBoard."""
-    for name in names:
-        check_option("trainer.trackers", name, TRACKERS)
-        if name != "tensorboard" and not is_installed(name):
-            raise UserError(f"trainer.trackers: {name} is not installed: pip install {name}")
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package is installed. A namespace package, as W&B's folder looks like, does not count."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
-class Trackers:
-    """The trackers of a run, by name. One that fails is disabled, and the run continues."""
-
-    def __init__(self, names: Iterable[str], start: Start):
-        self.trackers: dict[str, Any] = {}
-        for name in names:
-            if name == "tensorboard" and not is_installed(name):  # see `check_installed`
-                log.info("%s is not installed (pip install %s): not logging to it", name, name)
-                continue
-            with self._disable_on_error(name):
-                self.trackers[name] = TRACKERS[name](start)
-
-    def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
-        for name, tracker in list(self.trackers.items()):
-            with self._disable_on_error(name):
-                tracker.log(step, values, texts)
-
-    def close(self) -> None:
-        for name, tracker in list(self.trackers.items()):
-            with self._disable_on_error(name):
-                tracker.close()
-
-    @contextlib.contextmanager
-    def _disable_on_error(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # packages, disks and networks fail in many ways
-            log.warning("%s: %s; disabled for this run", name, one_line(error))
-            self.trackers.pop(name, None)
+def is_available(name: str) -> bool:
+    """Whether the package of a tracker is installed; logs a line if not."""
+    if not is_installed(name):
+        log.info("%s is not installed (pip install %s): not logging to it", name, name)
+    return is_installed(name)

@@ -7,21 +7,18 @@ number of steps. The passes over the text decide the learning rate and the weigh
 import copy
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
-from engine.config import auto
 from engine.config.overrides import repeating_command
+from engine.config.schema import Config
 from engine.errors import UserError
 from engine.parallel import distributed
-from engine.parallel.distributed import World
-from engine.run import memory
+from engine.precision import missing_to_compile
 from engine.run.metrics import duration
-from engine.run.plan import Deadline
 from engine.sizing import rule
-from engine.sizing.draft import DROPOUT, SCORING_COST, Draft, minutes_for
+from engine.sizing.draft import DROPOUT, SCORING_COST, Draft, count_block_weights, count_weights
 from engine.sizing.recall import recall
-from engine.sizing.trial import Trial, sized_model
+from engine.sizing.trial import Build, SizedText, Trial, sized_model
 from engine.text import unit_of
 
 log = logging.getLogger("gpt")
@@ -32,6 +29,7 @@ MIN_HELD_OUT = 20_000  # characters of a long text, however short the time; a tw
 SHORT_HELD_OUT = 1000  # characters of a text whose twentieth is less; a tenth at most
 MIN_CHARACTERS = 1000  # the shortest text for which a model is chosen
 MIN_CONTEXT = 64  # a short held-out part does not reduce the context further
+FILLED = 0.95  # share of the time that the steps fill; the clock ends a run that becomes slower
 FINISH_S = 2.0  # seconds to open the run's files, for the report and process exit
 SAVED_PER_S = 3e8  # bytes of a snapshot saved per second; on a CPU, a save delays training by as long
 # Seconds per layer to sample a text on a GPU: about 25 kernel launches per layer and character.
@@ -42,35 +40,33 @@ COMPILE_AGAIN_S = 6.0  # seconds to compile after the trial
 
 
 def choose_sizes(
-    config: Any,
-    text: Any,
+    config: Config,
+    text: SizedText,
     recorded: dict[str, Any] | None,
-    world: World,
     started: float,
-    make_trainer: Callable[[Any, Any], Any],
-) -> Deadline | None:
+    build: Build,
+) -> float | None:
     """Sets the null fields of `config`, and the steps if there is a time limit, which counts from `started`. A run that
-    resumes takes them from the settings `recorded` in its snapshot. `make_trainer(config, split)` makes the Trainer to
-    time. Returns the deadline; None without a time limit, or if the run resumes.
+    resumes takes them from the settings `recorded` in its snapshot. `build(config, split)` builds the Trainer to time.
+    Returns when training must end, as `time.monotonic()` gives it; None without a time limit, or if the run resumes.
     """
     draft, deadline = Draft(config, len(text.data)), None
-    minutes = config.trainer.max_minutes
-    trial = Trial(text, world, started + 60 * (minutes or 0.0), make_trainer)
     if recorded is not None:
         recall(draft, recorded)
-        if world.device.type == "cuda" and config.trainer.compile == "auto":
+        if distributed.device().type == "cuda" and config.trainer.compile == "auto":
             config.trainer.compile = recorded.get("trainer", {}).get("compile", "auto")
     elif draft.is_incomplete:
+        trial = Trial(text, started + 60 * (config.trainer.max_minutes or 0.0), build)
         overrides, deadline = choose(draft, trial)
         log.info("sizing      to repeat this choice: %s", repeating_command(overrides, config.run_name))
     config.model = sized_model(config)
-    trial.warn_if_short(config)
     return deadline
 
 
-def choose(draft: Draft, trial: Any) -> tuple[list[str], Deadline | None]:
+def choose(draft: Draft, trial: Trial) -> tuple[list[str], float | None]:
     """Chooses the null fields, with the measurements of a `Trial`; given values are kept. Returns overrides that repeat
-    the choice, and the deadline if there is a time limit. Raises `UserError` for a text or a time that is too short.
+    the choice, and when training must end if there is a time limit. Raises `UserError` for a text or a time that is too
+    short.
     """
     trainer, chosen, deadline = draft.config.trainer, draft.nulls, None
     chooses_model = bool(chosen)
@@ -81,10 +77,10 @@ def choose(draft: Draft, trial: Any) -> tuple[list[str], Deadline | None]:
         chosen.append("trainer.max_steps")
         most_steps = draft.useful_steps if chooses_model else math.inf
         step_s = trial.seconds_per_step(draft)
-        if trial.world.device.type == "cuda" and trainer.compile == "auto":
+        if distributed.device().type == "cuda" and trainer.compile == "auto":
             chosen.append("trainer.compile")
             step_s = choose_compile(draft, trial, step_s, most_steps)
-        if trial.world.device.type == "cpu":  # each evaluation may find the best weights yet, which are saved
+        if distributed.device().type == "cpu":  # each evaluation may find the best weights yet, which are saved
             evaluation_steps += save_seconds(draft) / step_s
         deadline = choose_steps(draft, trial, step_s, evaluation_steps, most_steps)
     if trainer.eval_every_steps is None:
@@ -99,14 +95,18 @@ def choose(draft: Draft, trial: Any) -> tuple[list[str], Deadline | None]:
     return [f"{key}={draft.get(key)}" for key in chosen] + ["trainer.max_minutes=null"], deadline
 
 
-def choose_model(draft: Draft, trial: Any) -> None:
+def choose_model(draft: Draft, trial: Trial) -> None:
     """Chooses the null fields of `CHOSEN`, except the learning rate and the decays (`choose_rates`)."""
     check_can_choose(draft)
-    config, world, usable = draft.config, trial.world, draft.usable_characters
+    config, usable = draft.config, draft.usable_characters
     trainer, data, model = config.trainer, config.data, config.model
-    on_cuda, is_timed, unit = world.device.type == "cuda", trainer.max_minutes is not None, unit_of(data.encoding)
-    if world.device.type != "cpu":
-        log.info("sizing      the rule was fitted on CPUs; on %s it is extrapolated", world.device.type)
+    on_cuda, is_timed, unit = (
+        distributed.device().type == "cuda",
+        trainer.max_minutes is not None,
+        unit_of(data.encoding),
+    )
+    if distributed.device().type != "cpu":
+        log.info("sizing      the rule was fitted on CPUs; on %s it is extrapolated", distributed.device().type)
     longest = usable // 20  # context
     if data.train_split is not None:  # a held-out part that is too short is refused later
         longest = min(longest, max(draft.held_out_characters - 1, MIN_CONTEXT))
@@ -118,7 +118,7 @@ def choose_model(draft: Draft, trial: Any) -> None:
     reference = copy.deepcopy(draft)
     reference.config.trainer.compile = "false"  # not worth it for a trial
     reference.fill({"data.train_split": 0.8 * (1 - data.final_split)})
-    reference.fill(sizes_of(config, longest, *rule.REFERENCE, batch, world.size))
+    reference.fill(sizes_of(config, longest, *rule.REFERENCE, batch, distributed.size()))
     steps = reference.planned_steps
     budget = "the given steps"
     if is_timed:
@@ -132,7 +132,7 @@ def choose_model(draft: Draft, trial: Any) -> None:
     layers, width, context = rule.best_sizes(usable, flops)
     affordable = flops / rule.REFERENCE_FLOPS if is_timed else math.inf
     batch = rule.characters_per_step(usable, model.n_embd or width, affordable, on_cuda)
-    draft.fill(sizes_of(config, longest, layers, width, context, batch, world.size))
+    draft.fill(sizes_of(config, longest, layers, width, context, batch, distributed.size()))
     affordable_characters = flops / draft.flops_per_character
     held_out = max(MIN_HELD_OUT, EVALUATION_SHARE / MIN_EVALUATIONS * affordable_characters / SCORING_COST)
     least = min(max(SHORT_HELD_OUT, data.block_size + 2), usable / 10)  # a window has to fit
@@ -170,7 +170,7 @@ def check_can_choose(draft: Draft) -> None:
 
 
 def sizes_of(
-    config: Any, longest: int, layers: int, width: int, context: int, batch: int, processes: int
+    config: Config, longest: int, layers: int, width: int, context: int, batch: int, processes: int
 ) -> dict[str, int]:
     """Values for `SIZES`, from layers, width, context (at most `longest`) and characters of a batch; sizes set in
     `config` are kept.
@@ -190,13 +190,13 @@ def sizes_of(
     }
 
 
-def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -> float:
+def choose_compile(draft: Draft, trial: Trial, step_s: float, most_steps: float) -> float:
     """Chooses whether to compile on a GPU, for at most `most_steps` of `step_s` each. Returns the seconds per step of
     the choice.
     """
     trainer = draft.config.trainer
     seconds = min(trial.seconds_left(), step_s * min(most_steps, draft.planned_steps))
-    missing = distributed.all_gather(auto.missing_to_compile("cuda"), trial.world)
+    missing = distributed.all_gather(missing_to_compile("cuda"))
     if seconds > COMPILE_PAYS_FROM_S and not any(missing):
         trainer.compile = "true"
         compiled_s = trial.seconds_per_step(draft)
@@ -206,38 +206,36 @@ def choose_compile(draft: Draft, trial: Any, step_s: float, most_steps: float) -
     return step_s
 
 
-def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_steps: float, most_steps: float) -> Deadline:
-    """Chooses the steps that fit into the remaining time, at `step_s` seconds each and `evaluation_steps` steps per
-    evaluation, but at most `most_steps`. Returns the deadline of training. Raises `UserError` if no step fits.
+def choose_steps(draft: Draft, trial: Trial, step_s: float, evaluation_steps: float, most_steps: float) -> float:
+    """Chooses the steps: `FILLED` of those that fit into the remaining time, at `step_s` seconds each and
+    `evaluation_steps` steps per evaluation, but at most `most_steps`. Returns when training must end, before the last
+    evaluation and save. Raises `UserError` if no step fits.
     """
-    config, trainer, world = draft.config, draft.config.trainer, trial.world
+    config, trainer = draft.config, draft.config.trainer
     evaluation_s = step_s * evaluation_steps
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
     # One process scores the final part.
-    final_s = world.size * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
-    reserved = FINISH_S + save_seconds(draft) + final_s  # after training
+    final_s = distributed.size() * step_s * draft.scoring_steps(config.data.final_split * draft.characters)
+    reserved = evaluation_s + save_seconds(draft) + final_s + FINISH_S  # after training
     seconds = trial.seconds_left() - reserved
-    left = seconds - gpu_seconds(config, seconds / step_s, world) - initial_s
+    left = seconds - gpu_seconds(config, seconds / step_s) - initial_s
     if trainer.eval_every_steps is None:
-        number = number_of_evaluations(left / evaluation_s)
+        number = number_of_evaluations(left / evaluation_s) - 1
         fitting = int((left - number * evaluation_s) / step_s)
-    else:  # at the interval and after the last step; at least two: halfway and after the last
-        number = MIN_EVALUATIONS
+    else:  # at the interval, and at least halfway
+        number = MIN_EVALUATIONS - 1
         with_evaluations_s = step_s + evaluation_s / trainer.eval_every_steps
-        fitting = int(min((left - number * evaluation_s) / step_s, (left - evaluation_s) / with_evaluations_s))
+        fitting = int(min((left - number * evaluation_s) / step_s, left / with_evaluations_s))
     if fitting < 1:
-        missing = step_s + 2 * number * evaluation_s - left
+        missing = step_s + (number + 1) * evaluation_s - left
         enough = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100
         also = " and the score of the final part" if final_s else ""
         raise UserError(
             f"trainer.max_minutes={trainer.max_minutes:g}: too short: no time is left for a step of {step_s:.2f} s "
             f"and its evaluation{also}; try {enough:g}"
         )
-    typed, useful = draft.planned_steps, most_steps
-    most_steps = min(useful, typed)
-    deadline = Deadline(trainer.max_minutes, trial.deadline - reserved, evaluation_s, most_steps)
-    trainer.max_steps = steps = int(min(fitting, most_steps))
-    trainer.max_minutes = minutes_for(steps, trainer.max_minutes, fitting)
+    typed, useful, fitting = draft.planned_steps, most_steps, max(int(FILLED * fitting), 1)
+    trainer.max_steps = steps = int(min(fitting, useful, typed))
     why = f"{'as many as' if steps == fitting else f'{fitting:,}'} fit into the {duration(seconds)} left"
     if steps == useful:
         why += f"; limited to {rule.USEFUL_PASSES} passes over the text"
@@ -246,17 +244,17 @@ def choose_steps(draft: Draft, trial: Any, step_s: float, evaluation_steps: floa
     elif typed < math.inf:
         why += f"; fewer than the {typed:,.0f} of trainer.max_steps or max_epochs"
     log.info("sizing      %s steps: %s", f"{steps:,}", why)
-    return deadline
+    return trial.deadline - reserved
 
 
 def save_seconds(draft: Draft) -> float:
     """Seconds to save a snapshot: the weights and two moment estimates, in float32."""
-    return 12 * memory.count_weights(draft.config.model) / SAVED_PER_S
+    return 12 * count_weights(draft.config.model) / SAVED_PER_S
 
 
-def gpu_seconds(config: Any, steps: float, world: World) -> float:
+def gpu_seconds(config: Config, steps: float) -> float:
     """Seconds on a GPU beside `steps` and their evaluations: compiling again and sampling."""
-    if world.device.type == "cpu":
+    if distributed.device().type == "cpu":
         return 0.0
     draws = 2 + int(math.log(max(steps / config.trainer.log_every_steps, 1.0), 4))
     sampling_s = DRAW_S * (config.model.n_layer + 1) * config.samples * draws
@@ -270,7 +268,7 @@ def choose_rates(draft: Draft) -> None:
     if draft.config.init_from is None:
         rate = rule.learning_rate(draft.usable_characters, model.n_embd, steps)
         draft.fill({"optimizer.learning_rate": rate})
-        decay = rule.weight_decay(passes, memory.count_block_weights(model), optimizer.learning_rate * steps)
+        decay = rule.weight_decay(passes, count_block_weights(model), optimizer.learning_rate * steps)
         ngram_decay = rule.ngram_decay(passes, draft.passes(1), optimizer.learning_rate)
     else:
         rate = rule.fine_tuning_rate(draft.training_characters, model.n_embd, passes)

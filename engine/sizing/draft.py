@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from engine.run import memory, plan
+from engine.config.schema import Config, GPTConfig
+from engine.run import plan
 from engine.sizing.rule import USEFUL_PASSES
 
 # The fields that are chosen if null. Snapshots and config.yaml store them.
@@ -22,7 +23,7 @@ SCORING_COST = 0.4  # time to score a character, relative to training on it
 class Draft:
     """A configuration, and the length of its text in characters."""
 
-    config: Any
+    config: Config
     characters: int
 
     def get(self, key: str) -> Any:
@@ -68,7 +69,7 @@ class Draft:
     def flops_per_character(self) -> float:
         """Floating-point operations of training on a character, as `GPT.flops_per_character`."""
         model = self.config.model
-        matrices = memory.count_block_weights(model) + model.n_embd * model.vocab_size
+        matrices = count_block_weights(model) + model.n_embd * model.vocab_size
         return 6 * matrices + 12 * model.n_layer * model.n_embd * self.config.data.block_size
 
     @property
@@ -92,8 +93,11 @@ class Draft:
         return SCORING_COST * characters / self.step_characters
 
 
-def minutes_for(steps: int, minutes: float, fitting: int) -> float:
-    """The minutes that `steps` take if `fitting` steps take `minutes`; rounded, so that a resumed run gets the same
-    steps at every start.
-    """
-    return minutes if steps == fitting else float(f"{minutes * steps / fitting:.10g}")
+def count_block_weights(model: GPTConfig) -> int:
+    """The number of weights in the matrices of the blocks."""
+    return 12 * model.n_layer * model.n_embd**2
+
+
+def count_weights(model: GPTConfig) -> int:
+    """The number of weights, without those of norms, biases and positions."""
+    return count_block_weights(model) + 2 * (model.vocab_size + model.ngram_rows) * model.n_embd

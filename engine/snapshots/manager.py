@@ -19,25 +19,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
+from engine.config.schema import TrainerConfig
 from engine.errors import UserError, one_line
 from engine.machine.hardware import is_out_of_memory
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import World
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
 from engine.snapshots.snapshot import Snapshot, not_finite
+from engine.snapshots.state import State
 from engine.snapshots.storage import SnapshotStorage, set_aside, snapshot_path
 
 log = logging.getLogger("gpt")
-
-
 RETRY_S = 30.0  # seconds after which a failed save is tried again
 
 
 class SaveInProgress(NamedTuple):
-    """A save in progress; `best` becomes the manager's if the best snapshot is written, even if the latest is not."""
+    """A save between `save` and `wait`."""
 
-    step: int
-    best: tuple[float, int] | None
+    snapshot: Snapshot
+    is_best: bool
     is_finite: bool  # the weights, on this rank
     write: Callable[[], None]  # on rank 0
     written: Future[None]  # on rank 0, once confirmed
@@ -52,30 +51,35 @@ class SaveInProgress(NamedTuple):
 class SnapshotManager:
     """The snapshots of the run in `run_dir`, with the settings of a `TrainerConfig`. Raises `UserError` on every rank
     if the run cannot resume from the files that exist.
+
+    Attributes:
+        found: the snapshot to resume from, until it is restored; None for a new run.
+        saved_step: of the latest snapshot that was written, or restored.
+        last_error: of the last save, if that failed.
+        due_at: on rank 0, when the clock asks for a save, as `time.monotonic()` gives it.
     """
 
-    def __init__(self, config: Any, run_dir: str, world: World):
-        self.config, self.run_dir, self.world = config, run_dir, world
+    def __init__(self, config: TrainerConfig, run_dir: str):
+        self.config, self.run_dir = config, run_dir
         self.path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(self.path, config.keep_snapshots)
         minutes = config.save_every_minutes
         self.interval_s = math.inf if minutes is None else 60 * minutes
-        self.last_error = ""  # of the last save, if that failed
-        self.due_at = math.inf  # on rank 0: when the clock asks for a save, as `time.monotonic()` gives it
-        self.saved_step: int | None = None  # of the latest snapshot that was written
-        self.best: tuple[float, int] | None = None  # (held-out loss, step) of the best one written
+        self.due_at = math.inf
+        self.last_error = ""
+        self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._saving: SaveInProgress | None = None
-        self.found: Snapshot | None = None  # to resume from, until it is restored
+        self.found: Snapshot | None = None
         # A restart by torchrun or SLURM resumes, even with resume=never.
-        if config.resume != "never" or distributed.is_restart(world):
+        if config.resume != "never" or distributed.is_restart():
             self.found = self._find()
 
     # --- before the first step ---
 
     def _find(self) -> Snapshot | None:
         """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
-        found = distributed.run_on_rank_0(self.storage.find, self.world)
+        found = distributed.run_on_rank_0(self.storage.find)
         if found is None:
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
@@ -84,27 +88,14 @@ class SnapshotManager:
         log.info("resuming from %s, step %d", found[1], snapshot.step)
         return snapshot
 
-    def earlier_choices(self) -> dict[str, Any]:
-        """Resolved `auto` and null settings of the snapshot to resume from; empty without one, or on another type of
-        device.
-        """
-        found, device_type = self.found, self.world.device.type
-        if found is None or found.choices.get("device", device_type) != device_type:
-            return {}
-        settings = found.config.get("trainer", {})
-        resolved = {name: choice for name, choice in found.choices.items() if settings.get(name) in ("auto", None)}
-        if settings.get("use_amp") is False:
-            resolved.pop("amp_dtype", None)
-        return resolved
-
-    def open(self, step: int, history: tuple[str, ...]) -> None:
+    def open(self, state: State, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
         snapshots and the files `history` of an earlier run, and else numbered snapshots of later steps.
         """
         self.storage.prepare()
-        self._is_due_in(self.interval_s)
-        if self.saved_step is not None or step > 0:
-            self.storage.set_later_aside(step)
+        self._set_due(self.interval_s)
+        if self.saved_step is not None or state.step > 0:
+            self.storage.set_later_aside(state.step)
             return
         is_asked = self.config.resume == "never"
         why = "trainer.resume=never" if is_asked else f"there is no snapshot at {self.path}"
@@ -113,24 +104,26 @@ class SnapshotManager:
             moved = ", ".join(set_aside(earlier))
             log.warning("%s: training from scratch; earlier files are renamed to %s", why, moved)
 
-    def recover_best(self) -> None:
+    def recover_best(self, state: State) -> None:
         """Makes the best snapshot that of this run: see the storage's. Without a copy, the next evaluation counts as
         the best.
         """
-        if self.best is None:
+        loss, step = state.best_loss, state.best_step
+        if loss is None or step is None:
             return
-        loss, step = self.best
-        if not distributed.run_on_rank_0(lambda: self.storage.recover_best(loss, step), self.world):
-            self.best = None
+        if not distributed.run_on_rank_0(lambda: self.storage.recover_best(loss, step)):
+            state.best_loss = state.best_step = None
 
-    def restore(self, snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Loads the tensors of `snapshot` into the unwrapped `model` and its `optimizer`, sharded as
-        these are. Raises `UserError` if they do not fit.
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Loads the tensors of `found` into the unwrapped `model` and its `optimizer`, sharded as these are. Raises
+        `UserError` if they do not fit.
         """
+        snapshot, self.found = self.found, None
+        assert snapshot is not None
         current = model.state_dict()
         model_state, optimizer_state = snapshot.model_state, snapshot.optimizer_state
         if snapshot.shards:
-            model_state, optimizer_state = read_shards(self.path, snapshot, current, self.world)
+            model_state, optimizer_state = read_shards(self.path, snapshot, current)
         try:
             shard = sharding.shard_like
             # A tensor that the model does not have stays as it is: `load_state_dict` names it.
@@ -150,47 +143,47 @@ class SnapshotManager:
                 "run_name=NEW_NAME, or set this one aside with trainer.resume=never: "
                 f"{one_line(error)[:300]}"
             ) from error
-        self.saved_step, self.found = snapshot.step, None
-        if snapshot.best_loss is not None and snapshot.best_step is not None:
-            self.best = (snapshot.best_loss, snapshot.best_step)
+        self.saved_step = snapshot.step
 
     # --- saving ---
 
-    def save(self, snapshot: Snapshot, is_best: bool, is_numbered: bool) -> None:
-        """Starts to save `snapshot` as the latest one, and also as the best or a numbered one, after the previous save
-        has ended. Adds its `best_loss` and `best_step`. Its tensors may be sharded, and may change as soon as this
-        returns. `confirm` goes on; the next `wait` reports the result.
+    def save(self, snapshot: Snapshot, is_numbered: bool) -> None:
+        """Starts to save `snapshot` as the latest one and, if it has the lowest loss, as the best; also as a numbered
+        one if so chosen. Its tensors may be sharded, and may change as soon as this returns. `confirm` comes next; the
+        next `wait` reports the result.
         """
-        self.wait()
-        best: Any = (snapshot.loss, snapshot.loss_step) if is_best else self.best
-        best_loss, best_step = best or (None, None)
-        snapshot = dataclasses.replace(snapshot, best_loss=best_loss, best_step=best_step)
+        if snapshot.is_best:
+            snapshot = dataclasses.replace(snapshot, best_loss=snapshot.loss, best_step=snapshot.step)
         own = {name: sharding.local_tensor(tensor) for name, tensor in snapshot.model_state.items()}
         is_finite = not_finite(own, snapshot.parameters) is None
         written: Future[None] = Future()
-        copied, self.due_at = snapshot, math.inf
+        self.due_at = math.inf
         try:
             if self.config.snapshot_format == "sharded":  # each rank writes its own tensors
-                distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
-                snapshot = save_shards(self.path, snapshot, self.world)
-            copied = snapshot.map_tensors(self._to_host)
+                distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
+                snapshot = save_shards(self.path, snapshot)
+            snapshot = snapshot.map_tensors(self._to_host)
         except (OSError, UserError) as error:  # of shards, raised on every rank
             written.set_exception(error)
-            self._is_due_in(RETRY_S)
+            self._set_due(RETRY_S)
 
         def write() -> None:
             try:
-                self.storage.write(copied.to_bytes(), copied.step, is_best, is_numbered)
-                self._is_due_in(self.interval_s)
+                self.storage.write(snapshot.to_bytes(), snapshot.step, snapshot.is_best, is_numbered)
+                self._set_due(self.interval_s)
             except Exception:
-                self._is_due_in(RETRY_S)
+                self._set_due(RETRY_S)
                 raise
 
-        self._saving = SaveInProgress(snapshot.step, best, is_finite, write, written)
+        self._saving = SaveInProgress(snapshot, snapshot.is_best, is_finite, write, written)
 
-    def _is_due_in(self, seconds: float) -> None:
-        """Sets when the clock asks for the next save."""
+    def _set_due(self, seconds: float) -> None:
         self.due_at = time.monotonic() + (math.inf if self.interval_s == math.inf else seconds)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On rank 0, a full copy in host memory; on others, `tensor`. All ranks must call it for a sharded tensor."""
+        full = sharding.full_tensor(tensor.detach())
+        return full.to("cpu", copy=True) if distributed.is_rank_0() else tensor
 
     @property
     def is_unconfirmed(self) -> bool:
@@ -203,41 +196,38 @@ class SnapshotManager:
         """
         saving = self._saving
         assert saving is not None and not saving.is_confirmed
-        finite = distributed.all_gather((saving.is_finite, math.isfinite(loss)), self.world)
+        finite = distributed.all_gather((saving.is_finite, math.isfinite(loss)))
         if not all(map(all, finite)):
             self._saving = None
-            self._is_due_in(RETRY_S)
+            self._set_due(RETRY_S)
             return "loss" if all(weights for weights, _ in finite) else "weights"
-        if self.world.is_rank_0 and not saving.written.done():
+        if distributed.is_rank_0() and not saving.written.done():
             saving = saving._replace(written=self._thread.submit(saving.write))
         self._saving = saving._replace(is_confirmed=True)
         return None
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On rank 0, a full copy in host memory; on others, `tensor`. All ranks must call it for a sharded tensor."""
-        full = sharding.full_tensor(tensor.detach())
-        return full.to("cpu", copy=True) if self.world.is_rank_0 else tensor
-
-    def wait(self) -> None:
-        """Waits for the save in progress; every rank learns its result. A failure is logged."""
+    def wait(self, state: State) -> None:
+        """Waits for the save in progress; every rank learns its result. A failure is logged. If the best snapshot was
+        written, even if the latest was not, it becomes that of `state`.
+        """
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
         assert saving.is_confirmed
-        error, is_best = distributed.run_on_rank_0(
-            lambda: (saving.error(), self.storage.best_step == saving.step), self.world
+        step = saving.snapshot.step
+        self.last_error, is_best = distributed.run_on_rank_0(
+            lambda: (saving.error(), saving.is_best and self.storage.best_step == step)
         )
-        if is_best:  # even if writing the latest failed afterwards
-            self.best = saving.best
-        self.last_error = error
-        if error:
-            self._log_failure(saving.step, error)
+        if is_best:
+            state.best_loss, state.best_step = saving.snapshot.best_loss, step
+        if self.last_error:
+            self._log_failure(step, self.last_error)
         else:
-            self.saved_step = saving.step
+            self.saved_step = step
 
     def finish(self) -> None:
         """After the last save: removes what no snapshot refers to."""
-        distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage), self.world)
+        distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
 
     def rescue(self, snapshot: Snapshot) -> str:
         """Writes `snapshot` as one file to the system's temporary folder; returns its path. Raises `UserError` on every
@@ -256,13 +246,13 @@ class SnapshotManager:
                     raise
             return file.name
 
-        return distributed.run_on_rank_0(write, self.world)
+        return distributed.run_on_rank_0(write)
 
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
-        if saving is not None and saving.is_confirmed and self.world.is_rank_0 and (error := saving.error()):
-            self._log_failure(saving.step, error)
+        if saving is not None and saving.is_confirmed and distributed.is_rank_0() and (error := saving.error()):
+            self._log_failure(saving.snapshot.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
         intact = "" if self.saved_step is None else "; the snapshots saved before are intact"

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
-from engine.parallel import sharding
-from engine.parallel.distributed import World, all_gather, run_on_rank_0
+from engine.parallel import distributed, sharding
+from engine.parallel.distributed import all_gather, run_on_rank_0
 from engine.snapshots.snapshot import Snapshot, SnapshotError, not_finite
 from engine.snapshots.storage import SnapshotStorage, load, shards_folder
 
@@ -49,7 +49,7 @@ def checkpoint_errors(folder: str) -> Iterator[None]:
             raise SnapshotError(f"{folder}: rank {rank}: {one_line(cause)}") from error
 
 
-def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
+def save_shards(path: str, snapshot: Snapshot) -> Snapshot:
     """Writes the tensors of `snapshot`, plain or sharded, beside the latest one, at `path`; all ranks take part.
 
     Returns the rest: `snapshot` with `shards` in place of tensors. Raises `UserError` on every rank if it fails.
@@ -59,21 +59,21 @@ def save_shards(path: str, snapshot: Snapshot, world: World) -> Snapshot:
     state = {f"model/{name}": value for name, value in snapshot.model_state.items()}
     for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
-    name = run_on_rank_0(lambda: f"{shards_name(path)}/{snapshot.step:08d}-{uuid.uuid4().hex[:8]}", world)
+    name = run_on_rank_0(lambda: f"{shards_name(path)}/{snapshot.step:08d}-{uuid.uuid4().hex[:8]}")
     folder = shards_folder(path, name)
     with checkpoint_errors(folder):
         writer = checkpoint.FileSystemWriter(folder, sync_files=True)
-        checkpoint.save(state, storage_writer=writer, no_dist=world.size == 1)
+        checkpoint.save(state, storage_writer=writer, no_dist=distributed.size() == 1)
     # Must not raise, as the other ranks wait in `all_gather`: `glob` finds nothing where a folder cannot be read.
-    listings = all_gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)), world)
-    files = digests(listings[0], folder, world)
+    listings = all_gather(sorted(glob.glob("*", root_dir=folder, include_hidden=True)))
+    files = digests(listings[0], folder)
     if not files or None in files.values() or any(names != listings[0] for names in listings):
         raise SnapshotError(f"{folder}: not every rank can read the same files there; it must be a shared disk")
     shards = {"folder": name, "files": files}
     return dataclasses.replace(snapshot, model_state={}, optimizer_state={}, shards=shards)
 
 
-def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor], world: World) -> tuple[dict, dict]:
+def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -> tuple[dict, dict]:
     """(model state, optimizer state) in the shards of the `snapshot` at `path`; all ranks take part.
 
     The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that
@@ -83,7 +83,7 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor], w
 
     shards = snapshot.shards
     folder = shards_folder(path, shards["folder"])
-    found = digests([*shards["files"]], folder, world)
+    found = digests([*shards["files"]], folder)
     for name, expected in shards["files"].items():
         if found[name] != expected:
             step = int(os.path.basename(folder).partition("-")[0])
@@ -109,24 +109,24 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor], w
         else:
             optimizer_state.setdefault(name, {})[key[0]] = tensor
     with checkpoint_errors(folder):
-        checkpoint.load(state, storage_reader=reader, no_dist=world.size == 1)
+        checkpoint.load(state, storage_reader=reader, no_dist=distributed.size() == 1)
     own = {name: sharding.local_tensor(tensor) for name, tensor in model_state.items()}
-    if bad := next(filter(None, all_gather(not_finite(own, snapshot.parameters), world)), None):
+    if bad := next(filter(None, all_gather(not_finite(own, snapshot.parameters))), None):
         raise SnapshotError(f"{folder}: {bad} is not finite: the run diverged")
     return model_state, optimizer_state
 
 
-def digests(names: list[str], folder: str, world: World) -> dict[str, list[Any] | None]:
+def digests(names: list[str], folder: str) -> dict[str, list[Any] | None]:
     """[size, SHA-256] of each file, None for one that cannot be read; the ranks share the work."""
     own: dict[str, list[Any] | None] = {}
-    for name in names[world.rank :: world.size]:
+    for name in names[distributed.rank() :: distributed.size()]:
         try:
             with open(os.path.join(folder, name), "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 own[name] = [file.tell(), digest]
         except OSError:
             own[name] = None
-    return {name: found for part in all_gather(own, world) for name, found in part.items()}
+    return {name: found for part in all_gather(own) for name, found in part.items()}
 
 
 def remove_unused_shards(storage: SnapshotStorage) -> None:
@@ -153,7 +153,8 @@ def load_full(path: str) -> Snapshot:
     """The snapshot at `path` with all tensors in it, merged if it is sharded. Raises `UserError`."""
     snapshot = load(path)
     if snapshot.shards:
-        states = read_shards(path, snapshot, {}, World.alone(torch.device("cpu")))
+        with distributed.alone():
+            states = read_shards(path, snapshot, {})
         snapshot.model_state, snapshot.optimizer_state = states
         snapshot.shards = {}
     return snapshot

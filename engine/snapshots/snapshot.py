@@ -5,22 +5,25 @@ SHA-256, as the comment of the ZIP archive: `torch.load(path, weights_only=True)
 any flipped bit or truncation is detected.
 """
 
+import copy
 import hashlib
 import io
 import logging
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from engine.config.schema import GPTConfig
 from engine.config.settings import as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
-from engine.kernels import execution
-from engine.parallel.distributed import World
+from engine.parallel import distributed
 from engine.parallel.sharding import is_dtensor
+from engine.precision import evaluating
+from engine.snapshots.state import State
 from engine.text import unit_of
 
 log = logging.getLogger("gpt")
@@ -40,10 +43,10 @@ class SnapshotError(UserError):
 
 
 @dataclass
-class Snapshot:
-    """The state of a run after `step` optimizer steps: tensors and plain types only.
+class Snapshot(State):
+    """The state of a run after `step` optimizer steps, with its tensors: tensors and plain types only.
 
-    The first three fields are those of PyTorch's minGPT-DDP tutorial. No random generator is stored:
+    The first three arguments are those of PyTorch's minGPT-DDP tutorial. No random generator is stored:
     dropout is seeded at every step from `trainer.seed`, the step and the rank, and the order of the
     windows is a function of the seed and the position.
     """
@@ -52,20 +55,12 @@ class Snapshot:
     model_state: dict[str, torch.Tensor]  # by parameter name, as in the unwrapped model
     optimizer_state: dict[str, dict[str, Any]]  # of each parameter that has one, by parameter name
     finished_epoch: int = 0  # complete epochs
-    step: int = 0  # optimizer steps taken
     windows_seen: int = 0  # training windows taken: `step` times the batch size
     seed: int = 0  # `trainer.seed`
     scaler_state: dict[str, Any] = field(default_factory=dict)  # of the `GradScaler`; empty unless in float16
-    best_loss: float | None = None  # lowest held-out loss that has a snapshot, nats per character
-    best_step: int | None = None  # and its step
-    loss: float | None = None  # newest held-out loss, nats per character
-    loss_step: int | None = None  # and its step
-    since_best: int = 0  # evaluations since the one with the lowest loss
-    metrics_lines: int = 0  # lines of metrics.jsonl up to this step
-    processes: int = 1  # world size when it was taken
+    processes: int = 1  # ranks when it was taken
     vocabulary: str = ""  # the distinct characters; a character's position is its id
     text_digest: str = ""  # SHA-256 of the (truncated) text
-    choices: dict[str, Any] = field(default_factory=dict)  # resolved `auto` settings
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, plain types
     probe_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # see `probe_logits`; may be empty
     parameters: list[str] = field(default_factory=list)  # names in `model_state`; the others are buffers
@@ -104,13 +99,13 @@ class Snapshot:
             entries = zipfile.ZipFile(io.BytesIO(content)).infolist()
             if sum(entry.file_size for entry in entries) > len(content):
                 raise ValueError("its entries declare more bytes than the file has")
-            fields = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            snapshot = cls(**fields) if fields.get("format") in READABLE_FORMATS else None
+            loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            snapshot = cls(**upgraded(loaded)) if loaded.get("format") in READABLE_FORMATS else None
         except Exception as error:  # a crafted file can raise anything
             raise UserError(f"{name}: not a snapshot of this application: {one_line(error)}") from error
         if snapshot is None:
             readable = ", ".join(map(str, READABLE_FORMATS))
-            raise UserError(f"{name}: snapshot format {fields.get('format')}; this application reads {readable}")
+            raise UserError(f"{name}: snapshot format {loaded.get('format')}; this application reads {readable}")
         if bad := not_finite(snapshot.model_state, snapshot.parameters):
             raise SnapshotError(f"{name}: {bad} is not finite: the run diverged")
         return snapshot
@@ -120,6 +115,20 @@ class Snapshot:
             return f"step {self.step}"
         at = "" if self.loss_step == self.step else f" at step {self.loss_step}"
         return f"step {self.step}, held-out loss {self.loss:.4f}{at}"
+
+    def state(self) -> State:
+        """A copy of the run's state, without the tensors."""
+        return State(**{f.name: copy.copy(getattr(self, f.name)) for f in fields(State)})
+
+    def earlier_choices(self, device_type: str) -> dict[str, Any]:
+        """What this run's `auto` settings became; empty on another type of device."""
+        if self.choices.get("device", device_type) != device_type:
+            return {}
+        settings = self.config.get("trainer", {})
+        chosen = {name: choice for name, choice in self.choices.items() if settings.get(name) in ("auto", None)}
+        if settings.get("use_amp") is False:
+            chosen.pop("amp_dtype", None)
+        return chosen
 
     @property
     def model_config(self) -> dict[str, Any]:
@@ -158,6 +167,13 @@ class Snapshot:
             return seen[key]
 
         return Snapshot(**visit(vars(self)))
+
+
+def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a snapshot of any readable format as those of this one."""
+    if fields["format"] < 6 and "micro_batch_size" in fields["choices"]:
+        fields["micro_batch_size"] = fields["choices"].pop("micro_batch_size")
+    return fields
 
 
 def verify(content: bytes | memoryview, name: str) -> None:
@@ -203,10 +219,10 @@ def check_can_resume(
     return changes
 
 
-def log_changes(snapshot: Snapshot, changes: dict[str, tuple[Any, Any]], world: World) -> None:
+def log_changes(snapshot: Snapshot, changes: dict[str, tuple[Any, Any]]) -> None:
     """Logs the changes that `check_can_resume` returned, and those of the hardware."""
-    changes["processes"] = (snapshot.processes, world.size)
-    changes["device"] = (snapshot.choices.get("device", world.device.type), world.device.type)
+    changes["processes"] = (snapshot.processes, distributed.size())
+    changes["device"] = (snapshot.choices.get("device", distributed.device().type), distributed.device().type)
     for key, (was, now) in changes.items():
         # The minutes follow from the steps: see engine/sizing/recall.py.
         if was != now and key not in ("trainer.resume", "trainer.max_minutes"):
@@ -220,13 +236,17 @@ def probe_ids(vocab_size: int, block_size: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def probe_logits(model: nn.Module, vocab_size: int, block_size: int, device: torch.device | str) -> torch.Tensor:
+def probe_logits(model: nn.Module, device: torch.device | str) -> torch.Tensor:
     """Probe: the logits (T, V) of `model`, in evaluation mode, at the beginning and the end of `probe_ids`; float32 on
-    the CPU. A snapshot holds weights, not code: loading computes the probe again, and different
-    logits mean that the model's code has changed.
+    the CPU. A snapshot holds weights, not code: loading computes the probe again, and different logits mean that the
+    model's code has changed. Empty for a model without a `GPTConfig`.
     """
-    ids = probe_ids(vocab_size, block_size).to(device)
-    with execution.evaluating(model):
+    config = getattr(model, "config", None)
+    if not isinstance(config, GPTConfig):
+        return torch.empty(0)
+    sizes = config.complete()
+    ids = probe_ids(sizes.vocab_size, sizes.block_size).to(device)
+    with evaluating(model):
         logits = model(ids[None])[0][0].float().cpu()
     return torch.cat((logits[:PROBED], logits[PROBED:][-PROBED:]))
 

@@ -18,15 +18,12 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import UserError, one_line
+from engine.files import is_local
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 NUMBERED = r"\.step\d+"
 PIECE = 2**18  # bytes read back at once; a piece stays in the processor's cache
-
-
-def is_local(path: str) -> bool:
-    return "://" not in path
 
 
 def beside(path: str, kind: str) -> str:

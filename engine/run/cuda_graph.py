@@ -6,10 +6,10 @@ import torch
 
 from engine.errors import UserError, one_line
 from engine.machine.hardware import is_out_of_memory
+from engine.run.plan import MicroBatch
 
 WARM_UP = 3  # steps before capture, which allocate persistent memory
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor, float]  # x, y, and the weight of its loss
 SWITCH_OFF = "train with trainer.cuda_graph=false"
 
 

@@ -1,0 +1,302 @@
+"""The log of a run: progress lines, `metrics.jsonl`, and experiment trackers."""
+
+import contextlib
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from engine.config.schema import TrainerConfig
+from engine.errors import UserError, one_line
+from engine.kernels import build
+from engine.machine.hardware import device_name, peak_flops, peak_memory
+from engine.parallel import distributed
+from engine.precision import Precision
+from engine.run.evaluation import Evaluation
+from engine.run.metrics import MetricsFile, duration, format_loss
+from engine.run.plan import Plan
+from engine.run.trackers import TRACKERS, Start, Tracker, is_available
+from engine.snapshots.state import State
+
+log = logging.getLogger("gpt")
+MANY_PASSES = 50  # over the text
+MOST_SKIPPED = 10  # steps in a row, which a GradScaler skips because their gradients overflow
+
+
+class RunLog:
+    """The log of a run; it also ends the run once gradients are no longer finite. All ranks call the same methods in
+    the same order; rank 0 writes.
+
+    Args:
+        flops_per_character: of training, for the model FLOPs utilization (MFU).
+        unit: "character" or "byte".
+        scaler: skips float16 steps that overflow.
+        sample: draws texts, on every rank; None for none.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        plan: Plan,
+        state: State,
+        flops_per_character: float,
+        unit: str,
+        scaler: torch.amp.GradScaler,
+        sample: Callable[[], list[str]] | None,
+    ):
+        self.config, self.plan, self.state, self.unit, self.scaler, self.sample = (
+            config, plan, state, unit, scaler, sample
+        )  # fmt: skip
+        self.flops_per_character = flops_per_character
+        self.metrics: MetricsFile | None = None  # on rank 0, while open
+        self.trackers: dict[str, Tracker] = {}
+        device = distributed.device()
+        # (step, this rank's loss, gradient norm, learning rate) of the step that diverged; step -1: none.
+        self.diverged = torch.full((4,), -1.0, device=device)
+        self.in_a_row = torch.zeros((), device=device)  # steps without a finite gradient
+        self.first_step = self.logged_step = state.step
+        self.lr: float | None = None  # of the last step
+
+    # --- start and end ---
+
+    def open(self, run_dir: str, hyperparameters: dict[str, Any]) -> None:
+        """Opens the files, on rank 0."""
+        state = self.state
+        self.metrics = MetricsFile(run_dir, state.step, state.is_evaluated, state.metrics_lines)
+        start = Start(os.path.abspath(run_dir), hyperparameters, state.step, self.metrics.logged)
+        for name in filter(is_available, self.config.trackers):
+            with self._disable_on_error(name):
+                self.trackers[name] = TRACKERS[name](start)
+
+    def start(self, precision: Precision) -> None:
+        """Logs device, precision, batch and plan; starts the clock of the steps."""
+        plan, unit, device = self.plan, self.unit, distributed.device()
+        self.peak_flops = None if precision.amp_dtype == "float32" else peak_flops(device)  # None: no MFU is logged
+        ranks = f"{plan.world_size} process{'es' * (plan.world_size > 1)}"
+        name = device_name(device)
+        if device.type == "cpu":
+            threads = torch.get_num_threads()
+            name = f"CPU, {threads} thread{'s' * (threads > 1)} per process"
+        log.info("device      %s; %s", name, ranks)
+        log.info("precision   %s", precision)
+        if device.type == "cpu":
+            log.info("kernels     %s", build.describe(precision.dtype))
+        least, rest = divmod(plan.batch_size, plan.world_size * plan.accumulation)
+        sizes = f"{least} or {least + 1}" if rest else least
+        log.info(
+            f"batch       {plan.batch_size} windows of {plan.block_size} {unit}s = {plan.step_characters:,} {unit}s "
+            f"per step; {ranks} x micro-batch {sizes} x accumulation {plan.accumulation}"
+        )
+        steps = f"{plan.total_steps} step{'s' * (plan.total_steps > 1)}"
+        planned = plan.total_steps * plan.step_characters
+        number = planned / (plan.windows + plan.block_size)
+        passes = f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+        start = f"; from step {self.state.step}" if self.state.step else ""
+        log.info(f"plan        {steps} = {planned:,} {unit}s = {passes} passes over the text{start}")
+        if number > MANY_PASSES:
+            log.warning(
+                f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
+                "trainer.max_steps or max_epochs, or a trainer.patience, save time"
+            )
+        self.first_step = self.logged_step = self.state.step
+        self.paused_s = 0.0
+        self.lap_started = time.perf_counter()
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self.metrics:
+            self.metrics.close()
+            self.metrics = None
+        for name, tracker in list(self.trackers.items()):
+            with self._disable_on_error(name):
+                tracker.close()
+        self.trackers = {}
+
+    # --- training ---
+
+    @contextlib.contextmanager
+    def paused(self, recurs: bool = True) -> Iterator[None]:
+        """Context excluded from the step time: evaluation, saving, sampling."""
+        device = distributed.device()
+        if device.type != "cpu":  # finish the queued steps before the pause starts
+            torch.get_device_module(device).synchronize()
+        started = time.perf_counter()
+        yield
+        paused_s = time.perf_counter() - started
+        self.lap_started += paused_s
+        if recurs:
+            self.paused_s += paused_s
+
+    def step(self, rank_loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
+        """Logs a line for the step that ended if one is due. Records gradient norms that are not finite, on the device,
+        so that no step waits; see `check_finite`.
+        """
+        step = self.state.step
+        self.last, self.lr = (rank_loss, grad_norm), lr
+        if step == self.first_step + 1:
+            self.paused_s = 0.0  # evaluating pretrained weights
+        noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm, torch.full_like(rank_loss, lr)))
+        self.in_a_row = torch.where(grad_norm.isfinite(), 0.0, self.in_a_row + 1)
+        allowed = MOST_SKIPPED if self.scaler.is_enabled() else 1
+        has_diverged = (self.in_a_row >= allowed) & (self.diverged[0] < 0)
+        self.diverged = torch.where(has_diverged, noted, self.diverged)
+        if step == self.plan.total_steps or step % self.config.log_every_steps == 0:
+            self.line(is_last=step == self.plan.total_steps)
+        elif step == self.first_step + 1:  # includes compilation: restart the clock
+            loss = self._mean(rank_loss)
+            seconds = time.perf_counter() - self.lap_started
+            log.info(f"{self._progress()} | loss {loss:.4f} | first step took {seconds:.1f} s")
+            self.logged_step, self.lap_started = step, time.perf_counter()
+
+    def complete(self) -> None:
+        """Logs the line of the last step of a run that the clock ends, unless it has one."""
+        if self.logged_step < self.state.step:
+            self.line(is_last=True)
+
+    def line(self, is_last: bool) -> None:
+        """Logs the line of this step, with the loss averaged over the ranks, nats per character."""
+        plan, state, step = self.plan, self.state, self.state.step
+        rank_loss, grad_norm = self.last
+        self.check_finite()
+        samples = self._draw_samples(is_last)
+        loss = self._mean(rank_loss)
+        seconds = (time.perf_counter() - self.lap_started) / max(step - self.logged_step, 1)
+        self.logged_step, self.lap_started = step, time.perf_counter()
+        if not self.metrics:
+            return
+        rate = plan.step_characters / seconds
+        mfu, mfu_shown = None, ""
+        if self.peak_flops:
+            mfu = rate * self.flops_per_character / (self.peak_flops * plan.world_size)
+            mfu_shown = f" | MFU {mfu:.0%}"
+        # The speed of recent steps; evaluations and saves as often as so far.
+        left = (seconds + self.paused_s / (step - self.first_step)) * (plan.total_steps - step)
+        if state.limit_s:
+            left = min(left, max(state.limit_s - state.seconds, 0.0))
+        norm = grad_norm.item()
+        self._write(
+            "train", loss,
+            lr=self.lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu,
+            memory=peak_memory(distributed.device()), **({"samples": samples} if samples else {}),
+        )  # fmt: skip
+        log.info(
+            f"{self._progress()} | loss {loss:.4f} | lr {self.lr:.2e} | grad norm {norm:.2f} | "
+            f"{rate:,.0f} {self.unit}s/s{mfu_shown} | {duration(left)} left"
+        )
+        if samples:
+            shown = re.sub(r"\r?\n", r"\\n", samples[0].strip())
+            # A byte model may sample control characters, which affect a terminal.
+            log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
+
+    def _draw_samples(self, is_last: bool) -> list[str]:
+        """Texts for the lines 1, 4, 16, 64, ... and the last."""
+        line = self.state.step // self.config.log_every_steps
+        is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
+        if self.sample is None or not (is_power_of_4 or is_last):
+            return []
+        with self.paused(recurs=False):
+            return self.sample()
+
+    def _mean(self, rank_loss: torch.Tensor) -> float:
+        """The mean over the ranks."""
+        return sum(distributed.all_gather(rank_loss.item())) / self.plan.world_size
+
+    def _progress(self) -> str:
+        total = self.plan.total_steps
+        return f"step {self.state.step:{len(str(total))}d}/{total}"
+
+    def _write(self, split: str, loss: float, **values: Any) -> None:
+        """Writes one measurement to `metrics.jsonl` and the trackers, on rank 0."""
+        if not self.metrics:
+            return
+        state = self.state
+        record = self.metrics.log(state.step, self.plan.epoch(state.step), split, loss, state.seconds, **values)
+        numbers = {
+            f"{split}/{name}": value
+            for name, value in record.items()
+            if isinstance(value, int | float) and name not in ("step", "seconds")
+        }
+        for name, tracker in list(self.trackers.items()):
+            with self._disable_on_error(name):
+                tracker.log(state.step, numbers, values.get("samples", []))
+
+    @contextlib.contextmanager
+    def _disable_on_error(self, name: str) -> Iterator[None]:
+        """A context for calls of a tracker: one that fails is disabled, and the run continues."""
+        try:
+            yield
+        except Exception as error:  # packages, disks and networks fail in many ways
+            log.warning("%s: %s; disabled for this run", name, one_line(error))
+            self.trackers.pop(name, None)
+
+    # --- evaluation and saving ---
+
+    def evaluation(self, result: Evaluation, seconds: float) -> None:
+        """Logs an evaluation of this step. Raises `UserError` if the loss is not finite."""
+        loss, characters, rank_losses = result
+        if not math.isfinite(loss):
+            raise self.divergence(f"the held-out loss is {loss}")
+        self._write("val", loss, tokens=characters, rank_losses=rank_losses)
+        line = f"{self._progress()} | held-out loss {loss:.4f} ({loss / math.log(2):.4f} bits per {self.unit})"
+        best = self.state.best_loss
+        if best is not None and best <= loss:
+            line += f" | best {best:.4f} at step {self.state.best_step}"
+        line += f" | {characters:,} {self.unit}s in {seconds:.1f} s"
+        if self.plan.world_size > 1:
+            line += f" | by rank {', '.join(map(format_loss, rank_losses))}"
+        log.info(line)
+
+    def sync(self) -> None:
+        """Flushes `metrics.jsonl` to disk, and counts its lines in the state, unwritten ones included."""
+        if self.metrics:
+            self.metrics.flush(sync=True)
+            self.state.metrics_lines = self.metrics.lines
+
+    def check_finite(self) -> None:
+        """Raises `UserError` on every rank if a gradient norm so far was not finite; with float16, whose scaler skips
+        such steps, if those of `MOST_SKIPPED` steps in a row were not. Waits for the device.
+        """
+        step, loss, norm, lr = self.diverged.tolist()
+        if step >= 0:
+            skipped = f", and {MOST_SKIPPED} steps in a row were skipped" * self.scaler.is_enabled()
+            raise self.divergence(f"loss {loss:g}, gradient norm {norm:g}{skipped}", int(step), lr)
+
+    def divergence(self, what: str, step: int | None = None, lr: float | None = None) -> UserError:
+        """The error of a run that diverged, at this step or an earlier one; also written to the metrics."""
+        lr = self.lr if lr is None else lr
+        if lr is not None:
+            what += f" at learning rate {lr:.3g}"
+        self._write("train", math.nan, diverged=what)
+        return UserError(
+            f"step {self.state.step if step is None else step}: {what}: training has diverged; lower "
+            "optimizer.learning_rate or raise optimizer.warmup_steps; earlier snapshots, if any, are kept"
+        )
+
+    # --- the end ---
+
+    def finished(self) -> None:
+        """Logs that a run is over, which was so when it was started."""
+        state, total = self.state, self.plan.total_steps
+        if state.loss is not None:
+            log.info("held-out loss %.4f at step %d", state.loss, state.loss_step)
+        if state.step > total:
+            log.warning("this run has %d steps, more than the %d asked for", state.step, total)
+            return
+        limit = "its limit (trainer.max_steps, max_epochs or max_minutes)"
+        log.info(
+            "this run is finished: it has %d steps of %d; to train longer, raise %s",
+            state.step, total, limit if state.progress >= 1 else "trainer.patience",
+        )  # fmt: skip
+
+    def stopped(self, signal: str, path: str) -> None:
+        """Logs that `signal` ended the run, and how to resume from the snapshot at `path`."""
+        without = ", without trainer.resume=never," if self.config.resume == "never" else ""
+        log.info(
+            "%s: stopped after step %d of %d; the same command%s resumes from %s",
+            signal, self.state.step, self.plan.total_steps, without, path,
+        )  # fmt: skip
