@@ -1,9 +1,12 @@
-"""Text: its sources, and its encoding as ids.
+"""Text: from its sources to ids.
 
-Sources: a text is the concatenation of its files, which fsspec finds, opens and decompresses. They are streamed, as
-a text may be larger than memory. With `data.shuffle`, it is read whole; a line or a paragraph ends where a file ends.
+Sources: `find_files` and `read_file`. A text is the concatenation of its files, which fsspec finds, opens and
+decompresses.
 
-Encoding: one streaming pass writes code points; one rewrite replaces them, in place, by positions in the sorted
+Characters: `read_text` decodes the files piece by piece, as a text may be larger than memory. `shuffled`, the one step
+that reads it whole, reorders lines, paragraphs or files.
+
+Ids: `encode_stream` writes code points in one pass, then replaces them, in place, by positions in the sorted
 vocabulary. A plain local file of up to `LARGE` bytes is encoded in memory; any other text into a cache file,
 which all processes of a host memory-map.
 """
@@ -46,8 +49,11 @@ PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
 LARGE = 64 * 2**20  # bytes
+CHECKED = 256 * 2**20  # bytes of ids that are read to check a cache file
 FORMAT = 5  # version of the cache files
 CHUNK = 2**18  # characters rewritten at once
+# What ends an item of `data.shuffle`.
+SEPARATORS = {"lines": "\n", "paragraphs": "\n\n", "files": ""}
 
 
 # --- sources ---
@@ -55,6 +61,15 @@ CHUNK = 2**18  # characters rewritten at once
 
 class Unreadable(UserError):
     """A file that is missing or cannot be read."""
+
+
+@contextlib.contextmanager
+def writes(setting: str, path: str) -> Iterator[None]:
+    """Turns an `OSError` of the block, which writes `path`, into a `UserError` that names the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{setting}={path}: cannot be written: {error.strerror or one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -66,19 +81,18 @@ def file_errors(name: str) -> Iterator[None]:
         raise Unreadable(f"{name}: is a directory; for the files in it: '{name}/*'") from error
     except Exception as error:  # each remote file system raises its own
         if isinstance(error, FileNotFoundError) and error.__cause__ is None:
-            hint = "; a pattern needs a *" if re.search(r"[?[]", name) and "*" not in name else ""
-            raise Unreadable(f"{name}: no such file{hint}") from error
+            raise Unreadable(f"{name}: no such file") from error
         # The cause is, say, a refused connection; of a missing package, fsspec says which.
         reason = one_line(error if isinstance(error, ImportError) else error.__cause__ or error)
         raise Unreadable(f"{name}: cannot be read: {reason}") from error
 
 
 def find_files(path: str | list[str]) -> list[OpenFile]:
-    """Finds the files at `path`, without opening them: a local path or fsspec URL, a pattern (with a
-    `*`, which matches no hidden name; files sorted by name), or a list of these, in the order given.
+    """Finds the files at `path`, without opening them: a local path or fsspec URL, a pattern (with a `*`; files sorted
+    by name), or a list of these, in the order given. As in a shell, `*` does not match a dot at the start of a name.
     """
     files = []
-    for name in [path] if isinstance(path, str) else path:
+    for name in listed(path):
         options: dict[str, Any] = {}
         if name.startswith(("http://", "https://")):
             import aiohttp  # slow to import
@@ -88,27 +102,29 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
             # Block size 0 reads one stream: not every server supports ranges.
             options = {"client_kwargs": {"timeout": timeout}, "block_size": 0}
         with file_errors(name):
-            fsspec.core.url_to_fs(name, **options)[0].invalidate_cache()  # drop cached listings
+            fs, pattern = fsspec.core.url_to_fs(name, **options)
+            fs.invalidate_cache()  # drop cached listings
             matches = fsspec.open_files(name, "rb", compression="infer", **options)
-        if "*" in name:
-            matches = [file for file in matches if not is_hidden(file.path, name)]
+        dots = f"/{pattern}".count("/.")
+        matches = [file for file in matches if f"/{file.path}".count("/.") <= dots]
         if not matches:
             raise Unreadable(f"{name}: no file matches this pattern")
         files += matches
     return files
 
 
-def is_hidden(path: str, pattern: str) -> bool:
-    """Whether a name in `path` starts with a dot, which `pattern` does not have. As in a shell, * does not match it."""
-    named = {*os.getcwd().split("/"), *pattern.split("/")}
-    if any(name.startswith(".") and "*" in name for name in named):
-        return False
-    return any(name.startswith(".") and name not in named for name in path.split("/"))
+def listed(path: str | list[str]) -> list[str]:
+    return [path] if isinstance(path, str) else path
+
+
+def is_pipe(path: str) -> bool:
+    """Whether a local path is a pipe or a device, which can be read only once."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def real_files(path: str | list[str]) -> set[str]:
     """The files at local paths or patterns, symbolic links resolved, and URLs as they are."""
-    names = [path] if isinstance(path, str) else path
+    names = listed(path)
     local = [name for name in names if "://" not in name]
     files = [file for name in local for file in (glob.glob(name, recursive=True) if "*" in name else [name])]
     return {*map(os.path.realpath, files), *(name for name in names if "://" in name)}
@@ -131,25 +147,75 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     """Yields the content of a file in non-empty pieces, decompressed according to `file.compression`;
     logs progress every few seconds. Raises `Unreadable`, also for a truncated file.
     """
-    name = name_of(file)
-    if file.compression == "zip":  # fsspec would read the first file in it
-        raise UserError(f"{name}: use zip://NAME::{name}, or zip://**::{name} for all in it")
-    if re.search(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", file.path):  # its headers would be text
-        instead = "" if name.endswith(".tgz") else f", or use tar://NAME::{name}"  # fsspec does not decompress .tgz
-        raise UserError(f"{name}: an archive: unpack it{instead}")
-    if file.path.endswith(".zst"):  # fsspec's reader stops after a frame, and at a cut-off end
-        raise UserError(f"{name}: .zst is not supported; decompress it first: zstd -d {name}")
+    name, is_local = name_of(file), isinstance(file.fs, LocalFileSystem)
+    # An archive's headers would be text. Of .zst, fsspec reads only the first frame, or a part.
+    if re.search(r"\.(zst|zip|tgz|tar(\.(gz|bz2|xz))?)$", file.path):
+        raise UserError(f"{name}: unpack it first, or name a file in it: zip://NAME::PATH, tar://NAME::PATH")
     count, logged = 0, time.monotonic()
-    with file_errors(name), OpenFile(file.fs, file.path, "rb", file.compression) as stream:
+    with file_errors(name):
         size = None if file.compression else file.fs.info(file.path).get("size")
-        for piece in iter(lambda: stream.read(PIECE), b""):
-            count += len(piece)
-            if time.monotonic() - logged > PROGRESS_S:
-                logged = time.monotonic()
-                log.info("reading     %s: %s MB", name, f"{count / 1e6:,.0f}")
-            yield piece
-        if size not in (None, count) and not isinstance(file.fs, LocalFileSystem):
+        if is_local and os.path.getsize(file.path) == 0:
+            log.info("reading     %s, which has no size, until it ends", name)
+        # fsspec rewinds a local file, which a pipe cannot do.
+        with open(file.path, "rb") if is_pipe(file.path) else file as stream:
+            for piece in iter(lambda: stream.read(PIECE), b""):
+                count += len(piece)
+                if time.monotonic() - logged > PROGRESS_S:
+                    logged = time.monotonic()
+                    log.info("reading     %s: %s MB", name, f"{count / 1e6:,.0f}")
+                yield piece
+        if size not in (None, count) and not is_local:
             raise EOFError(f"{count} of {size} bytes received")
+
+
+def download(url: str, path: str, sha256: str | None) -> None:
+    """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed. One process at a time
+    downloads; an existing file is kept.
+
+    Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
+    that cannot be written.
+    """
+    files = find_files(url)
+    if len(files) > 1:
+        raise UserError(f"data.url={url}: matches {len(files)} files; must be one")
+    if infer_compression(url) != infer_compression(path):
+        raise UserError(f"data.path={path}: must end as data.url={url}, which is not converted")
+    files[0].compression = None
+    folder, name = os.path.split(os.path.abspath(path))
+    with writes("data.path", path):
+        os.makedirs(folder, exist_ok=True)
+        with file_lock(os.path.join(folder, f".{name}.lock")):
+            if os.path.exists(path):
+                return
+            with atomic_write(path, "wb") as target:
+                target.writelines(read_file(files[0]))
+                target.flush()
+                if sha256 is not None:
+                    partial = OpenFile(LocalFileSystem(), target.name, compression=infer_compression(path))
+                    deque(read_text([partial], sha256, "bytes"), maxlen=0)  # raises for another
+
+
+def copy_pipe(path: str, cache_dir: str) -> str:
+    """Copies a pipe, which one process can read, once, into `cache_dir`. Returns the path of the copy, named by its
+    SHA-256, so that the same text has the same path again; any other `path` as it is.
+    """
+    if not is_pipe(path):
+        return path
+    with writes("data.cache_dir", cache_dir):
+        os.makedirs(cache_dir, exist_ok=True)
+        copy = os.path.join(cache_dir, f"{os.getpid()}.pipe")
+        with atomic_write(copy, "w+b") as target:
+            target.writelines(read_file(OpenFile(LocalFileSystem(), path)))
+            if not target.tell():
+                raise UserError(f"data.path={path}: the text is empty")
+            target.seek(0)
+            digest = hashlib.file_digest(target, "sha256").hexdigest()
+        named = os.path.join(cache_dir, digest[:32] + os.path.splitext(path)[1])
+        os.replace(copy, named)
+    return named
+
+
+# --- characters ---
 
 
 def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = "utf-8") -> Iterator[str]:
@@ -171,10 +237,10 @@ def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = 
             except UnicodeDecodeError as error:
                 byte = error.object[error.start]
                 offset = num_bytes - len(error.object) + error.start
-                hint = "a model of bytes, trained with data.encoding=bytes, reads any file"
-                if offset == 0 and byte in (0xFE, 0xFF):  # a byte order mark
-                    hint = "probably UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
-                raise UserError(f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; {hint}") from error
+                raise UserError(
+                    f"{name_of(file)}: not UTF-8: byte 0x{byte:02x} at offset {offset}; "
+                    "a model of bytes, trained with data.encoding=bytes, reads any file"
+                ) from error
             if text:
                 yield text
         yield FILE_END
@@ -192,37 +258,51 @@ def pydoc_text() -> str:
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def download(url: str, path: str, sha256: str | None) -> None:
-    """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed. One process at a time
-    downloads; an existing file is kept.
+def from_text(text: str, encoding: str) -> str:
+    """The characters of a model for `text`: itself, or one per byte."""
+    if encoding == "bytes":
+        return text.encode("utf-8", "surrogateescape").decode("latin-1")
+    return text
 
-    Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
-    that cannot be written.
+
+def to_text(characters: str, encoding: str) -> str:
+    """The inverse of `from_text`; bytes that are not UTF-8 become U+FFFD."""
+    if encoding == "bytes":
+        return characters.encode("latin-1").decode(errors="replace")
+    return characters
+
+
+def unit_of(encoding: str | None) -> str:
+    """What a character of the model stands for."""
+    return "byte" if encoding == "bytes" else "character"
+
+
+def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
+    """Shuffles the items of the first part of a text, the share `truncate`, always into the same order: lines, files,
+    or paragraphs with the empty lines after them. The end of a file ends an item; text after the last item stays at the
+    end. Raises `UserError` for fewer than two items.
     """
-    files = find_files(url)
-    if len(files) > 1:
-        raise UserError(f"data.url={url}: matches {len(files)} files; must be one")
-    if infer_compression(url) != infer_compression(path):
-        raise UserError(f"data.path={path}: must end as data.url={url}, which is not converted")
-    files[0].compression = None
-    try:
-        folder, name = os.path.split(os.path.abspath(path))
-        os.makedirs(folder, exist_ok=True)
-        with file_lock(os.path.join(folder, f".{name}.lock")):
-            if os.path.exists(path):
-                return
-            with atomic_write(path, "wb") as target:
-                target.writelines(read_file(files[0]))
-                target.flush()
-                compression = infer_compression(path)
-                partial = OpenFile(LocalFileSystem(), target.name, compression=compression)
-                if sha256 is not None:
-                    deque(read_text([partial], sha256, "bytes"), maxlen=0)  # raises for another
-    except OSError as error:
-        raise UserError(f"data.path={path}: cannot be written: {error.strerror}") from error
+    separator = SEPARATORS[shuffle]
+    files = ["".join(group) for is_end, group in itertools.groupby(pieces, FILE_END.__eq__) if not is_end]
+    for i, text in enumerate(files[:-1]):
+        files[i] += "\n" * (len(separator) - (len(text) - len(text.rstrip("\n"))))
+    text = "".join(files)
+    text = text[: int(len(text) * truncate)]
+    if separator:
+        more = "\n*" if shuffle == "paragraphs" else ""
+        items = re.findall(f"(?s).*?{separator}{more}", text)
+    else:
+        ends = itertools.accumulate(map(len, files))
+        items = [file for file, end in zip(files, ends, strict=True) if end <= len(text)]
+    if text and len(items) < 2:
+        part = f" within data.truncate={truncate:g}" * (truncate < 1)
+        hint = f"; they end with {separator!r}" * bool(separator)
+        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}{hint}")
+    rest = text[sum(map(len, items)) :]
+    return "".join([*(items[i] for i in np.random.default_rng(0).permutation(len(items))), rest])
 
 
-# --- encoding ---
+# --- ids ---
 
 
 class EncodedText(NamedTuple):
@@ -258,36 +338,34 @@ def open_text(config: Any) -> EncodedText:
         return EncodedText(record["vocabulary"], data, record["digest"])
 
     files = find_files(path)
-    paths = [path] if isinstance(path, str) else path
-    archives = find_files([name.partition("::")[2] for name in paths if "::" in name])
+    archives = find_files([name.partition("::")[2] for name in listed(path) if "::" in name])
     settings = (path, config.truncate, sha256, encoding, config.shuffle)
     identity = json.dumps([FORMAT, *settings, *map(version_of, files + archives)])
     stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
-    try:
-        if encoded := load_cached(stem):
-            return encoded
+    if encoded := load_cached(stem):
+        return encoded
+    with writes("data.cache_dir", config.cache_dir):
         os.makedirs(config.cache_dir, exist_ok=True)
         shown = ", ".join(map(name_of, files[:5])) + ", ..." * (len(files) > 5)
         log.info("encoding    %s into %s.ids", shown, stem)
         with file_lock(os.path.join(config.cache_dir, ".cache.lock")):
             if load_cached(stem) is None:
                 with atomic_write(f"{stem}.ids", "w+b") as ids:
-                    pieces = read_text(files, sha256, encoding)
-                    record = encode_stream(pieces, config, ids)
+                    record = encode_stream(read_text(files, sha256, encoding), config, ids)
+                record["checksum"] = checksum(record, f"{stem}.ids")
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
         encoded = load_cached(stem)
         assert encoded
         return encoded
-    except OSError as error:
-        where = f"data.cache_dir={config.cache_dir}"
-        raise UserError(f"{where}: cannot be used: {one_line(error)}") from error
 
 
 def prepare_text(config: Any, recorded_path: str | list[str] | None = None) -> Any:
-    """Downloads the text of the `DataConfig` if its `path` does not exist, and encodes a large one into the cache; call
-    it in one process per host. Returns the configuration of the text to use: without a network, `pydoc:topics` replaces
-    the default text, and a run that started on it (`recorded_path`) keeps it. Raises `UserError` for any other missing
+    """Downloads the text of the `DataConfig` if its `path` does not exist, copies pipes, and encodes a large text into
+    the cache; call it in one process per host.
+
+    Returns the configuration of the text to use. A copy replaces a pipe. Without a network, `pydoc:topics` replaces the
+    default text, and a run that started on it (`recorded_path`) keeps it. Raises `UserError` for any other missing
     text.
     """
     pydoc = dataclasses.replace(config, path=PYDOC, url=None, sha256=None)
@@ -306,22 +384,24 @@ def prepare_text(config: Any, recorded_path: str | list[str] | None = None) -> A
                 error, PYDOC, os.path.abspath(config.path),
             )  # fmt: skip
             return pydoc
+    copies = [copy_pipe(path, config.cache_dir) for path in listed(config.path)]
+    config = dataclasses.replace(config, path=copies if isinstance(config.path, list) else copies[0])
     if not is_small_local_file(config.path):
         open_text(config)
     return config
 
 
 def load_cached(stem: str) -> EncodedText | None:
-    """Memory-maps a cached text: ids in `stem`.ids, the rest in `stem`.json, written last. None if it
-    is missing or damaged.
+    """Memory-maps a cached text: ids in `stem`.ids, the rest in `stem`.json, written last. None if it is missing or
+    damaged.
     """
     try:
         with open(f"{stem}.json", encoding="utf-8") as file:
-            record = json.load(file)
+            record = dict(json.load(file))
+        if record.pop("checksum") != checksum(record, f"{stem}.ids"):
+            return None
         ids = np.memmap(f"{stem}.ids", record["type"], mode="r")
-    except (FileNotFoundError, ValueError):
-        return None
-    if len(ids) != record["characters"]:
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     # Mapped read-only: Linux may refuse a writable private mapping larger than memory. torch warns
     # about read-only arrays; nothing writes to this one.
@@ -330,23 +410,19 @@ def load_cached(stem: str) -> EncodedText | None:
         return EncodedText(record["vocabulary"], torch.from_numpy(ids), record["digest"])
 
 
-def from_text(text: str, encoding: str) -> str:
-    """The characters of a model for `text`: itself, or one per byte."""
-    if encoding == "bytes":
-        return text.encode("utf-8", "surrogateescape").decode("latin-1")
-    return text
-
-
-def to_text(characters: str, encoding: str) -> str:
-    """The inverse of `from_text`; bytes that are not UTF-8 become U+FFFD."""
-    if encoding == "bytes":
-        return characters.encode("latin-1").decode(errors="replace")
-    return characters
-
-
-def unit_of(encoding: str | None) -> str:
-    """What a character of the model stands for."""
-    return "byte" if encoding == "bytes" else "character"
+def checksum(record: dict[str, Any], path: str) -> str:
+    """SHA-256 of a cached text: its `record` and its ids at `path`. Of more than `CHECKED` bytes of ids, every n-th MiB
+    is read, and the time of the last change is included.
+    """
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        step = 1 + status.st_size // CHECKED
+        changed = int(status.st_mtime) if step > 1 else None
+        digest = hashlib.sha256(json.dumps([record, status.st_size, changed]).encode())
+        for start in range(0, status.st_size, step * 2**20):
+            file.seek(start)
+            digest.update(file.read(2**20))
+    return digest.hexdigest()
 
 
 def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
@@ -390,28 +466,3 @@ def chunks(file: BinaryIO, length: int) -> Iterator[tuple[int, np.ndarray]]:
     for start in range(0, length, CHUNK):
         file.seek(4 * start)
         yield start, np.frombuffer(file.read(4 * min(CHUNK, length - start)), np.uint32)
-
-
-def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
-    """Shuffles the items of the first part of a text, the share `truncate`, always into the same order: lines, files,
-    or paragraphs with the empty lines after them. The end of a file ends an item; text after the last item stays at the
-    end. Raises `UserError` for fewer than two items.
-    """
-    files = ["".join(group) for is_end, group in itertools.groupby(pieces, FILE_END.__eq__) if not is_end]
-    newlines = {"lines": 1, "paragraphs": 2, "files": 0}[shuffle]  # that end an item
-    for i, text in enumerate(files[:-1]):
-        files[i] += "\n" * (newlines - (len(text) - len(text.rstrip("\n"))))
-    text = "".join(files)
-    text = text[: int(len(text) * truncate)]
-    if not text:
-        return text
-    ends = [end for end in itertools.accumulate(map(len, files)) if end <= len(text)]
-    if newlines:
-        ends = [match.end() for match in re.finditer("\n" if newlines == 1 else "\n\n+", text)]
-    if len(ends) < 2:
-        part = f" within data.truncate={truncate:g}" * (truncate < 1)
-        hint = "; lines must end in LF, not in CR LF" * (shuffle == "paragraphs" and "\r\n" in text)
-        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}{hint}")
-    starts = [0, *ends[:-1]]
-    order = np.random.default_rng(0).permutation(len(ends))
-    return "".join([*(text[starts[i] : ends[i]] for i in order), text[ends[-1] :]])
