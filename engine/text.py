@@ -24,7 +24,6 @@ import os
 import re
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -114,6 +113,7 @@ def find_files(path: str | list[str]) -> list[OpenFile]:
 
 
 def listed(path: str | list[str]) -> list[str]:
+    """The names in `data.path`, one or several."""
     return [path] if isinstance(path, str) else path
 
 
@@ -192,7 +192,8 @@ def download(url: str, path: str, sha256: str | None) -> None:
                 target.flush()
                 if sha256 is not None:
                     partial = OpenFile(LocalFileSystem(), target.name, compression=infer_compression(path))
-                    deque(read_text([partial], sha256, "bytes"), maxlen=0)  # raises for another
+                    for _ in read_text([partial], sha256, "bytes"):  # raises for another
+                        pass
 
 
 def copy_pipe(path: str, cache_dir: str) -> str:
