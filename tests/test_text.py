@@ -193,16 +193,15 @@ def test_an_archive_is_not_text_but_files_in_it_are(tmp_path):
 
 def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_path):
     for name, letter in (("one.zip", "a"), ("two.zip", "b"), ("one.zip", "c"), ("one.tar", "a"), ("one.tar", "b")):
-        path, kind = tmp_path / name, name[-3:]
-        member = tarfile.TarInfo("text")  # all that it says is the size and the time
-        member.size = 1
-        if kind == "zip":
-            with zipfile.ZipFile(path, "w") as archive:
+        if name.endswith("zip"):
+            with zipfile.ZipFile(tmp_path / name, "w") as archive:
                 archive.writestr("text", letter)
-        else:
-            with tarfile.open(path, "w") as archive:
+        else:  # which says of a file in it only the size and the time
+            with tarfile.open(tmp_path / name, "w") as archive:
+                member = tarfile.TarInfo("text")
+                member.size = 1
                 archive.addfile(member, io.BytesIO(letter.encode()))
-        config = DataConfig(path=f"{kind}://text::{path}", cache_dir=str(tmp_path / "c"))
+        config = DataConfig(path=f"{name[-3:]}://text::{tmp_path / name}", cache_dir=str(tmp_path / "c"))
         assert text_files.open_text(config).vocabulary == letter
 
 
@@ -329,6 +328,7 @@ def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(tmp_path, 
     monkeypatch.setattr("engine.text.download", refuse)
     config = prepare_text(DataConfig(**default))
     assert (config.path, config.url, config.sha256) == (PYDOC, None, None)
+    assert len(CharDataset(config).data) > 300_000
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(UserError, match="no network"):
         prepare_text(DataConfig(path=default.path, url="https://example.org/mirror.txt"))
@@ -346,8 +346,6 @@ def test_shakespeare_has_the_configured_sha256(shakespeare):
     data = CharDataset(DataConfig(path=str(shakespeare)))
     assert data.digest == OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml").sha256
     assert (len(data.data), data.vocab_size) == (1_115_394, 65)
-    data = CharDataset(DataConfig(path=PYDOC))  # needs no file
-    assert len(data.data) > 300_000 and data.vocab_size > 80
 
 
 # --- encoding, in memory and in the cache ---
@@ -371,11 +369,10 @@ def test_encoding_in_memory_and_in_the_cache_agree(name, truncate, make, monkeyp
         assert data.decode(x[0]) == text[:8] and data.decode(y[1]) == text[-8:]
 
 
-@pytest.mark.parametrize("limit", [1000, 2**20])
-def test_with_encoding_bytes_every_byte_is_a_character(limit, make, monkeypatch):
-    monkeypatch.setattr(text_files, "LARGE", limit)
+@pytest.mark.parametrize("num_repeats", [3, 9])  # in memory, in the cache
+def test_with_encoding_bytes_every_byte_is_a_character(num_repeats, make):
     config = make("", encoding="bytes")
-    content = bytes(range(255, 0, -1)) * 9
+    content = bytes(range(255, 0, -1)) * num_repeats
     Path(config.path).write_bytes(content)
     data = CharDataset(config)
     assert data.vocabulary.encode("latin-1") == bytes(range(1, 256)) and data.unit == "byte"
@@ -439,8 +436,7 @@ def test_only_small_plain_local_files_are_encoded_in_memory(name, is_cached, mak
 def test_a_changed_text_or_another_share_is_encoded_again(make, passes):
     before = CharDataset(make("a text " * 999))
     after = CharDataset(make("A TEXT " * 999))  # of the same size
-    assert passes == ["text.txt"] * 2 and before.digest != after.digest
-    assert set(after.vocabulary) == set("A TEXT ")
+    assert passes == ["text.txt"] * 2 and before.digest != after.digest and set(after.vocabulary) == set("A TEXT ")
     half = CharDataset(make("A TEXT " * 999, truncate=0.5))
     assert len(passes) == 3 and len(half.data) == len(after.data) // 2
 
@@ -492,7 +488,6 @@ def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
     "content, settings, says",
     [
         (b"x" * 2000 + b"caf\xe9 ", {}, "not UTF-8: byte 0xe9 at offset 2003"),
-        (b"x" * 775 + "漢".encode()[:2] + b"x" * 900, {}, "not UTF-8: byte 0xe6 at offset 775"),
         (b"x" * 2000, {"sha256": "0" * 64}, "SHA-256 is"),
         (b"x" * 2000, {"truncate": 1e-5}, ": the text is empty, with data.truncate=1e-05"),
         (
@@ -573,14 +568,8 @@ def test_encoding_takes_constant_memory(tmp_path):
 
 def test_a_killed_encoding_is_repeated(tmp_path, spawn):
     write_large(tmp_path / "a.txt")
-    settings = [
-        *UNREAD,
-        f"data.path={tmp_path / 'a.txt'}",
-        f"data.cache_dir={tmp_path / 'cache'}",
-        "data.block_size=16",
-        "data.train_split=0.9999",
-        f"run_dir={tmp_path / 'run'}",
-    ]
+    settings = [*UNREAD, f"run_dir={tmp_path / 'run'}", "data.block_size=16", "data.train_split=0.9999"]
+    settings += [f"data.path={tmp_path / 'a.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
     process = spawn(command(*settings))
     wait_until(lambda: list(tmp_path.glob("cache/*.tmp")), process)
     process.kill()
