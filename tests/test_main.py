@@ -167,6 +167,12 @@ def test_a_typed_limit_replaces_that_of_the_default_recipe(typed, added):
     assert chosen[1:] == [*added.split(), "trainer.device=cpu", *typed.split()]
 
 
+def test_flags_may_stand_between_overrides():
+    typed = ["experiment=auto", "book.txt", "--cfg", "job", "run_name=a", "-m", "trainer.seed=1,2"]
+    overrides = [argument for argument in typed if argument not in ("--cfg", "job", "-m")]
+    assert add_default_recipe(typed) == ["--cfg", "job", "-m", *overrides]
+
+
 @pytest.mark.parametrize("name", ["1_1", "1e3", "true", "007", "-1.50"])
 def test_names_and_paths_of_digits_are_taken_as_typed(name):
     composed = main.configure("experiment=auto", f"run_name={name}", f"data.path={name}", "data=text")

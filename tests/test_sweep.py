@@ -49,7 +49,7 @@ def test_a_sweep_ends_with_its_table_and_is_not_repeated(tmp_path):
 @pytest.mark.parametrize("swept", ["experiment=overfit,shakespeare_quick", "run_name=a,b"])
 def test_jobs_whose_recipe_or_name_differs_are_of_one_sweep(swept, tmp_path):
     settings = [s for s in TINY if not s.startswith("experiment") or "run_name" in swept]
-    result = start("-m", *settings, swept, "trainer.max_steps=2", cwd=tmp_path)
+    result = start(*settings, "-m", swept, "trainer.max_steps=2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.sweep"]
     jobs = read_jobs(str(tmp_path / "runs" / "run.sweep"))

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -76,12 +77,15 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
     elif has_end and recipe in ("auto", "auto_gpu") and "trainer.max_minutes" not in typed:
         added.append("trainer.max_minutes=null")
     # null is the default, and not an override that Hydra has.
-    arguments = [as_text(argument) for argument in arguments if argument != "experiment=null"]
-    # Hydra needs all overrides together. conf/config.yaml cannot choose the recipe: an interpolated
-    # group may not override other groups.
-    positions = (i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-"))
-    first = next(positions, 0)
-    return [*arguments[:first], *added, *arguments[first:]]
+    given = [as_text(argument) for argument in arguments if argument != "experiment=null"]
+    # Hydra needs all overrides together, so flags and their values go first. conf/config.yaml cannot choose the
+    # recipe: an interpolated group may not override other groups.
+    flags: list[str] = []
+    overrides: list[str] = []
+    for before, argument in itertools.pairwise(["", *given]):
+        is_flag = argument.startswith("-") or (before.startswith("-") and "=" not in argument)
+        (flags if is_flag else overrides).append(argument)
+    return [*flags, *added, *overrides]
 
 
 def as_text(override: str) -> str:
