@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from char_dataset import CharDataset, DataConfig, encode
-from engine.config.arguments import parse, run_program
+from engine.config.arguments import Text, parse, run_program
 from engine.config.settings import as_typed
 from engine.errors import UserError, check_only_one, check_range, one_line
 from engine.generation import default_prompt, enough_threads
@@ -55,11 +55,11 @@ COPIED = 32  # length of a copied substring, characters
 class SampleConfig:
     """Command-line arguments, `name=value`."""
 
-    prompt: str | None = None  # text to continue; by default a newline, or the first character
+    prompt: Text | None = None  # text to continue; by default a newline, or the first character
     prompt_file: str | None = None  # file or URL of the prompt; -: standard input
     num_samples: int = 1  # number of texts
     max_new_tokens: int = 500  # characters per text, at most
-    stop: str | None = None  # end a text before this string; by default never
+    stop: Text | None = None  # end a text before this string; by default never
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all

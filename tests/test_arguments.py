@@ -58,7 +58,8 @@ parse = functools.partial(arguments.parse, Config)
         (parse, "zz=1", "zz=1: not an argument; there are out=, text=, number="),
         (parse, "out", "out: not an argument"),
         (parse, "out=", "out=: is empty"),
-        (parse, "number=x", "number=x: must be an integer"),
+        (parse, "out=null", "out: must not be null"),
+        (parse, "number=x", "number: Value 'x' of type 'str' could not be converted to Integer"),
         (parse, "out=a text=bad", "text=bad: is bad"),
         (sample.main, "snapshot=a.pt prompt=漢", "prompt: character '漢' (U+6F22) at position 0 is"),
         (

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -18,57 +18,51 @@ from engine.config.settings import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")
-NOT_PATHS = {"prompt", "stop", "device"}  # strings that are taken as they are, also null and ~
-KINDS = {"Integer": "an integer, such as 1000", "Float": "a number", "bool": "true or false"}
+Text = Annotated[str, "verbatim"]  # type of a field whose value is no path and is taken as it is, also null and ~
 # A field is one line, `name: type = default  # meaning`.
-FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
+FIELD = re.compile(r"^    (\w+): ([^=#\n]+?)(?: = .*?)?(?:  # (.*))?$", re.MULTILINE)
 
 
 def parse(cls: type[T], arguments: list[str]) -> T:
-    """An instance of the dataclass `cls`. `NOT_PATHS` are verbatim. Of the others, `null` is None, `~` in paths is the
-    home directory, and lists are `[a,b]` or a single value. Raises `UserError` naming an argument that is unknown,
+    """An instance of the dataclass `cls`. `Text` is verbatim. Of the others, `null` is None, `~` in paths is the home
+    directory, and lists are `[a,b]` or a single value. Raises `UserError` naming an argument that is unknown,
     missing, empty or of the wrong type.
     """
     # A type variable cannot say that its type is a dataclass.
-    fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    strings: dict[str, str | list[str]] = {}
-    others: dict[str, str | None] = {}
+    types = {f.name: (f.type, *get_args(f.type)) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    typed = OmegaConf.structured(cls)
+    given: dict[str, Any] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if not equals or name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            known = ", ".join(f"{other}=" for other in fields)
+        if not equals or name not in types:
+            near = difflib.get_close_matches(name, types, n=1)
+            known = ", ".join(f"{other}=" for other in types)
             hint = f"did you mean {near[0]}=?" if near else f"there are {known}"
             raise UserError(f"{argument}: not an argument; {hint}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
-        for earlier in (strings, others):  # the last value counts
-            earlier.pop(name, None)
-        if name in NOT_PATHS:
-            strings[name] = value
-        elif value == "null":
-            others[name] = None
-        elif fields[name].type in (str, str | None):
-            strings[name] = os.path.expanduser(value)
-        elif fields[name].type == list[str] | None:
+        if Text in types[name]:
+            given[name] = value
+        elif list[str] in types[name] and value != "null":
             is_list = value.startswith("[") and value.endswith("]")
             items = value[1:-1].split(",") if is_list else [value]
-            strings[name] = [os.path.expanduser(item.strip()) for item in items if item.strip()]
+            given[name] = [os.path.expanduser(item.strip()) for item in items if item.strip()]
+        elif str in types[name] and value != "null":
+            given[name] = os.path.expanduser(value)
         else:
-            others[name] = value
-    try:
-        typed: Any = OmegaConf.merge(OmegaConf.structured(cls), others)
-        required = {name for name in fields if OmegaConf.is_missing(typed, name)} - strings.keys()
-        return cls(**strings, **{name: typed[name] for name in others.keys() | required})
-    except OmegaConfBaseException as error:
-        raise UserError(explain_value(error)) from error
+            try:
+                typed[name] = None if value == "null" else value
+                given[name] = typed[name]  # converted
+            except OmegaConfBaseException as error:
+                raise UserError(explain_value(error)) from error
+    for name in OmegaConf.missing_keys(typed) - given.keys():
+        raise UserError(f"{name}: missing; give {name}=VALUE")
+    return cls(**given)
 
 
-def explain_value(error: Exception) -> str:
+def explain_value(error: OmegaConfBaseException) -> str:
     """An error of OmegaConf as one line that names the key."""
-    key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
-    if wrong := re.match(r"Value '(.*?)' .*\b(Integer|Float|bool)\b", first):
-        return f"{key}={wrong[1]}: must be {KINDS[wrong[2]]}"
+    key, first = error.full_key, str(error).splitlines()[0]
     if "is not a ListConfig" in first:
         first = f"must be a list, in quotes for the shell: '{key}=[A,B]'"
     if first.endswith("is not Optional"):
@@ -82,11 +76,10 @@ def field_table(cls: Any, prefix: str = "") -> str:
     """The fields of a dataclass, which inherits none, without nested ones, as lines for a terminal: `name=default`,
     type and meaning in columns. A field without a default shows `???`.
     """
-    declared = filter(None, map(FIELD.fullmatch, inspect.getsource(cls).splitlines()))
-    found = {field[1]: (field[2], field[3] or "") for field in declared}
+    declared = {name: (kind, meaning) for name, kind, meaning in FIELD.findall(inspect.getsource(cls))}
     fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)]
     defaults = cast(dict, OmegaConf.to_container(OmegaConf.structured(cls)))
-    rows = [(f"{prefix}{f.name}={as_typed(defaults[f.name])}", *found[f.name]) for f in fields]
+    rows = [(f"{prefix}{f.name}={as_typed(defaults[f.name])}", *declared[f.name]) for f in fields]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"  {a:{first}}  {b:{second}}  {c}".rstrip() for a, b, c in rows)
 

@@ -211,4 +211,6 @@ def explain(error: Exception) -> str:
             f"brackets, and a text with a comma in quotes, {shlex.quote(quoted(key, value))}"
         )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    return explain_value(cause) if getattr(cause, "full_key", None) else one_line(cause)
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return explain_value(cause)
+    return one_line(cause)
