@@ -23,30 +23,23 @@ from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
 GROUPS = ("data", "model", "optimizer", "experiment")
-# Names in other trainers, and their names here.
+# Names in other trainers that are unlike the ones here.
 USUAL_NAMES = {
+    "batch": "trainer.batch_size",
+    "context": "data.block_size",
     "dropout": "model.resid_pdrop, model.embd_pdrop and model.attn_pdrop",
-    **dict.fromkeys(("lr", "max_lr", "rate"), "optimizer.learning_rate"),
-    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
-    **dict.fromkeys(("dtype", "precision", "amp", "bf16", "fp16"), "trainer.amp_dtype"),
-    **dict.fromkeys(("epochs", "num_train_epochs"), "trainer.max_epochs"),
-    **dict.fromkeys(("steps", "iters", "max_iters", "num_steps"), "trainer.max_steps"),
-    **dict.fromkeys(("minutes", "time"), "trainer.max_minutes"),
-    **dict.fromkeys(("layers", "num_layers", "depth"), "model.n_layer"),
-    **dict.fromkeys(("heads", "num_heads"), "model.n_head"),
-    **dict.fromkeys(("width", "d_model", "hidden_size"), "model.n_embd"),
-    **dict.fromkeys(("context", "context_length", "seq_len", "sequence_length"), "data.block_size"),
-    **dict.fromkeys(("file", "text", "dataset"), "data.path"),
-    **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "trainer.grad_norm_clip"),
-    **dict.fromkeys(("batch", "bs"), "trainer.batch_size"),
-    **dict.fromkeys(("num_workers", "workers"), "trainer.data_loader_workers"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "trainer.micro_batch_size"),
-    **dict.fromkeys(("report_to", "wandb_log"), "trainer.trackers"),
-    **dict.fromkeys(("out_dir", "output_dir"), "run_dir"),
     "eval_interval": "trainer.eval_every_steps",
+    "file": "data.path",
+    "gradient_accumulation_steps": "trainer.micro_batch_size",
+    "hidden_size": "model.n_embd",
     "log_interval": "trainer.log_every_steps",
-    "save_total_limit": "trainer.keep_snapshots",
-    "resume_from_checkpoint": "trainer.resume",
+    "lr": "optimizer.learning_rate",
+    "max_iters": "trainer.max_steps",
+    "num_workers": "trainer.data_loader_workers",
+    "output_dir": "run_dir",
+    "report_to": "trainer.trackers",
+    "seq_len": "data.block_size",
+    "text": "data.path",
 }
 
 
@@ -143,13 +136,13 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
     together with init_from=, and for mistakes that Hydra does not explain.
     """
     known = [*keys, *GROUPS]
-    by_last_name = {key.rpartition(".")[2]: key for key in reversed(known)}
+    names = {key.rpartition(".")[2]: key for key in reversed(known)} | USUAL_NAMES
     pretrained = [a for a in arguments if override_key(a) == "init_from" and not a.endswith("=null")]
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]
         if argument.startswith("-"):
-            if meant := (by_last_name | USUAL_NAMES).get(last.replace("-", "_")):
+            if meant := names.get(last.replace("-", "_")):
                 raise UserError(f"{argument}: settings have no dashes; did you mean {meant}=?")
         elif not key or key != key.strip():
             raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
@@ -160,11 +153,8 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         elif equals and not key.startswith("hydra"):
             if any(f"{name}.".startswith(f"{key}.") for name in known):  # a field, or a group of fields
                 continue
-            near = [by_last_name[last]] if last in by_last_name else []
-            near += [USUAL_NAMES[x] for x in difflib.get_close_matches(last, USUAL_NAMES, 1, 0.8)]
-            near += [name for name in keys if name.startswith(key)]
-            near += [by_last_name[x] for x in difflib.get_close_matches(last, by_last_name)]
-            hint = f"did you mean {near[0]}?" if near else "python main.py --help lists all"
+            near = difflib.get_close_matches(last, names, n=1)
+            hint = f"did you mean {names[near[0]]}?" if near else "python main.py --help lists all"
             raise UserError(f"{key}: unknown key; {hint}")
 
 
@@ -194,22 +184,16 @@ def explain(error: Exception) -> str:
         group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
-    if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
+    refused = error.override if isinstance(error, OverrideParseException) else ""
+    why = "Hydra cannot read this; a list has no spaces"
+    if ambiguous := re.match("Ambiguous value for argument '(.*)'", str(error)):
+        refused, why = ambiguous[1], "a comma separates the values of a sweep (-m); a list is [A,B]"
+    if refused:
+        key, equals, value = refused.partition("=")
         if not equals:
-            return f"{error.override}: settings are KEY=VALUE, as in data=text data.path=FILE"
-        how = "settings are KEY=VALUE, without spaces around the ="
-        if value.endswith(","):
-            how = "no space may follow a comma"
-        elif value.strip() and key.strip() == key and value[0] not in "\"'[{ ":
-            how = f"quote the value for Hydra, and all of it for the shell: {shlex.quote(quoted(key, value))}"
-        return f"{error.override}: {how}"
-    if ambiguous := re.search("Ambiguous value for argument '(.*?)'", str(error)):
-        key, _, value = ambiguous[1].partition("=")
-        return (
-            f"{ambiguous[1]}: a comma separates the values of a sweep (-m); write decimals with a point, lists in "
-            f"brackets, and a text with a comma in quotes, {shlex.quote(quoted(key, value))}"
-        )
+            return f"{refused}: settings are KEY=VALUE, as in data=text data.path=FILE"
+        text = shlex.quote(quoted(key, value))
+        return f"{refused}: {why}; quote text for Hydra, and all of it for the shell: {text}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return explain_value(cause)
