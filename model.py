@@ -121,28 +121,6 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
 rotary_table = functools.lru_cache(4)(rotary)
 
 
-@ops.fused  # replaced by fused kernels while this code is unedited: for a variant, add a second function
-def causal_attention(qkv: Tensor, n_head: int, rotation, cache: LayerCache | None, pdrop: float) -> Tensor:
-    """Causal attention: softmax(q k' / sqrt(D)) v, where each position attends to itself and earlier ones. Maps
-    queries, keys and values (B, S, 3 C) to (B, S, C). With a `cache`, the S characters follow the cached ones; with
-    `rotation`, queries and keys are rotated and normalized.
-    """
-    B, S, _ = qkv.shape
-    qkv = qkv.view(B, S, 3, n_head, -1).permute(2, 0, 3, 1, 4)
-    if rotation is None:
-        q, k, v = qkv.contiguous()  # (B, H, S, D) each; one copy for all three
-    else:
-        q, k = ops.rms_norm(ops.rotate(qkv[:2], *rotation))
-        v = qkv[2]
-    if cache is not None:
-        k, v = cache.append(k, v)
-    T, D = k.shape[2:]  # T characters so far; q has the last S
-    mask = torch.full((S, T), float("-inf"), device=q.device, dtype=q.dtype).triu(1 + T - S)
-    weights = ((q * D**-0.5) @ k.transpose(2, 3) + mask).softmax(dim=-1)  # (B, H, S, T)
-    y = ops.dropout(weights, pdrop) @ v
-    return y.transpose(1, 2).reshape(B, S, -1)
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention (Vaswani et al., 2017)."""
 
@@ -156,7 +134,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation, cache: LayerCache | None = None) -> Tensor:
         pdrop = self.attn_pdrop if self.training else 0.0
-        y = causal_attention(self.c_attn(x), self.n_head, rotation, cache, pdrop)
+        y = ops.causal_attention(self.c_attn(x), self.n_head, rotation, cache, pdrop)
         return ops.dropout(self.c_proj(y), self.resid_pdrop, self.training)
 
 

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import model as model_module
 from config import compose, validate
 from engine.kernels import ops
 from engine.machine import hardware
@@ -72,7 +71,7 @@ def flash_attention(q, k, v, dropout_p, is_causal):
 def test_a_gpu_step_stays_within_its_budget_of_launches_and_bytes_without_synchronizing(monkeypatch):
     monkeypatch.setattr(ops, "rms_norm", FusedRMSNorm.apply)
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash_attention)
-    monkeypatch.setattr(model_module, "causal_attention", ops._torch_attention)
+    monkeypatch.setattr(ops, "causal_attention", ops._torch_attention)
     monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: True)  # as on a GPU
     config: Any = validate(compose(["experiment=shakespeare_gpu"]))
     size = config.trainer.batch_size, config.data.block_size

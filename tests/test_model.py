@@ -9,7 +9,7 @@ from conftest import small_gpt
 from engine.errors import UserError
 from engine.generation import LayerCache, pick
 from engine.kernels import native, ops
-from model import GPT, Block, GPTConfig, causal_attention
+from model import GPT, Block, GPTConfig
 
 ARCHS = ("gpt2", "modern", "shifted", "n-grams")
 PATHS = ("plain", "torch's", "native")
@@ -296,7 +296,7 @@ def test_dropout_of_embeddings_and_residual_stream_has_the_configured_rate(arch)
 @pytest.mark.parametrize("path", ["plain", "torch's"])
 def test_dropout_of_attention_weights_has_the_configured_rate(path, monkeypatch):
     take(path, monkeypatch)
-    attention = causal_attention if path == "plain" else ops._torch_attention
+    attention = ops._plain_attention if path == "plain" else ops._torch_attention
     qkv = torch.randn(4, 40, 3, 2, 40)
     qkv[:, :, 2] = torch.eye(40)[:, None]  # values that bring out the weights themselves
     qkv = qkv.view(4, 40, -1)

@@ -9,7 +9,6 @@ import torch
 from conftest import model_snapshot
 
 import export
-import model
 from config import compose
 from engine.errors import UserError
 from engine.interop import page
@@ -61,14 +60,14 @@ def test_a_page_computes_the_models_logits(name):
 def test_an_edit_that_affects_only_late_positions_is_refused(tmp_path, monkeypatch):
     """The page compares itself with a shorter input, and the probe of a snapshot has both ends."""
     snapshot = model_snapshot(LETTERS, "modern", block_size=96)
-    attend = model.causal_attention
+    attend = ops.causal_attention
 
     def windowed(qkv, n_head, rotation, cache, pdrop):  # without the first character, from the 81st on
         y = attend(qkv, n_head, rotation, cache, pdrop)
         return torch.cat((y[:, :80], attend(qkv[:, 1:], n_head, None, None, pdrop)[:, 79:]), dim=1)
 
     with monkeypatch.context() as edited:
-        edited.setattr(model, "causal_attention", windowed)
+        edited.setattr(ops, "causal_attention", windowed)
         gpt = load_model(snapshot, "cpu")
         snapshot.probe_logits = probe_logits(gpt, "cpu")
         with pytest.raises(UserError, match=r"0\.pt: the page supports only an unedited model\.py"):

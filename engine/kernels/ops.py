@@ -3,11 +3,6 @@ of a function agree up to rounding; those of dropout draw other masks.
 """
 
 import functools
-import hashlib
-import inspect
-import io
-import logging
-import tokenize
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +14,10 @@ from engine.kernels import native
 from engine.kernels.build import instructions
 from engine.machine import hardware
 
-log = logging.getLogger("gpt")
-
 IGNORE = -1  # a target that is not scored; minGPT's convention
 MIN_KERNEL_PRODUCTS = 2**17  # multiplications of a linear layer, below which torch's is faster
 MIN_KERNEL_ROWS = 256  # of a linear layer in bfloat16, whose weight has to be rounded and reordered
 MIN_KERNEL_ELEMENTS = 8192  # of a squared ReLU, below which torch's two operations are faster
-# `code_digest` of the attention that the fused kernels compute; see `fused`.
-STANDARD_ATTENTION = "89a360c7ed3a15d9c2427d5621895639f62097e281fdf89ffe461718d0cbd871"
 MAX_PADDED = 256  # columns of a product that is padded; see `linear`
 MAX_PLAIN_ATTENTION = 256  # characters; on a CPU matrix products are faster up to here
 
@@ -180,67 +171,34 @@ def _products_are_slow(dtype: torch.dtype) -> bool:
 # --- attention ---
 
 
-def code_digest(function: Callable) -> str:
-    """SHA-256 of a function's code without comments and docstring, to detect edits; empty where it cannot be read."""
-    try:
-        source = io.StringIO(inspect.getsource(function))
-    except OSError:  # made by exec
-        return ""
-    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
-    words = [t.string for t in tokenize.generate_tokens(source.readline) if t.type in kinds]
-    return hashlib.sha256(" ".join(w for w in words if w[:3] != '"""').encode()).hexdigest()
+def causal_attention(qkv: Tensor, n_head: int, rotation: native.Rotation, cache: Any, pdrop: float) -> Tensor:
+    """Causal attention (Vaswani et al., 2017): softmax(q k' / sqrt(D)) v, where each position attends to itself and
+    earlier ones. Maps queries, keys and values (B, S, 3 C) of `n_head` heads to (B, S, C).
 
-
-def fused(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates attention written in plain PyTorch: dispatches to a fused implementation that gives the same results,
-    where there is one.
-
-    `attention(qkv, n_head, rotation, cache, pdrop)` returns (B, S, C) for queries, keys and values qkv (B, S, 3 C) of
-    n_head heads, the last S characters of T: with a `cache`, an `engine.generation.LayerCache`, those in it come first.
-    `rotation`, cosines and sines (S, D / 2), is None where queries and keys are neither rotated nor normalized; `pdrop`
-    is the dropout probability of the attention weights.
-
-    Only an `attention` whose code is the standard one (comments and docstring aside) is replaced: an edited one runs as
-    written, on every device, compiled or not, but slower; so do calls with keyword arguments or with subclasses of
-    Tensor.
+    With `rotation`, cosines and sines (S, D / 2), queries and keys are rotated and normalized. With a `cache`, an
+    `engine.generation.LayerCache`, the S characters follow the cached ones. `pdrop` is the dropout probability of the
+    attention weights.
     """
-    is_standard = code_digest(attention) == STANDARD_ATTENTION
-
-    @functools.wraps(attention)
-    def dispatch(*arguments: Any, **named: Any) -> Tensor:
-        if not is_standard and not torch.compiler.is_compiling():
-            _log_edit(f"{attention.__module__}.{attention.__name__}")
-        if is_standard and len(arguments) == 5 and not named and type(arguments[0]) is Tensor:
-            kernel = _choose_kernel(*arguments)
-            if kernel is not None:
-                return kernel(*arguments)
-        return attention(*arguments, **named)
-
-    return dispatch
+    return _choose_attention(qkv, n_head, rotation, cache, pdrop)(qkv, n_head, rotation, cache, pdrop)
 
 
-@functools.cache
-def _log_edit(name: str) -> None:
-    log.warning("attention   %s was edited: it runs as written, without fused kernels", name)
-
-
-def _choose_kernel(
+def _choose_attention(
     qkv: Tensor, n_head: int, rotation: native.Rotation, cache: Any, pdrop: float
-) -> Callable[..., Tensor] | None:
-    """The fused attention for these arguments. None where plain matrix products are faster."""
+) -> Callable[..., Tensor]:
+    """The fastest implementation for these arguments."""
     S, width = qkv.size(1), qkv.size(2) // 3 // n_head
     length = S if cache is None else S + cache.length
     if 1 < S < length:
-        return None
+        return _plain_attention
     if not qkv.is_cpu:
         return _torch_attention
     if pdrop:  # on a CPU, torch's fused attention has no dropout
-        return None
+        return _plain_attention
     is_native = cache is None or (S == 1 and qkv.dtype is cache.keys.dtype and not torch.is_grad_enabled())
     has_width = width >= 2 * native.WIDTH and width % native.WIDTH == 0
     if is_native and has_width and native.supports(qkv) and _fits(rotation, S, width):
         return _native_attention
-    return _torch_attention if length > MAX_PLAIN_ATTENTION else None
+    return _torch_attention if length > MAX_PLAIN_ATTENTION else _plain_attention
 
 
 def _fits(rotation: native.Rotation, S: int, width: int) -> bool:
@@ -248,6 +206,23 @@ def _fits(rotation: native.Rotation, S: int, width: int) -> bool:
     return rotation is None or all(
         _is_dense_float32(table) and table.numel() == S * width // 2 and not table.requires_grad for table in rotation
     )
+
+
+def _plain_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
+    B, S, _ = qkv.shape
+    qkv = qkv.view(B, S, 3, n_head, -1).permute(2, 0, 3, 1, 4)
+    if rotation is None:
+        q, k, v = qkv.contiguous()  # (B, H, S, D) each; one copy for all three
+    else:
+        q, k = rms_norm(rotate(qkv[:2], *rotation))
+        v = qkv[2]
+    if cache is not None:
+        k, v = cache.append(k, v)
+    T, D = k.shape[2:]  # T characters so far; q has the last S
+    mask = torch.full((S, T), float("-inf"), device=q.device, dtype=q.dtype).triu(1 + T - S)
+    weights = ((q * D**-0.5) @ k.transpose(2, 3) + mask).softmax(dim=-1)  # (B, H, S, T)
+    y = dropout(weights, pdrop) @ v
+    return y.transpose(1, 2).reshape(B, S, -1)
 
 
 def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
@@ -259,7 +234,7 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
 
 
 def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
-    """Standard causal attention with torch's own fused kernels, for S = T or S = 1."""
+    """With torch's own fused kernels, for S = T or S = 1."""
     B, S, _ = qkv.shape
     # Split: the backward pass of a slice would fill the rest of the gradient with zeros, and add it.
     qk, v = qkv.view(B, S, 3, n_head, -1).split((2, 1), dim=2)
