@@ -102,14 +102,14 @@ def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
     try:
         model = load_model(snapshot, "cpu", strict=True)
         settings = dataclasses.asdict(model.config)
-        logits = model(probe_ids(model.config.vocab_size, model.config.block_size)[None])[0][0]
+        ids = probe_ids(model.config.vocab_size, model.config.block_size)
         return {
             "name": snapshot.config.get("run_name", "run"),
             "facts": facts(snapshot, model),
             "prompt": default_prompt(snapshot.vocabulary),
             "vocabulary": list(snapshot.vocabulary),
             "encoding": snapshot.encoding,
-            **page.serialize(settings, snapshot.model_state, logits),
+            **page.serialize(settings, snapshot.model_state, ids, model(ids[None])[0][0, -1]),
         }
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -38,8 +38,8 @@ class Model {
     this.worker.onmessage = ({data}) => data.call === this.call && this.answers[data.kind](data);
     this.ask({kind: "load", model}, {ready: ({difference}) => {
       if (!(difference < TOLERANCE)) {
-        find(".warning").textContent = `This browser computes other numbers than PyTorch, by up to ${
-          difference.toPrecision(2)}: do not trust the text.`;
+        find(".warning").textContent = `This page computes other numbers than PyTorch, by up to ${
+          difference.toPrecision(2)}: do not trust the text. If model.py was edited, sample.py runs the model.`;
       }
       this.say("Ready.");
       delete model.weights;
