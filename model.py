@@ -25,16 +25,12 @@ from engine.config.schema import GPTConfig, OptimizerConfig
 from engine.errors import UserError
 from engine.generation import LayerCache
 from engine.kernels import ops
+from engine.kernels.ops import NGRAM_FACTORS, ROPE_BASE, SOFTCAP
 from engine.optim import create_optimizer
 from engine.parallel import sharding
 
 __all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
 
-SOFTCAP = 15  # bound of |logit| in the modern architecture
-ROPE_BASE = 10_000.0
-# Factors of the two hashes (last three characters, last four), oldest first. Primes, small enough for exact sums in
-# JavaScript.
-NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 
 class Linear(nn.Linear):

@@ -333,6 +333,7 @@ def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):
 def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported):
     model, _, out = exported
     assert Path(out).stat().st_mode & 0o777 == 0o755
+    assert not any("engine." in code.read_text() for code in Path(out).glob("*.py"))
     count = sum(p.numel() for p in model.parameters())
     assert f"| parameters | {count:,} |" in Path(out, "README.md").read_text()
 

@@ -398,6 +398,11 @@ def test_a_model_uses_the_kernels(dtype, monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", enabled=dtype is torch.bfloat16):
         build("gpt2", resid_pdrop=0.1)(idx, idx)
     assert called == names
+    logits = torch.randn(8, 33, 19).to(dtype)
+    for softcap, has_kernel in ((15, True), (15.0, True), (2.5, False), (float("nan"), False)):
+        called.clear()
+        ops.cross_entropy(logits, idx, softcap)
+        assert bool(called) == has_kernel
 
 
 @both
@@ -488,7 +493,7 @@ EDITS = {
     "another rotation": ("ROPE_BASE ** -(half / width)", "ROPE_BASE ** -(half / width / 2)"),
     "another activation": ("self.activation(self.c_fc(x))", "torch.sin(self.c_fc(x))"),
     "another norm": ("return ops.rms_norm(x)", "return x.tanh()"),
-    "another cap": ("SOFTCAP = 15 ", "SOFTCAP = 2.5 "),
+    "another cap": ("else SOFTCAP", "else 2.5"),
 }
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.interop.transformers import CODES, NGRAM_FACTORS
+from engine.interop.transformers import CODES
+from engine.kernels.ops import NGRAM_FACTORS, ROPE_BASE, SOFTCAP
 
 BROWSER = Path(__file__).resolve().parent / "browser"
 
@@ -28,6 +29,7 @@ def serialize(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor, l
     """Serializes a model for the page: `GPTConfig`'s fields, the rounded weights, and the logits (V,) that it gives
     with them after `ids` (T,), which the page compares with its own.
     """
+    config = config | {"softcap": SOFTCAP, "rope_base": ROPE_BASE}
     tensors = dict(weights)
     if (codes := tensors.pop(CODES, None)) is not None:
         config = config | {"ngram_codes": codes.tolist(), "ngram_factors": NGRAM_FACTORS}

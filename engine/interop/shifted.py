@@ -19,6 +19,8 @@ from transformers import NanoChatConfig, NanoChatForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.nanochat.modeling_nanochat import NanoChatDecoderLayer
 
+from engine.kernels.ops import NGRAM_FACTORS  # export.py writes the values here
+
 # The keyword of the cache: `past_key_values` up to Transformers 5.23.
 CACHE = "cache" if "cache" in inspect.signature(NanoChatDecoderLayer.forward).parameters else "past_key_values"
 
@@ -33,7 +35,6 @@ class NgramEmbedding(nn.Module):
     """The sum of a vector for the last three characters and one for the last four, by a hash."""
 
     codes: torch.Tensor
-    FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
     def __init__(self, config):
         super().__init__()
@@ -55,7 +56,7 @@ class NgramEmbedding(nn.Module):
         last = codes.unfold(1, 4, 1).unbind(2)
         three, four = (
             table[torch.stack([x * f for x, f in zip(last, factors, strict=True)]).sum(0) % len(table)]
-            for table, factors in zip(self.weight.chunk(2), self.FACTORS, strict=True)
+            for table, factors in zip(self.weight.chunk(2), NGRAM_FACTORS, strict=True)
         )
         return three + four
 

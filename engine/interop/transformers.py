@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import UserError, one_line
-from engine.kernels.native import NORM_EPS
+from engine.kernels.native import LAYER_NORM_EPS, NORM_EPS
+from engine.kernels.ops import NGRAM_FACTORS, ROPE_BASE, SOFTCAP
 
 WEIGHTS = "model.safetensors"
 
@@ -37,9 +38,6 @@ KINDS = {
 SHIFTED = Path(__file__).with_name("shifted.py")
 PER_CHARACTER = ("tok_emb.weight", "head.weight")  # one row for each character
 CODES = "ngrams.codes"  # one number for each character
-# As in model.py, which a test compares.
-ROPE_BASE, SOFTCAP = 10_000.0, 15
-NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
 
 # Our modules and theirs; {} is the block's number. Where theirs are several, our matrix is theirs stacked.
 BLOCK = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
@@ -93,7 +91,7 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
         return {
             "n_inner": None,  # 4 n_embd
             "activation_function": "gelu",  # exact; OpenAI's GPT-2 has an approximation
-            "layer_norm_epsilon": 1e-5,
+            "layer_norm_epsilon": LAYER_NORM_EPS,
         }
     return {
         "intermediate_size": 4 * config["n_embd"],
@@ -138,7 +136,9 @@ def to_files(config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str
     for name, content in json_files(config, vocabulary, encoding).items():
         files[name] = f"{json.dumps(content, indent=2)}\n".encode()
     if is_shifted(config):
-        files[SHIFTED.name] = SHIFTED.read_bytes()
+        imported = "from engine.kernels.ops import NGRAM_FACTORS"
+        code = SHIFTED.read_text("utf-8").replace(imported, f"NGRAM_FACTORS = {NGRAM_FACTORS}")
+        files[SHIFTED.name] = code.encode()
     return files
 
 

@@ -14,6 +14,13 @@ from engine.kernels import native
 from engine.kernels.build import instructions
 from engine.machine import hardware
 
+# Constants of the modern architecture, in model.py and in every format that engine/interop/ writes
+SOFTCAP = 15  # bound of |logit|
+ROPE_BASE = 10_000.0
+# Factors of the two hashes (last three characters, last four), oldest first. Primes, small enough for exact sums in
+# JavaScript.
+NGRAM_FACTORS = (0, 1299709, 15485863, 982451653), (67867967, 275604541, 373587883, 573259391)
+
 IGNORE = -1  # a target that is not scored; minGPT's convention
 MIN_KERNEL_PRODUCTS = 2**17  # multiplications of a linear layer, below which torch's is faster
 MIN_KERNEL_ROWS = 256  # of a linear layer in bfloat16, whose weight has to be rounded and reordered
@@ -91,11 +98,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[
     (...), int64, that are not `IGNORE`. Do not take the gradient of the loss with respect to the returned
     logits: the kernel computes both from uncapped ones.
     """
-    # The kernel takes integer caps only; its error grows with the cap.
-    has_cap = isinstance(softcap, int) and 0 <= softcap <= 100
+    # The kernel takes integral caps only; its error grows with the cap.
+    has_cap = 0 <= softcap <= 100 and softcap == int(softcap)
     fits = has_cap and targets.dtype is torch.int64 and targets.shape == logits.shape[:-1]
     if fits and native.holds_memory(targets) and native.supports(logits, multiple=1):
-        return native.cross_entropy(logits, targets, softcap)
+        return native.cross_entropy(logits, targets, int(softcap))
     logits = cap(logits, softcap)
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
     return logits, loss

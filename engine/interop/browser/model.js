@@ -89,7 +89,7 @@ class GPT {
       last: new Float32Array(config.n_embd),
     }));
     const D = config.n_embd / config.n_head;
-    this.angles = Float64Array.from({length: D / 2}, (_, i) => 10000 ** (-2 * i / D));
+    this.angles = Float64Array.from({length: D / 2}, (_, i) => config.rope_base ** (-2 * i / D));
     [this.cos, this.sin] = [this.angles.slice(), this.angles.slice()];  // of the position in `step`
     this.reset();
   }
@@ -154,7 +154,7 @@ class GPT {
     });
     const head = this.tie_weights ? "tok_emb" : "head";
     const logits = this.linear(this.norm(x, "ln_f"), head, this.vocab_size);
-    return this.arch === "modern" ? logits.map(logit => 15 * Math.tanh(logit / 15)) : logits;
+    return this.arch === "modern" ? logits.map(logit => this.softcap * Math.tanh(logit / this.softcap)) : logits;
   }
 
   /** Causal attention of one position over itself and those in the cache. */
