@@ -120,15 +120,15 @@ def pick(
     """
     if not generators:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
+    logits = logits / max(temperature, 1e-30)  # less could overflow or underflow in float32
     if top_k is not None and top_k < logits.size(-1):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probability = ordered.softmax(dim=-1)
-        # The likeliest has 0 before it and is always kept.
         before = probability.cumsum(dim=-1) - probability
+        before[:, 0] = -1  # the likeliest is kept, even if top_p underflows
         excluded = before.scatter(1, order, before) >= top_p
         logits = logits.masked_fill(excluded, float("-inf"))
     # Exponential race: argmax(p / Exp(1)) is distributed as p; torch.multinomial does the same.
