@@ -47,7 +47,8 @@ class LayerCache:
 
 def generate(model: torch.nn.Module, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
     """Continues `idx` (B, T) as `stream` does, with its options: (B, T + max_new_tokens)."""
-    new = [ids[:, None] for ids in stream(model, idx, max_new_tokens, **options)]
+    with evaluating(model):  # once, not for each character
+        new = [ids[:, None] for ids in stream(model, idx, max_new_tokens, **options)]
     return torch.cat((idx, *new), dim=1)
 
 
@@ -65,8 +66,8 @@ def stream(
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
     """Yields the characters that continue `idx` (B, T >= 1), as they are drawn: the next id of each row, int64 (B,),
-    `max_new_tokens` times. The model is in evaluation mode, and sees at most the last `block_size` characters: when the
-    context is full, its last half is encoded again, and the cache grows from there.
+    `max_new_tokens` times. The model is in evaluation mode while it computes, and sees at most the last `block_size`
+    characters: when the context is full, its last half is encoded again, and the cache grows from there.
 
     Args:
         do_sample: draw from the softmax of logits / `temperature`; otherwise take the likeliest.
@@ -94,22 +95,23 @@ def stream(
     device, dtype = idx.device, next(model.parameters()).dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    with evaluating(model):
-        context = deque(idx[:, -config.block_size :].split(1, dim=1), maxlen=config.block_size)
-        seen, cache = len(context), None  # characters that the model sees
-        for _ in range(max_new_tokens):
-            if seen > config.block_size:
-                seen, cache = max(1, config.block_size // 2), None
-            if cache is None:
-                new = torch.cat([*context][-seen:], dim=1)
-                layers = range(config.n_layer if use_cache else 0)
-                cache = [LayerCache(config, B, device, dtype) for _ in layers] or None
+    context = deque(idx[:, -config.block_size :].split(1, dim=1), maxlen=config.block_size)
+    seen, cache = len(context), None  # characters that the model sees
+    for _ in range(max_new_tokens):
+        if seen > config.block_size:
+            seen, cache = max(1, config.block_size // 2), None
+        if cache is None:
+            new = torch.cat([*context][-seen:], dim=1)
+            layers = range(config.n_layer if use_cache else 0)
+            cache = [LayerCache(config, B, device, dtype) for _ in layers] or None
+        # Not while the caller has a character: it may train the model meanwhile.
+        with evaluating(model) if model.training else contextlib.nullcontext():
             logits, _ = model(new, cache=cache)
-            ids = pick(logits[:, -1], temperature, top_k, top_p, generators)
-            yield ids
-            new = ids[:, None]
-            context.append(new)
-            seen += 1
+        ids = pick(logits[:, -1], temperature, top_k, top_p, generators)
+        yield ids
+        new = ids[:, None]
+        context.append(new)
+        seen += 1
 
 
 def pick(

@@ -253,6 +253,18 @@ def test_top_k_and_top_p_keep_only_the_likeliest():
         assert drawn(top_p=least) == drawn(temperature=least) == {1}
 
 
+def test_a_model_in_training_generates_without_dropout_and_is_in_training_between_characters():
+    model, idx = tiny(pdrop=0.5), torch.zeros(1, 1, dtype=torch.int64)
+    expected = model.generate(idx, 20)
+    model.train()
+    drawn = []
+    for ids in model.stream(idx, 20):
+        assert torch.is_grad_enabled() and all(module.training for module in model.modules())
+        drawn.append(ids)
+    assert torch.equal(torch.stack(drawn, dim=1), expected[:, 1:])
+    assert torch.equal(model.generate(idx, 20), expected) and model.training
+
+
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": -1.0}]
 )
