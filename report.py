@@ -1,4 +1,4 @@
-"""Reports: a page for one or several runs, and a check against the recipe's reference.
+"""Reports: a page for one or several runs, and a check of their losses.
 
     python report.py                                   the newest run, into its own directory
     python report.py run_dir=runs/NAME                 another run, also while it trains
@@ -26,7 +26,7 @@ from engine.files import atomic_write, is_page_of
 from engine.parallel import distributed
 from engine.reports.history import Run
 from engine.reports.page import render
-from engine.reports.reference import OFF_TRACK, check, load_references, loss_warning
+from engine.reports.problems import OFF_TRACK, check, loss_warning
 from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, shell_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import MetricsFile
@@ -36,8 +36,6 @@ from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
-
-REFERENCES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "reference.json")
 
 
 @dataclass
@@ -53,7 +51,7 @@ def write(run_dirs: list[str], out: str) -> None:
     """Writes the page of the runs in `run_dirs` to `out`, atomically. Raises `UserError` for a damaged run, and OSError
     if `out` cannot be written.
     """
-    html = render([Run(path) for path in run_dirs], load_references(REFERENCES))
+    html = render([Run(path) for path in run_dirs])
     with atomic_write(out) as file:
         file.write(html)
 
@@ -149,9 +147,9 @@ def main(arguments: list[str]) -> int:
         write(run_dirs, out)
         print(shell_path(out))
         return 0
-    references, status = load_references(REFERENCES), 0
+    status = 0
     for run in map(Run, run_dirs):
-        verdict, sentences = check(run, references)
+        verdict, sentences = check(run)
         print(f"{run.path}, step {run.step} of {run.total_steps}: {verdict}")
         print(*(f"- {sentence}\n" for sentence in sentences), sep="", end="")
         status = 1 if verdict == OFF_TRACK else status

@@ -16,12 +16,6 @@ FIXED = {
     "trainer.seed",  # another order of the windows
     "init_from",  # other initial weights
 }  # fmt: skip
-# Runs that differ in these, or in their model, are not compared by their losses.
-INCOMPARABLE = {
-    *WINDOWS,
-    "init_from",  # other initial weights
-    "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule
-}  # fmt: skip
 # These change the loss at a step no more than rounding or another seed.
 IRRELEVANT = {
     "run_name", "run_dir", "samples", "report", "trainer.trackers",  # names and outputs

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.reports.history import Run
-from engine.reports.reference import References, find_reference
 
 # A chart for each of these keys of the training metrics: (key, title, unit of its values, digits under the pointer).
 CHARTS = (
@@ -30,14 +29,13 @@ class Curve(NamedTuple):
 
 @dataclass
 class Chart:
-    """Curves with at least a point, a band (outline, label), and the line of the best held-out loss."""
+    """Curves with at least a point, and the line of the best held-out loss."""
 
     title: str
     unit: str
     digits: int
     curves: list[Curve]
     from_zero: bool = True
-    band: tuple[Points, str] | None = None
     best: dict[str, Any] | None = None
 
     def add(self, curve: Curve) -> None:
@@ -63,11 +61,11 @@ class Chart:
         return (0.0 if self.from_zero else max(0.0, low - margin)), high + margin
 
 
-def draw_charts(runs: list[Run], labels: list[str], references: References) -> list[Chart]:
+def draw_charts(runs: list[Run], labels: list[str]) -> list[Chart]:
     """The loss of one run, or of several over each other, and a chart for each of `CHARTS`."""
     alone, unit = len(runs) == 1, runs[0].unit
     best = runs[0].best if alone else None
-    loss = Chart("Loss", f"nats per {unit}", 4, [], False, band(runs, references), best)
+    loss = Chart("Loss", f"nats per {unit}", 4, [], False, best)
     others = {key: Chart(title, of.format(unit=unit), digits, []) for key, title, of, digits in CHARTS}
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         name = "" if alone else f"{label}, "
@@ -77,16 +75,6 @@ def draw_charts(runs: list[Run], labels: list[str], references: References) -> l
         for key, chart in others.items():
             chart.add(Curve(label, points(run.train, key), hue(i)))
     return [chart for chart in (loss, *others.values()) if chart.curves]
-
-
-def band(runs: list[Run], references: References) -> tuple[Points, str] | None:
-    """Outline and label of the reference band of the held-out loss. None unless it applies to all `runs`."""
-    first, *others = [find_reference(run, references)[0] for run in runs]
-    if first is None or any(other is not first for other in others):
-        return None
-    upper = [(step, mean + width) for step, mean, width in first["val"]]
-    lower = [(step, mean - width) for step, mean, width in first["val"]]
-    return upper + lower[::-1], "99 % interval of the recipe's held-out loss"
 
 
 def points(lines: list[dict[str, Any]], key: str) -> Points:

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from engine.config.overrides import override_key, without
 from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError
 from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config
@@ -85,19 +84,6 @@ class Run:
         patience = flatten(self.config).get("trainer.patience")
         is_over = patience is not None and self.best is not None and self.best not in self.val[-patience:]
         return is_over or self.step >= self.total_steps
-
-    @property
-    def recipe(self) -> str | None:
-        """The recipe named or chosen at the last start; None without one."""
-        return self.starts[-1]["recipe"]
-
-    @property
-    def changes(self) -> list[str]:
-        """The overrides that affect the loss by more than another seed does; of each setting, the last."""
-        given = {override_key(o): o for start in self.starts for o in start["overrides"] or ()}
-        # main.py adds the nulls: see `add_default_recipe`.
-        added = ("trainer.max_steps=null", "trainer.max_epochs=null", "trainer.max_minutes=null")
-        return without((o for key, o in given.items() if key not in IRRELEVANT), "experiment=", *added)
 
 
 def best_first(runs: list[Run]) -> list[Run]:

@@ -9,16 +9,14 @@ import yaml
 from engine.config.settings import IRRELEVANT, as_typed, flatten
 from engine.reports.charts import draw_charts, hue, ticks
 from engine.reports.history import Run, best_first, name_runs, seed_means
-from engine.reports.reference import References, check, find_reference
+from engine.reports.problems import check
 from engine.run.metrics import duration, format_loss
 
 
-def render(runs: list[Run], references: References) -> str:
+def render(runs: list[Run]) -> str:
     """The page of `runs`, the one with the lowest held-out loss first."""
     runs = best_first(runs)
     labels = name_runs(runs) if len(runs) > 1 else [runs[0].config["run_name"]]
-    charts = draw_charts(runs, labels, references)
-    is_compared = any(chart.band for chart in charts)
     varied = varied_settings(runs)
     minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
     parts = ("encoding", "train_split", "final_split")  # decide what is scored
@@ -27,7 +25,7 @@ def render(runs: list[Run], references: References) -> str:
         (run.starts[-1]["text_sha256"], *(run.config["data"].get(part) or 0 for part in parts))
         for run in runs
     }
-    described = [shown_values(run, references) for run in runs]
+    described = [shown_values(run) for run in runs]
     import jinja2  # which only this needs
 
     environment = jinja2.Environment(
@@ -39,7 +37,7 @@ def render(runs: list[Run], references: References) -> str:
     )
     return environment.get_template("report.html.jinja").render(
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs",
-        charts=charts,
+        charts=draw_charts(runs, labels),
         ticks=ticks,
         varied={key: values for key, values in varied.items() if key not in minor},
         # Differences that change no loss.
@@ -50,7 +48,6 @@ def render(runs: list[Run], references: References) -> str:
         runs=[
             run | {"label": label, "hue": hue(i)} for i, (run, label) in enumerate(zip(described, labels, strict=True))
         ],
-        reference=find_reference(runs[0], references)[0] if is_compared else None,
     )
 
 
@@ -62,9 +59,9 @@ def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
 
-def shown_values(run: Run, references: References) -> dict[str, Any]:
+def shown_values(run: Run) -> dict[str, Any]:
     """The values that the template shows for one run."""
-    verdict, sentences = check(run, references)
+    verdict, sentences = check(run)
     return {
         "verdict": verdict,
         "sentences": sentences,
