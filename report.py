@@ -15,6 +15,7 @@ import glob
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from engine.parallel import distributed
 from engine.reports.history import Run
 from engine.reports.page import render
 from engine.reports.problems import OFF_TRACK, check, loss_warning
-from engine.run.directory import REPORT, is_run, newest_run, newest_run_hint, shell_path
+from engine.run.directory import METRICS, REPORT, is_run, newest_run, newest_run_hint, shell_path
 from engine.run.evaluation import evaluate
 from engine.run.metrics import MetricsFile
 from engine.snapshots.sharded import load_full
@@ -48,12 +49,12 @@ class ReportArguments:
 
 
 def write(run_dirs: list[str], out: str) -> None:
-    """Writes the page of the runs in `run_dirs` to `out`, atomically. Raises `UserError` for a damaged run, and OSError
+    """Writes the page of the runs in `run_dirs` to `out`, atomically. Raises `UserError` like `read_runs`, and OSError
     if `out` cannot be written.
     """
-    html = render([Run(path) for path in run_dirs])
-    with atomic_write(out) as file:
-        file.write(html)
+    html = render(read_runs(run_dirs))
+    with atomic_write(out, "wb") as file:
+        file.write(html.encode(errors="replace"))  # a file name may be no UTF-8
 
 
 def find_runs(names: list[str]) -> list[str]:
@@ -71,6 +72,29 @@ def find_runs(names: list[str]) -> list[str]:
             raise UserError(f"{name}: no run has logged anything there{hint}")
         found += runs
     return list(dict.fromkeys(found))
+
+
+def read_runs(run_dirs: list[str]) -> list[Run]:
+    """The runs in `run_dirs`. Names runs that cannot be read, and counts lines passed over, on standard error. Raises
+    `UserError` if there is no run left.
+    """
+    runs = []
+    for run_dir in run_dirs:
+        try:
+            run = Run(run_dir)
+            run.read()
+        except (UserError, OSError) as error:
+            if len(run_dirs) == 1:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        if run.passed_over:
+            path = os.path.join(run_dir, METRICS)
+            print(f"warning: {path}: passed over {run.passed_over} damaged or foreign lines", file=sys.stderr)
+        runs.append(run)
+    if not runs:
+        raise UserError("none of the runs can be read")
+    return runs
 
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
@@ -147,8 +171,9 @@ def main(arguments: list[str]) -> int:
         write(run_dirs, out)
         print(shell_path(out))
         return 0
-    status = 0
-    for run in map(Run, run_dirs):
+    runs = read_runs(run_dirs)
+    status = int(len(runs) < len(run_dirs))
+    for run in runs:
         verdict, sentences = check(run)
         print(f"{run.path}, step {run.step} of {run.total_steps}: {verdict}")
         print(*(f"- {sentence}\n" for sentence in sentences), sep="", end="")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -131,14 +132,64 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     assert len(warnings) == 1 and "Is a directory" in warnings[0]
 
 
-def test_a_run_whose_records_are_damaged_or_missing_is_refused_by_their_name(tmp_path):
-    some_run(tmp_path)
-    (tmp_path / "config.yaml").write_text("a: [")
-    with pytest.raises(UserError, match=rf"^{tmp_path}/config\.yaml: cannot be read: "):
-        render([Run(str(tmp_path))])
-    (tmp_path / "environment.jsonl").unlink()
-    with pytest.raises(UserError, match=rf"^{tmp_path}/environment\.jsonl: is missing or empty"):
-        check(Run(str(tmp_path)))
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("config.yaml", b"a: [", "cannot be read: "),
+        ("config.yaml", "run_name: é".encode("latin-1"), "cannot be read: 'utf-8' codec"),
+        ("config.yaml", b"a: 2026-13-45", "cannot be read: month must be"),
+        ("config.yaml", b"[]", "trainer is missing, or not of type dict"),
+        ("config.yaml", b"{trainer: {}, data: {}}", "run_name is missing, or not of type str"),
+        ("config.yaml", b"{trainer: {}, data: 5, run_name: a}", "data is missing, or not of type dict"),
+        ("environment.jsonl", b"", "is missing, empty or damaged"),
+        ("environment.jsonl", b'{"step": 0}', "is missing, empty or damaged"),
+        ("job.yaml", b"", "overrides is missing, or not of type list"),
+    ],
+)
+def test_a_run_with_a_damaged_record_is_named_and_hides_no_other(tmp_path, capsys, name, content, says):
+    some_run(tmp_path / "bad")
+    (tmp_path / "bad" / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{tmp_path}/bad/{name}: {says}"):
+        report.main([f"run_dir={tmp_path}/bad"])
+    some_run(tmp_path / "good")
+    assert report.main([f"run_dirs={tmp_path}/*"]) == 0
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/bad/{name}: {says}")
+    assert "<title>good</title>" in (tmp_path / "report.html").read_text()
+    assert report.main(["check", f"run_dirs={tmp_path}/*"]) == 1
+    with pytest.raises(UserError, match="none of the runs can be read"):
+        report.main([f"run_dirs=[{tmp_path}/bad,{tmp_path}/bad/.]"])
+
+
+def test_lines_that_are_damaged_or_of_another_program_are_passed_over_and_counted(tmp_path, capsys):
+    run = some_run(tmp_path)
+    line = {"step": 1600, "split": "val", "loss": 9.0, "seconds": 1.0}
+    foreign = [5, [], {"step": 1}, *({**line, key: ["x"]} for key in line), {**line, "lr": "x"}, {**line, "samples": 5}]
+    path = tmp_path / "metrics.jsonl"
+    others = (
+        "".join(f"{json.dumps(record)}\n" for record in foreign) + "\nstep,loss\n" + json.dumps(line)[:-3] + "1e999}\n"
+    )
+    path.write_text(others + path.read_text() + '{"step": 1600, "spl')  # half a line: it is being written
+    report.main([f"run_dir={tmp_path}"])
+    says = f"warning: {path}: passed over {len(foreign) + 3} damaged or foreign lines\n"
+    assert capsys.readouterr().err == says
+    assert (Run(str(tmp_path)).train, Run(str(tmp_path)).val) == (run.train, run.val)
+
+
+def test_a_run_whose_numbers_are_not_finite_has_a_page(tmp_path):
+    run = some_run(tmp_path, losses=lambda step: math.nan, held_out=lambda step: math.inf)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("0.3", "NaN").replace("50000.0", "-Infinity"))
+    run = Run(str(tmp_path))
+    assert "The run diverges: step 1500" in render([run]) and (run.best, run.passed_over) == (None, 0)
+
+
+def test_a_run_whose_name_is_not_utf8_has_a_page(tmp_path):
+    run_dir = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    some_run(Path(run_dir))
+    some_run(tmp_path / "other")
+    result = start(f"run_dirs=[{run_dir},{tmp_path}/other]", script="report.py")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "other, held-out" in (tmp_path / "report.html").read_text()
 
 
 def test_an_unfinished_run_of_few_steps_has_a_page_and_no_verdict(tmp_path):

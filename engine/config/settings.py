@@ -49,7 +49,7 @@ def as_plain(value: Any) -> Any:
 
 def as_typed(value: Any) -> str:
     """A value in command-line syntax: null and true, not None and True."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:
@@ -69,5 +69,5 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat

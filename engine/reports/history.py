@@ -6,17 +6,35 @@ import os
 import statistics
 from typing import Any
 
-import yaml
-
 from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError
-from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config
-from engine.run.metrics import format_loss, read_lines
+from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config, read_yaml
+from engine.run.metrics import format_loss, parse_lines
 from engine.text import unit_of
+
+Number = int | float
+# What reports read of a line of metrics, and of that of a start.
+MEASUREMENT = {
+    "step": Number, "split": str, "seconds": Number, "samples": list | None,
+    "loss": Number | None, "lr": Number | None, "grad_norm": Number | None, "tokens_per_s": Number | None,
+}  # fmt: skip
+START = {
+    "step": Number, "total_steps": Number, "started": str, "recipe": str | None, "overrides": list | None,
+    "unigram_loss": Number | None, "text_sha256": str, "parameters": Number, "precision": str, "compiled": bool,
+    "device": str, "cores": Number | None, "processes": Number, "threads": Number, "torch": str, "python": str,
+    "system": str,
+}  # fmt: skip
+
+
+def has_types(line: dict[str, Any], types: dict[str, Any]) -> bool:
+    """Whether the values of a line have these types, and its numbers are finite."""
+    values = {key: line.get(key) for key in types}
+    is_finite = all(abs(value) < 1e300 for value in values.values() if isinstance(value, Number))
+    return is_finite and all(isinstance(values[key], kind) for key, kind in types.items())
 
 
 class Run:
-    """A run that has ended or is still training. Raises `UserError` for a damaged line of metrics."""
+    """A run that has ended or is still training."""
 
     def __init__(self, path: str):
         self.path = path  # the run directory
@@ -27,7 +45,10 @@ class Run:
         self.final: dict[str, Any] | None = None  # of the final part of the text, if it was scored
         # The last step logged, and wall time up to it, evaluations and saves included.
         self.step, self.seconds = 0, 0.0
-        for line in read_lines(os.path.join(path, METRICS), "split", "loss", "seconds"):
+        lines = parse_lines(os.path.join(path, METRICS), "split", "loss", "seconds")
+        sound = [line for line in lines if line is not None and has_types(line, MEASUREMENT)]
+        self.passed_over = len(lines) - len(sound)  # lines that are damaged, or another program's
+        for line in sound:
             self.step, self.seconds = line["step"], line["seconds"]
             if line["split"] == "final":
                 self.final = line
@@ -50,7 +71,7 @@ class Run:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """See `read_config`."""
-        return read_config(self.path)
+        return read_config(self.path, run_name=str, data=dict)
 
     @property
     def unit(self) -> str:
@@ -61,18 +82,20 @@ class Run:
     def starts(self) -> list[dict[str, Any]]:
         """The lines of `environment.jsonl`, one per start. Raises `UserError` without one."""
         path = os.path.join(self.path, ENVIRONMENT)
-        if starts := read_lines(path):
+        if starts := [line for line in parse_lines(path) if line is not None and has_types(line, START)]:
             return starts
-        raise UserError(f"{path}: is missing or empty; reports are of runs that main.py started")
+        raise UserError(f"{path}: is missing, empty or damaged; reports are of runs that main.py started")
 
     @functools.cached_property
     def job(self) -> dict[str, Any]:
         """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed, stopped; empty for another run."""
         path = os.path.join(self.path, JOB)
-        if not os.path.exists(path):
-            return {}
-        with open(path) as file:
-            return yaml.safe_load(file)
+        return read_yaml(path, overrides=list, status=str) if os.path.exists(path) else {}
+
+    def read(self) -> None:
+        """Reads all files now. Raises `UserError` or OSError for one that cannot be read."""
+        for name in ("config", "starts", "job"):
+            getattr(self, name)
 
     @property
     def total_steps(self) -> int:
@@ -82,7 +105,7 @@ class Run:
     def has_ended(self) -> bool:
         """Whether it has all its steps, or `trainer.patience` ended it."""
         patience = flatten(self.config).get("trainer.patience")
-        is_over = patience is not None and self.best is not None and self.best not in self.val[-patience:]
+        is_over = isinstance(patience, int) and self.best is not None and self.best not in self.val[-patience:]
         return is_over or self.step >= self.total_steps
 
 
@@ -108,11 +131,11 @@ def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
     settings that change the loss no more than a seed. Returns rows, lowest mean first: label (from the
     `names` of its runs), mean, and range from lowest to highest loss (nats per character).
     """
-    groups: dict[str, dict[int, tuple[float, str]]] = {}  # by settings: the loss and name of each seed
+    groups: dict[str, dict[str, tuple[float, str]]] = {}  # by settings: the loss and name of each seed
     for run, name in zip(runs, names, strict=True):
         if run.best is not None and run.has_ended:
             settings = flatten(run.config)
-            seed = settings.get("trainer.seed", 0)
+            seed = str(settings.get("trainer.seed", 0))
             ignored = IRRELEVANT | {"trainer.max_minutes"}  # from which the steps follow
             relevant = sorted((key, str(value)) for key, value in settings.items() if key not in ignored)
             group = groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {})

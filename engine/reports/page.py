@@ -22,7 +22,7 @@ def render(runs: list[Run]) -> str:
     parts = ("encoding", "train_split", "final_split")  # decide what is scored
     scored = {
         # An older run has no final_split.
-        (run.starts[-1]["text_sha256"], *(run.config["data"].get(part) or 0 for part in parts))
+        (run.starts[-1]["text_sha256"], *(as_typed(run.config["data"].get(part) or 0) for part in parts))
         for run in runs
     }
     described = [shown_values(run) for run in runs]

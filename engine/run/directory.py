@@ -148,19 +148,26 @@ def shell_path(path: str) -> str:
     return shlex.quote(path if relative.startswith("..") else relative)
 
 
-def read_config(run_dir: str) -> dict[str, Any]:
-    """`config.yaml` of a run, nested dictionaries. Raises `UserError` if it cannot be read."""
+def read_config(run_dir: str, **types: type) -> dict[str, Any]:
+    """`config.yaml` of a run, nested dictionaries. Raises `UserError` like `read_yaml`."""
     path = os.path.join(run_dir, CONFIG)
     if not os.path.exists(path):
         raise UserError(f"{path}: is missing; reports are of runs that main.py started")
+    return read_yaml(path, trainer=dict, **types)
+
+
+def read_yaml(path: str, **types: type) -> dict[str, Any]:
+    """Reads a dictionary from a file. Raises `UserError` if it cannot be read, or an entry does not have its type."""
     try:
         with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
+            found = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("trainer"), dict):
-        raise UserError(f"{path}: is not the configuration of a run")
-    return config
+    values = found if isinstance(found, dict) else {}
+    for key, kind in types.items():
+        if not isinstance(values.get(key), kind):
+            raise UserError(f"{path}: {key} is missing, or not of type {kind.__name__}")
+    return values
 
 
 def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:

@@ -15,29 +15,34 @@ from engine.run.directory import METRICS
 log = logging.getLogger("gpt")
 
 
-def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
-    """Reads a file of JSON objects, one per line; an empty list if there is no file.
-
-    Damaged lines at the end are skipped: the writer was killed or is still writing. Raises `UserError` naming any other
-    line that is damaged or lacks `step` or one of `keys`.
+def parse_lines(path: str, *keys: str) -> list[dict[str, Any] | None]:
+    """Reads a file of JSON objects, one per line; an empty list if there is no file. NaN becomes None, and so does a
+    line that is damaged or lacks `step` or one of `keys`. Half a line at the end is left out: it is being written.
     """
     if not os.path.exists(path):
         return []
-    records, damaged = [], 0
     with open(path, errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-                complete = {"step", *keys} <= record.keys()
-            except (ValueError, AttributeError):
-                complete = False
-            if complete and damaged:
-                raise UserError(f"{path}, line {damaged}: damaged; correct it, or move it away")
-            if complete:
-                records.append(record)
-            else:
-                damaged = damaged or number
+        lines = file.readlines()
+    records: list[dict[str, Any] | None] = []
+    for line in lines:
+        try:
+            record = json.loads(line, parse_constant=lambda name: None)
+            records.append(record if {"step", *keys} <= record.keys() else None)
+        except (ValueError, AttributeError, RecursionError):
+            records.append(None)
+    if records and records[-1] is None and not lines[-1].endswith("\n"):
+        records.pop()
     return records
+
+
+def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
+    """`parse_lines` without damaged lines at the end: the writer was killed. Raises `UserError` naming any other."""
+    records = parse_lines(path, *keys)
+    while records and records[-1] is None:
+        records.pop()
+    if None in records:
+        raise UserError(f"{path}, line {records.index(None) + 1}: damaged; correct it, or move it away")
+    return [record for record in records if record is not None]
 
 
 def write_lines(path: str, records: Iterable[dict[str, Any]]) -> None:
