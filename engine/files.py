@@ -1,11 +1,18 @@
 """Local files: atomic writes; locks; recognizing the pages that this project wrote."""
 
 import contextlib
+import errno
+import functools
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
-from engine import portable
+from filelock import FileLock
+
+log = logging.getLogger("gpt")
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # as of NFS on many clusters
 
 
 def is_local(path: str) -> bool:
@@ -35,12 +42,24 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
             os.remove(temporary)
 
 
-@contextlib.contextmanager
-def file_lock(path: str) -> Iterator[None]:
-    """File lock: one process at a time runs the block, even across hosts that share a disk. Raises OSError."""
-    with open(path, "a") as file:
-        portable.lock(file, wait=True)
-        yield  # the file stays: others may wait for its lock
+def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Acquires a file lock, to be released by `with`: one process at a time holds it, even across hosts that share a
+    disk; a process that dies releases it. On a file system without locks, only warns. Raises `filelock.Timeout` if it
+    is held and `wait` is false, and OSError.
+    """
+    try:  # a soft lock would outlive a process that dies
+        return FileLock(path, blocking=wait, fallback_to_soft=False).acquire()
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        warn_without_locks()
+        return contextlib.nullcontext()
+
+
+@functools.cache
+def warn_without_locks() -> None:
+    """Logs the warning, once."""
+    log.warning("the file system has no locks: a second start of the same run would not be noticed")
 
 
 def is_page_of(path: str, program: str) -> bool:

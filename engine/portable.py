@@ -1,7 +1,6 @@
-"""Portability: file locks, signals, standard streams, a check of argparse."""
+"""Portability: signals, standard streams, a check of argparse."""
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import signal
@@ -15,31 +14,10 @@ except ImportError:  # Windows
     fcntl = resource = None  # type: ignore[assignment]
 
 
-def lock(file: Any, wait: bool) -> None:
-    """Locks an open file until it is closed or the process dies; child processes do not inherit it. If another
-    process holds it, waits, or else raises `BlockingIOError` or `PermissionError`.
-    """
-    if fcntl is not None:
-        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        return
-    import msvcrt
-
-    windows: Any = msvcrt
-    while True:
-        with contextlib.suppress(*((OSError,) if wait else ())):  # LK_LOCK gives up after 10 s
-            windows.locking(file.fileno(), windows.LK_LOCK if wait else windows.LK_NBLCK, 1)
-            return
-
-
 def is_installed(package: str) -> bool:
     """Whether a package is installed. A namespace package, as W&B's folder looks like, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-def preemptions() -> int:
-    """Involuntary context switches of this process; 0 if not available."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0
 
 
 def available_signals(*names: str) -> list[signal.Signals]:

@@ -1,10 +1,16 @@
 import errno
 import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
 
 import pytest
+from conftest import ROOT
 
 from engine.errors import UserError
-from engine.files import atomic_write
+from engine.files import atomic_write, warn_without_locks
 from engine.run.directory import locked_file, log_to_file
 
 
@@ -43,10 +49,43 @@ def test_the_log_file_has_the_traceback_of_a_bug_and_one_line_for_a_users_error(
     assert last.endswith("ERROR trainer.seed=-1: must be at least 0")
 
 
-def test_a_file_system_without_locks_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
-    def refuse(file, wait):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def test_a_lock_is_held_against_threads_and_released_by_a_process_that_dies(tmp_path):
+    path = str(tmp_path / "lock")
+    code = """
+import os, signal, sys
+from engine.files import file_lock
+with file_lock(sys.argv[1]):
+    if os.fork():  # the child outlives the holder
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("child", flush=True)
+    sys.stdin.read()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code, path], cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True)
+    assert holder.stdout.readline() == "child\n" and holder.wait(60) == -signal.SIGKILL
 
-    monkeypatch.setattr("engine.portable.lock", refuse)
-    with pytest.raises(UserError, match=r"run_dir=runs/a: cannot be locked: No locks available"):
-        locked_file(str(tmp_path / "lock"), "run_dir=runs/a")
+    def start() -> None:
+        with locked_file(path, "run_dir=runs/a"):
+            pass
+
+    with locked_file(path, "run_dir=runs/a"), ThreadPoolExecutor() as threads:
+        error = threads.submit(start).exception()
+    assert isinstance(error, UserError) and str(error).startswith("run_dir=runs/a: another run is using it; wait")
+    start()
+    holder.communicate()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_gets_one_warning(tmp_path, monkeypatch, caplog, number):
+    def refuse(file, mode):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    warn_without_locks.cache_clear()
+    locks = (locked_file(str(tmp_path / name / "lock"), "run_dir=runs/a") for name in "ab")
+    if number == errno.EIO:
+        with pytest.raises(UserError, match=r"run_dir=runs/a: cannot be written: Input/output error"), next(locks):
+            pass
+    else:
+        with next(locks), next(locks):
+            pass
+        assert caplog.text.count("the file system has no locks") == 1

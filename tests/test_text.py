@@ -2,7 +2,6 @@
 
 import bz2
 import dataclasses
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -32,6 +31,7 @@ from char_dataset import CharDataset, DataConfig
 from config import Config
 from engine import text as text_files
 from engine.errors import UserError
+from engine.files import file_lock
 from engine.text import PYDOC, SHAKESPEARE_URL, find_files, load_cached, prepare_text, read_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
@@ -532,13 +532,11 @@ def test_two_processes_encode_a_text_once(make, passes, spawn):
         "text_files.LARGE = 1000\n"
         "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"
     )
-    with open(os.path.join(config.cache_dir, ".cache.lock"), "a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    with file_lock(os.path.join(config.cache_dir, ".cache.lock")):
         process = spawn([sys.executable, "-c", script, config.path, config.cache_dir])
         read_until(process, "encoding ")
         time.sleep(1)  # encoding takes milliseconds
         assert cached(config) == []  # it waits for the lock
-        fcntl.lockf(lock, fcntl.LOCK_UN)
     out, _ = process.communicate(timeout=60)
     assert out.split()[-1] == CharDataset(config).digest and passes == []
 

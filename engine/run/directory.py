@@ -7,12 +7,13 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
+from filelock import Timeout
 
-from engine import portable
 from engine.errors import UserError, check_only_one, one_line
+from engine.files import file_lock
 from engine.parallel.distributed import report_unresponsive_ranks, run_on_rank_0
 from engine.signals import Stopped
 from engine.snapshots import storage
@@ -67,25 +68,18 @@ def remove_if_unused(run_dir: str) -> None:
             shutil.rmtree(run_dir)
 
 
-def locked_file(path: str, setting: str) -> TextIO:
-    """The file at `path`, created and locked until it is closed or the process dies. Raises `UserError`
-    naming `setting` if it cannot be created or another process holds it.
+def locked_file(path: str, setting: str) -> contextlib.AbstractContextManager[Any]:
+    """`file_lock`, without waiting. Raises `UserError` naming `setting` if the file cannot be created or another run
+    holds it.
     """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        file = open(path, "a")
-    except OSError as error:
-        raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
-    try:
-        portable.lock(file, wait=False)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
+        return file_lock(path, wait=False)
+    except Timeout as error:
         why = "another run is using it; wait for it, or set run_name=NEW_NAME"
         raise UserError(f"{setting}: {why}") from error
-    except OSError as error:  # a file system without locks
-        file.close()
-        raise UserError(f"{setting}: cannot be locked: {error.strerror}") from error
-    return file
+    except OSError as error:
+        raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager
