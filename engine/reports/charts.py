@@ -58,14 +58,14 @@ class Chart:
             values += found[: math.ceil(0.97 * len(found))] if curve.faint else found
         low, high = min(values), max(values)
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        return (0.0 if self.from_zero else max(0.0, low - margin)), high + margin
+        return (0.0 if self.from_zero else min(low, max(0.0, low - margin))), high + margin
 
 
 def draw_charts(runs: list[Run], labels: list[str]) -> list[Chart]:
     """The loss of one run, or of several over each other, and a chart for each of `CHARTS`."""
     alone, unit = len(runs) == 1, runs[0].unit
     best = runs[0].best if alone else None
-    loss = Chart("Loss", f"nats per {unit}", 4, [], False, best)
+    loss = Chart("Loss", f"nats per {unit}", 4, [], from_zero=False, best=best)
     others = {key: Chart(title, of.format(unit=unit), digits, []) for key, title, of, digits in CHARTS}
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         name = "" if alone else f"{label}, "

@@ -25,7 +25,7 @@ def render(runs: list[Run]) -> str:
         (run.starts[-1]["text_sha256"], *(as_typed(run.config["data"].get(part) or 0) for part in parts))
         for run in runs
     }
-    described = [shown_values(run) for run in runs]
+    described = [shown_values(run, label, hue(i)) for i, (run, label) in enumerate(zip(runs, labels, strict=True))]
     import jinja2  # which only this needs
 
     environment = jinja2.Environment(
@@ -45,9 +45,7 @@ def render(runs: list[Run]) -> str:
         are_comparable=len(scored) == 1,
         means=seed_means(runs, labels),
         facts=dict.fromkeys(fact for run in described for fact in run["facts"]),
-        runs=[
-            run | {"label": label, "hue": hue(i)} for i, (run, label) in enumerate(zip(described, labels, strict=True))
-        ],
+        runs=described,
     )
 
 
@@ -59,10 +57,12 @@ def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
 
-def shown_values(run: Run) -> dict[str, Any]:
+def shown_values(run: Run, label: str, colour: int) -> dict[str, Any]:
     """The values that the template shows for one run."""
     verdict, sentences = check(run)
     return {
+        "label": label,
+        "hue": colour,
         "verdict": verdict,
         "sentences": sentences,
         "facts": {
