@@ -32,7 +32,6 @@ from engine.parallel import sharding
 __all__ = ["GPT", "GPTConfig", "OptimizerConfig", "create_optimizer"]
 
 
-
 class Linear(nn.Linear):
     """Linear layer without torch's initial weights: `GPT.init_weights` sets them."""
 
