@@ -91,12 +91,11 @@ def time_steps(trainer: TimedTrainer) -> float:
     timed: list[float] = []
     trainer.model.train()
     with trainer.precision.determinism(), contextlib.closing(trainer):
-        last = time.perf_counter()
         while trainer.state.step < trainer.plan.total_steps:
+            started = time.perf_counter()
             loss, *_ = trainer.step()
             loss.item()  # waits for the device
-            before, last = last, time.perf_counter()
-            timed.append(max(distributed.all_gather(last - before)))
+            timed.append(max(distributed.all_gather(time.perf_counter() - started)))
             # The first steps capture and check the CUDA graph. On a CPU, a step may take half a minute.
             fewest = 18 if on_gpu else 4 if sum(timed) < 4 * TRIAL_S else 2
             if len(timed) >= fewest and sum(timed) > TRIAL_S:
