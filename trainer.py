@@ -178,8 +178,7 @@ class Trainer:
                 if is_evaluated:
                     self._evaluate()
                 is_over = is_over or self._is_out_of_patience()
-                if self._save_is_due(is_over, is_evaluated):
-                    self._save(is_over)
+                self._save_if_due(is_over, is_evaluated)
                 if is_over:
                     break
                 loss, grad_norm, lr = self.step()
@@ -393,23 +392,17 @@ class Trainer:
 
     # --- saving ---
 
-    def _save_is_due(self, is_over: bool, is_evaluated: bool) -> bool:
-        """Whether this step must be saved: at an interval, by request, at the end, if it `is_evaluated` just now with
-        the lowest loss, or if its snapshot lacks the evaluation.
+    def _save_if_due(self, is_over: bool, is_evaluated: bool) -> None:
+        """Saves this step at an interval, by request, at the end, if it `is_evaluated` just now with the lowest loss, or
+        if its snapshot lacks the evaluation. A numbered snapshot has another reason than the clock or a lower loss.
         """
-        state, config = self.state, self.config
-        if self.snapshots.saved_step == state.step:
-            return is_evaluated
-        if is_evaluated and state.is_best:
-            return True
-        is_interval = self.plan.is_due(state.step, config.save_every_steps, config.save_every)
-        return state.step > 0 and bool(is_over or self.requests.save or is_interval)
-
-    def _save(self, is_over: bool) -> None:
-        """Saves this step, as a numbered snapshot unless only the clock or a lower loss is the reason."""
         state, config, requested = self.state, self.config, self.requests.save
+        is_new = state.step > 0 and self.snapshots.saved_step != state.step
         is_interval = self.plan.is_due(state.step, config.save_every_steps, config.save_every)
-        is_numbered = state.step > 0 and (is_over or requested == SAVE or is_interval)
+        is_numbered = is_new and (is_over or requested == SAVE or is_interval)
+        is_better = is_evaluated and (state.is_best or not is_new)
+        if not (is_numbered or is_better or (is_new and requested)):
+            return
         if requested == SAVE:
             log.info("SIGUSR1: saving after step %d of %d", state.step, self.plan.total_steps)
         with self.log.paused():
