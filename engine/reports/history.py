@@ -15,7 +15,7 @@ from engine.text import unit_of
 Number = int | float
 # What reports read of a line of metrics, and of that of a start.
 MEASUREMENT = {
-    "step": Number, "split": str, "seconds": Number, "samples": list | None,
+    "step": Number, "split": str, "seconds": Number, "progress": Number | None, "samples": list | None,
     "loss": Number | None, "lr": Number | None, "grad_norm": Number | None, "tokens_per_s": Number | None,
 }  # fmt: skip
 START = {
@@ -45,11 +45,12 @@ class Run:
         self.final: dict[str, Any] | None = None  # of the final part of the text, if it was scored
         # The last step logged, and wall time up to it, evaluations and saves included.
         self.step, self.seconds = 0, 0.0
+        self.progress = 0.0  # from 0 to 1; 0 if the run did not log it
         lines = parse_lines(os.path.join(path, METRICS), "split", "loss", "seconds")
         sound = [line for line in lines if line is not None and has_types(line, MEASUREMENT)]
         self.passed_over = len(lines) - len(sound)  # lines that are damaged, or another program's
         for line in sound:
-            self.step, self.seconds = line["step"], line["seconds"]
+            self.step, self.seconds, self.progress = line["step"], line["seconds"], line.get("progress") or 0.0
             if line["split"] == "final":
                 self.final = line
             elif line["loss"] is None or "diverged" in line:
@@ -103,10 +104,10 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has all its steps, or `trainer.patience` ended it."""
+        """Whether it has all its steps, or the clock or `trainer.patience` ended it."""
         patience = flatten(self.config).get("trainer.patience")
         is_over = isinstance(patience, int) and self.best is not None and self.best not in self.val[-patience:]
-        return is_over or self.step >= self.total_steps
+        return is_over or self.progress >= 1 or self.step >= self.total_steps
 
 
 def best_first(runs: list[Run]) -> list[Run]:

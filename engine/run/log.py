@@ -215,7 +215,10 @@ class RunLog:
         if not self.metrics:
             return
         state = self.state
-        record = self.metrics.log(state.step, self.plan.epoch(state.step), split, loss, state.seconds, **values)
+        progress = round(min(max(state.progress, state.step / self.plan.total_steps), 1.0), 6)
+        record = self.metrics.log(
+            state.step, self.plan.epoch(state.step), split, loss, state.seconds, progress=progress, **values
+        )
         numbers = {
             f"{split}/{name}": value
             for name, value in record.items()

@@ -72,9 +72,10 @@ class MetricsFile:
     """Appends to `metrics.jsonl` in `run_dir`.
 
     Every line has `step`, `epoch`, `split` (train, val, or final), `loss` in nats per character, `bpc` in bits, and
-    `seconds` of training so far. Training lines add `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of
-    all processes), `mfu` (share of the peak rate), `memory` (peak bytes) and sometimes `samples`; the others add
-    `tokens` (characters scored) and `rank_losses`. If the run diverged, the last line says why in `diverged`.
+    `seconds` of training so far; those of training and evaluation also `progress`, from 0 to 1. Training lines add
+    `lr`, `grad_norm` (before clipping), `tokens_per_s` (characters, of all processes), `mfu` (share of the peak rate),
+    `memory` (peak bytes) and sometimes `samples`; the others add `tokens` (characters scored) and `rank_losses`. If the
+    run diverged, the last line says why in `diverged`.
 
     Resuming at `step` drops all later lines, which will be logged again, and the evaluation of `step` itself unless
     `evaluated`. Warns if fewer than `lines`, the count in the snapshot, are left. `logged`: the last line so far, as
