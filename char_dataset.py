@@ -250,7 +250,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 # --- batches ---
 
-ORDER_STEPS = 64  # steps per call of `window_order`, at little more than the cost of one
+# Steps and windows per call of `window_order`, at most: a few steps cost little more than one.
+ORDER_STEPS, ORDER_WINDOWS = 64, 2**16
 
 
 class MicroBatches:
@@ -277,6 +278,7 @@ class MicroBatches:
     ):
         self.dataset, self.seed, self.plan, self.rank = dataset, seed, plan, rank
         self.workers, self.device = workers, device or torch.device("cpu")
+        self.chunk_steps = max(1, min(ORDER_STEPS, ORDER_WINDOWS // plan.batch_size))
         # Two chunks: prefetch threads may be cutting batches of one and of the next.
         self.chunk_order = functools.lru_cache(maxsize=2)(self._chunk_order)
         self.pool = ThreadPoolExecutor(workers, "batches") if workers else None
@@ -305,7 +307,7 @@ class MicroBatches:
         # Of the step's windows, those from `first` to `last` (exclusive).
         parts, part = plan.world_size * plan.accumulation, self.rank * plan.accumulation + i
         first, last = plan.batch_size * part // parts, plan.batch_size * (part + 1) // parts
-        chunk, step_in_chunk = divmod(step, ORDER_STEPS)
+        chunk, step_in_chunk = divmod(step, self.chunk_steps)
         start = step_in_chunk * plan.batch_size
         windows = self.chunk_order(chunk)[start + first : start + max(last, first + 1)]
         x, y = self.dataset.batch(windows)
@@ -314,8 +316,8 @@ class MicroBatches:
         return x, y, (last - first) * plan.world_size / plan.batch_size
 
     def _chunk_order(self, chunk: int) -> torch.Tensor:
-        """Window indices of `ORDER_STEPS` steps, int64, on the device of the text."""
-        size = ORDER_STEPS * self.plan.batch_size
+        """Window indices of `chunk_steps` steps, int64, on the device of the text."""
+        size = self.chunk_steps * self.plan.batch_size
         positions = np.arange(chunk * size, (chunk + 1) * size) + self.plan.first_position
         order = window_order(positions, len(self.dataset), self.seed, self.dataset.block_size)
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)

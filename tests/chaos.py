@@ -191,7 +191,8 @@ def check_same(run_dir: Path, reference: Path) -> None:
         p.name for p in run_dir.iterdir() if p.name not in extra and not re.search(r"\.(damaged|old|step)\d+", p.name)
     }
     assert not stray, f"left behind: {stray}"
-    assert len(list(run_dir.glob("*.step*.pt"))) == 2
+    numbered = [path.name for path in run_dir.glob("*.step*.pt")]
+    assert len(numbered) == 2, numbered
 
 
 def settle(snapshot):

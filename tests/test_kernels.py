@@ -80,7 +80,7 @@ def test_kernels_are_built_once_unless_damaged_or_outdated_and_CC_may_have_argum
     built, written = [], []
     for source in (building.SOURCE, building.SOURCE, None, building.SOURCE, changed):
         if source is None:
-            built[-1].write_bytes(b"damaged")
+            built[-1].write_bytes(built[-1].read_bytes()[:-9000])  # would crash the process
             continue
         run = start(str(source), script=str(script), env=environment)
         built.append(Path(run.stdout.rstrip().rpartition(" in ")[2]))

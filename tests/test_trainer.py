@@ -310,6 +310,15 @@ def test_a_run_ends_with_a_whole_pass_over_the_text(parts, steps):
     assert sorted(seen[-len(last_pass) :]) == last_pass
 
 
+def test_the_order_of_few_steps_is_computed_at_once_if_they_are_large(parts, monkeypatch):
+    plan = Plan(len(parts[0]), parts[0].block_size, 2**18, 1, 1, 10)
+    assert MicroBatches(Audit(parts[0]), 7, plan).chunk_steps == 1
+    small = dataclasses.replace(plan, batch_size=20)
+    expected = [MicroBatches(Audit(parts[0]), 7, small)[k][0].tolist() for k in range(10)]
+    monkeypatch.setattr("char_dataset.ORDER_WINDOWS", 60)
+    assert [MicroBatches(Audit(parts[0]), 7, small)[k][0].tolist() for k in range(10)] == expected
+
+
 def test_the_windows_of_a_huge_plan_can_be_counted(parts):
     plan = Plan(len(parts[0]), parts[0].block_size, 20, 1, 1, 10**14)
     last = MicroBatches(Audit(parts[0]), 7, plan)[10**14 - 1][0].tolist()

@@ -17,6 +17,7 @@ import torch
 
 from engine.errors import one_line
 
+DIGEST_LENGTH = 64
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = "-O3 -mfma -fno-math-errno -fno-strict-aliasing -ffp-contract=fast -fopenmp -shared -fPIC"
 INSTRUCTION_FLAGS = {
@@ -49,6 +50,11 @@ def instructions(dtype: torch.dtype) -> str | None:
     return None
 
 
+def digest(content: bytes) -> bytes:
+    """SHA-256, hexadecimal, which ends the file of a library."""
+    return hashlib.sha256(content).hexdigest().encode()
+
+
 @functools.cache
 def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
     """The kernels and their file, or None and the reason."""
@@ -65,7 +71,8 @@ def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
         key = hashlib.sha256(key.encode()).hexdigest()[:16]
         built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
         with contextlib.suppress(OSError):  # missing, unreadable, or of another system: built again
-            return ctypes.CDLL(str(built)), str(built)
+            if digest(built.read_bytes()[:-DIGEST_LENGTH]) == built.read_bytes()[-DIGEST_LENGTH:]:
+                return ctypes.CDLL(str(built)), str(built)
         if not compiler or shutil.which(compiler[0]) is None:
             return None, "no C compiler (cc, or what CC names)"
         built.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +80,10 @@ def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
             fresh = Path(folder, "kernels.so")
             command = [*compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            with open(fresh, "rb") as file:
+            with open(fresh, "r+b") as file:
+                # A part of a library, as a full disk leaves it, would crash the process. ELF ignores what follows it.
+                file.write(digest(file.read()))
+                file.flush()
                 os.fsync(file.fileno())  # complete before it has its name
             os.replace(fresh, built)  # atomic: other processes may be building too
         return ctypes.CDLL(str(built)), str(built)
