@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from model import GPT, GPTConfig
 ROOT = Path(__file__).resolve().parent.parent
 SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script; programs would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Of the programs that tests start: threads that wait sleep, as there are more than cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
