@@ -16,12 +16,15 @@ from engine import signals
 if __name__ == "__main__":
     signals.prepare()
 
+import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import hydra
@@ -31,26 +34,33 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
+import report
 from char_dataset import CharDataset
 from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe
-from engine.errors import UserError
+from engine.errors import UserError, one_line
 from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.parallel import distributed, sharding
 from engine.precision import resolve_amp_dtype
+from engine.reports.history import Run
+from engine.reports.problems import loss_warning
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
-from engine.run.directory import open_run
+from engine.run.directory import REPORT, is_run, open_run, shell_path
+from engine.run.evaluation import evaluate
 from engine.run.memory import report_exhausted
+from engine.run.metrics import MetricsFile
 from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
 from engine.snapshots.manager import SnapshotManager
+from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, check_can_resume
+from engine.snapshots.storage import exists
 from engine.text import prepare_text
 from model import GPT, create_optimizer
-from report import finish_run
+from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -165,6 +175,62 @@ def log_parts(config: Config, trainer: Trainer, train_text: CharDataset, held_ou
         "optimizer   %s, %s schedule, learning rate %g, weight decay %g%s",
         optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay, ngrams,
     )  # fmt: skip
+
+
+def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
+    """Scores the final part of the text, writes the report, and logs what to do next."""
+    if not is_run(config.run_dir):  # the run is finished, and was started from another folder
+        return
+    try:
+        if final is not None and trainer.state.step <= trainer.plan.total_steps:
+            score_final(trainer, final)
+    finally:  # the report and the best snapshot do not depend on the score
+        if config.report:
+            with log_failure(f"write {REPORT}"):
+                path = os.path.join(config.run_dir, REPORT)
+                report.write([config.run_dir], path)
+                log.info("report      %s", shell_path(path))
+        with log_failure("check the run for overfitting"):
+            if problem := loss_warning(Run(config.run_dir)):
+                log.warning("%s", problem)
+        if trainer.state.best_loss is not None:
+            best, path = trainer.state, trainer.snapshots.storage.best_path
+            log.info("best        held-out loss %.4f at step %d: %s", best.best_loss, best.best_step, path)
+        log.info("sample      python sample.py run_dir=%s", shell_path(config.run_dir))
+
+
+def score_final(trainer: Trainer, final: CharDataset) -> None:
+    """Scores the final part of the text, unused for any choice, with the best snapshot; logs the loss and appends it to
+    the metrics. Skipped if done at this step.
+    """
+    snapshots, state = trainer.snapshots, trainer.state
+    scored = Run(snapshots.run_dir).final
+    if scored is not None and scored["step"] == state.step:
+        return
+    has_best = state.best_loss is not None and exists(snapshots.storage.best_path)
+    best = snapshots.storage.best_path if has_best else snapshots.path
+    snapshot = load_full(best)
+    model = load_model(snapshot, distributed.device().type)
+    with trainer.precision.autocast(), distributed.alone():
+        loss, characters, _ = evaluate(model, final, max_windows=trainer.max_eval_windows)
+    log.info(
+        "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
+        loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
+    )  # fmt: skip
+    with log_failure("write the final loss"):
+        metrics = MetricsFile(snapshots.run_dir, state.step)
+        epoch = trainer.plan.epoch(state.step)
+        metrics.log(state.step, epoch, "final", loss, state.seconds, tokens=characters, scored_step=snapshot.step)
+        metrics.close()
+
+
+@contextlib.contextmanager
+def log_failure(action: str) -> Iterator[None]:
+    """Logs an error as a warning: the run has finished, and its snapshots are written."""
+    try:
+        yield
+    except Exception as error:  # a full disk, a missing file or package
+        log.warning("cannot %s: %s", action, one_line(error))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -10,31 +10,19 @@ The page is one HTML file that needs no network. `out=FILE` names it (default: r
 run's directory, or in the common directory of several).
 """
 
-import contextlib
 import glob
 import logging
-import math
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from char_dataset import CharDataset
-from config import Config
 from engine.config.arguments import parse, run_program
-from engine.errors import UserError, check_only_one, one_line
+from engine.errors import UserError, check_only_one
 from engine.files import atomic_write, is_page_of
-from engine.parallel import distributed
 from engine.reports.history import Run
 from engine.reports.page import render
-from engine.reports.problems import OFF_TRACK, check, loss_warning
+from engine.reports.problems import OFF_TRACK, check
 from engine.run.directory import METRICS, REPORT, is_run, newest_run, newest_run_hint, shell_path
-from engine.run.evaluation import evaluate
-from engine.run.metrics import MetricsFile
-from engine.snapshots.sharded import load_full
-from engine.snapshots.storage import exists
-from sample import load_model
-from trainer import Trainer
 
 log = logging.getLogger("gpt")
 
@@ -95,62 +83,6 @@ def read_runs(run_dirs: list[str]) -> list[Run]:
     if not runs:
         raise UserError("none of the runs can be read")
     return runs
-
-
-def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
-    """Scores the final part of the text, writes the report, and logs what to do next."""
-    if not is_run(config.run_dir):  # the run is finished, and was started from another folder
-        return
-    try:
-        if final is not None and trainer.state.step <= trainer.plan.total_steps:
-            score_final(trainer, final)
-    finally:  # the report and the best snapshot do not depend on the score
-        if config.report:
-            with log_failure(f"write {REPORT}"):
-                path = os.path.join(config.run_dir, REPORT)
-                write([config.run_dir], path)
-                log.info("report      %s", shell_path(path))
-        with log_failure("check the run for overfitting"):
-            if problem := loss_warning(Run(config.run_dir)):
-                log.warning("%s", problem)
-        if trainer.state.best_loss is not None:
-            best, path = trainer.state, trainer.snapshots.storage.best_path
-            log.info("best        held-out loss %.4f at step %d: %s", best.best_loss, best.best_step, path)
-        log.info("sample      python sample.py run_dir=%s", shell_path(config.run_dir))
-
-
-def score_final(trainer: Trainer, final: CharDataset) -> None:
-    """Scores the final part of the text, unused for any choice, with the best snapshot; logs the loss and appends it to
-    the metrics. Skipped if done at this step.
-    """
-    snapshots, state = trainer.snapshots, trainer.state
-    scored = Run(snapshots.run_dir).final
-    if scored is not None and scored["step"] == state.step:
-        return
-    has_best = state.best_loss is not None and exists(snapshots.storage.best_path)
-    best = snapshots.storage.best_path if has_best else snapshots.path
-    snapshot = load_full(best)
-    model = load_model(snapshot, distributed.device().type)
-    with trainer.precision.autocast(), distributed.alone():
-        loss, characters, _ = evaluate(model, final, max_windows=trainer.max_eval_windows)
-    log.info(
-        "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
-        loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
-    )  # fmt: skip
-    with log_failure("write the final loss"):
-        metrics = MetricsFile(snapshots.run_dir, state.step)
-        epoch = trainer.plan.epoch(state.step)
-        metrics.log(state.step, epoch, "final", loss, state.seconds, tokens=characters, scored_step=snapshot.step)
-        metrics.close()
-
-
-@contextlib.contextmanager
-def log_failure(action: str) -> Iterator[None]:
-    """Logs an error as a warning: the run has finished, and its snapshots are written."""
-    try:
-        yield
-    except Exception as error:  # a full disk, a missing file or package
-        log.warning("cannot %s: %s", action, one_line(error))
 
 
 def main(arguments: list[str]) -> int:

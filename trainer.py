@@ -393,8 +393,8 @@ class Trainer:
     # --- saving ---
 
     def _save_if_due(self, is_over: bool, is_evaluated: bool) -> None:
-        """Saves this step at an interval, by request, at the end, if it `is_evaluated` just now with the lowest loss, or
-        if its snapshot lacks the evaluation. A numbered snapshot has another reason than the clock or a lower loss.
+        """Saves this step at an interval, by request, or at the end; also if it `is_evaluated` just now with the lowest
+        loss, or its snapshot lacks the evaluation. A numbered snapshot has another reason than the clock or the loss.
         """
         state, config, requested = self.state, self.config, self.requests.save
         is_new = state.step > 0 and self.snapshots.saved_step != state.step

@@ -405,7 +405,7 @@ def test_a_failed_final_score_is_an_error_after_the_report(tmp_path, monkeypatch
     def fail(*_, **named):
         raise UserError("no score")
 
-    monkeypatch.setattr("report.evaluate", fail)
+    monkeypatch.setattr("main.evaluate", fail)
     settings = [*TINY, "report=true", *FINAL, f"run_dir={tmp_path}"]
     with pytest.raises(UserError, match="no score"):
         main.train(main.configure(*settings))
