@@ -132,13 +132,24 @@ class Snapshot(State):
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """`config["model"]`, from which the model is rebuilt. Raises `SnapshotError` if another program saved none."""
+        """`config["model"]`, from which the model is rebuilt. Raises `SnapshotError` if another program saved none, or
+        if it declares other sizes than the weights have: to build such a model could take hours.
+        """
         if not self.config.get("model"):
             raise SnapshotError(
                 "the snapshot does not record the size of its model: the Trainer was given a model "
                 "without a config, and no run_config"
             )
-        return self.config["model"]
+        model, weights = self.config["model"], self.model_state
+        layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+        found = {"n_layer": len(layers)} if layers else {}
+        for name, sizes in (("tok_emb.weight", ("vocab_size", "n_embd")), ("pos_emb.weight", ("block_size",))):
+            if name in weights:
+                found |= zip(sizes, weights[name].shape, strict=False)
+        for name, size in found.items():
+            if model.get(name) not in (None, size):
+                raise SnapshotError(f"the snapshot declares model.{name}={model[name]}, but its weights have {size}")
+        return model
 
     @property
     def encoding(self) -> str:
