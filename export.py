@@ -117,7 +117,7 @@ def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
 
 def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     """Labels and values that describe the model, its training and its loss."""
-    config: Any = model.config
+    config = model.config
     parts = {"token shift": config.token_shift, "n-gram embeddings": config.ngram_rows}
     kind = ", ".join((config.arch, *(part for part, has in parts.items() if has)))
     sources = source_names(snapshot.config.get("data", {}))
@@ -190,7 +190,7 @@ def compare(folder: str, model: GPT) -> str:
 
 def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     """`README.md` of the directory `folder`: the model, its training, its loss and its use."""
-    config: Any = model.config
+    config = model.config
     name = snapshot.config.get("run_name", "run")
     unknown = ord(unknown_token(snapshot.vocabulary, snapshot.encoding))
     trust = ", trust_remote_code=True" if is_shifted(dataclasses.asdict(config)) else ""

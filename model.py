@@ -13,7 +13,6 @@ Shapes in comments: B sequences, T characters, C = n_embd, H heads of D = C / H,
 
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import generation
-from engine.config.schema import GPTConfig, OptimizerConfig
+from engine.config.schema import CompleteGPTConfig, GPTConfig, OptimizerConfig
 from engine.errors import UserError
 from engine.generation import LayerCache
 from engine.kernels import ops
@@ -60,7 +59,7 @@ class NgramEmbedding(nn.Module):
     codes: Tensor
     factors: Tensor
 
-    def __init__(self, config: Any):
+    def __init__(self, config: CompleteGPTConfig):
         super().__init__()
         self.rows = rows = config.ngram_rows
         self.weight = nn.Parameter(torch.empty(2 * rows, config.n_embd))
@@ -98,7 +97,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x)
 
 
-def make_norm(config: Any) -> nn.Module:
+def make_norm(config: CompleteGPTConfig) -> nn.Module:
     return RMSNorm() if config.arch == "modern" else LayerNorm(config.n_embd, bias=config.bias)
 
 
@@ -119,7 +118,7 @@ rotary_table = functools.lru_cache(4)(rotary)
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention (Vaswani et al., 2017)."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: CompleteGPTConfig):
         super().__init__()
         self.n_head = config.n_head
         self.attn_pdrop = config.attn_pdrop
@@ -136,7 +135,7 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Feed-forward network of hidden size 4 C, with GELU or squared ReLU."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: CompleteGPTConfig):
         super().__init__()
         self.activation = ops.squared_relu if config.arch == "modern" else ops.gelu
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
@@ -151,7 +150,7 @@ class MLP(nn.Module):
 class TokenShift(nn.Module):
     """Token shift (RWKV, Peng et al., 2023): adds the previous position, scaled per channel."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: CompleteGPTConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_embd))
 
@@ -165,7 +164,7 @@ class TokenShift(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm)."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: CompleteGPTConfig):
         super().__init__()
         self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config)

@@ -9,12 +9,13 @@ Of a model it uses the call `model(idx, cache=cache) -> (logits, loss)` and the 
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config.schema import CompleteGPTConfig
 from engine.errors import UserError, check_range
 from engine.precision import evaluating
 
@@ -28,7 +29,7 @@ class LayerCache:
     layer only: the n-gram codes of the last three characters.
     """
 
-    def __init__(self, config: Any, batch_size: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: CompleteGPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
         width = config.n_embd // config.n_head
         shape = batch_size, config.n_head, config.block_size, width
         self.keys = torch.empty(shape, device=device, dtype=dtype)
@@ -85,7 +86,7 @@ def stream(
     check_range("max_new_tokens", max_new_tokens, 0)
     check_range("top_k", top_k, 1)
     check_range("top_p", top_p, above=0, high=1)
-    config: Any = model.config
+    config = cast(CompleteGPTConfig, model.config)
     B = len(idx)
     generators = []
     if do_sample:

@@ -34,7 +34,7 @@ from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import infer_compression
 
-from engine.config.schema import SHAKESPEARE_URL
+from engine.config.schema import SHAKESPEARE_URL, DataConfig
 from engine.errors import UserError, one_line
 from engine.files import atomic_write, file_lock
 
@@ -323,7 +323,7 @@ def is_small_local_file(path: str | list[str]) -> bool:
     return os.path.getsize(path) <= LARGE
 
 
-def open_text(config: Any) -> EncodedText:
+def open_text(config: DataConfig) -> EncodedText:
     """Encodes the text that a `DataConfig` names: in memory if it is small, otherwise in `cache_dir`, until one of its
     files or a setting changes.
 
@@ -361,7 +361,7 @@ def open_text(config: Any) -> EncodedText:
         return encoded
 
 
-def prepare_text(config: Any, recorded_path: str | list[str] | None = None) -> Any:
+def prepare_text(config: DataConfig, recorded_path: str | list[str] | None = None) -> DataConfig:
     """Downloads the text of the `DataConfig` if its `path` does not exist, copies pipes, and encodes a large text into
     the cache; call it in one process per host.
 
@@ -426,7 +426,7 @@ def checksum(record: dict[str, Any], path: str) -> str:
     return digest.hexdigest()
 
 
-def encode_stream(pieces: Iterable[str], config: Any, file: BinaryIO) -> dict[str, Any]:
+def encode_stream(pieces: Iterable[str], config: DataConfig, file: BinaryIO) -> dict[str, Any]:
     """Streaming encoder: truncates the text to the share `config.truncate`, shuffles it by `config.shuffle`, and writes
     its ids into the empty `file`, in the smallest unsigned type that holds them.
 

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING
 
@@ -154,13 +154,28 @@ class GPTConfig:
             raise UserError(f"the snapshot's model has {missing}; was model.py changed since?")
         return cls(**values)
 
-    def complete(self) -> Any:
+    def complete(self) -> "CompleteGPTConfig":
         """Returns self, typed without None. Raises `UserError` if a size or dropout is None."""
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for name in (*sizes, "embd_pdrop", "resid_pdrop", "ngram_rows"):
             if getattr(self, name) is None:
                 raise UserError(f"model.{name} is missing (vocab_size and block_size come from the dataset)")
-        return self
+        return cast(CompleteGPTConfig, self)
+
+
+class CompleteGPTConfig(GPTConfig):
+    """The type of a `GPTConfig` that is `complete`."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    block_size: int
+    embd_pdrop: float
+    resid_pdrop: float
+    bias: bool
+    tie_weights: bool
+    ngram_rows: int
 
 
 # Fields that `init_from` does not copy from a pretrained model; the others are its architecture.
