@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the applicati
 
 from engine.config.arguments import parse, run_program
 from engine.config.overrides import override_key, without
-from engine.config.settings import IRRELEVANT, WINDOWS
+from engine.config.settings import IRRELEVANT, SETTINGS, is_fixed
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.reports.history import Run
@@ -35,7 +35,8 @@ BAND = {"val": 5.04, "train": 3.56}
 SMALLEST_DEVIATION = 0.005  # nats: what rounding on another processor alone amounts to
 # A run that overrides one of these, or its model, has no reference.
 INCOMPARABLE = {
-    *WINDOWS,
+    *(key for key in SETTINGS if key.startswith("data.") and is_fixed(key)),
+    "trainer.batch_size",
     "init_from",  # other initial weights
     "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule
 }  # fmt: skip

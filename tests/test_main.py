@@ -17,8 +17,9 @@ from conftest import LONG, ROOT, RUN_FILES, TINY, command, metrics, start, wait_
 
 import main
 from char_dataset import CharDataset, DataConfig
-from config import KEYS, Config, compose, help_text, validate
+from config import Config, compose, help_text, validate
 from engine.config.overrides import add_default_recipe
+from engine.config.settings import HIDDEN, SETTINGS
 from engine.errors import UserError
 from engine.snapshots.storage import load
 from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
@@ -117,9 +118,11 @@ def test_the_overfit_recipe_reaches_its_training_loss(tmp_path):
 
 def test_help_prints_every_field_with_its_meaning():
     lines = help_text().splitlines()
-    for key in KEYS:
-        line = next(x for x in lines if x.startswith(f"  {key}="))
-        assert re.search(r"  .*  [A-Za-z]\w+(\[\w+\])?( \| \w+)?  +\S.{8}", line), line
+    for key in SETTINGS:
+        shown = [x for x in lines if x.startswith(f"  {key}=")]
+        assert len(shown) == (key not in HIDDEN)
+        for line in shown:
+            assert re.search(r"  .*  [A-Za-z]\w+(\[\w+\])?( \| \w+)?  +\S.{8}", line), line
 
 
 def test_the_configuration_printed_without_a_recipe_has_none(tmp_path):

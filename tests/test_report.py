@@ -19,8 +19,8 @@ import report
 from benchmarks import reference
 from benchmarks.reference import band, changes, compare, load_references, make_reference
 from char_dataset import CharDataset, DataConfig
-from config import KEYS, compose
-from engine.config.settings import FIXED, IRRELEVANT, WINDOWS
+from config import compose
+from engine.config.settings import FIXED, FREE, HIDDEN, IRRELEVANT, SETTINGS, is_fixed
 from engine.errors import UserError
 from engine.generation import draw_samples
 from engine.reports.charts import draw_charts, ticks
@@ -578,10 +578,11 @@ def test_a_missing_run_is_refused_with_the_newest_as_a_hint(tmp_path, monkeypatc
         choose_snapshot(None, "runs/mine")
 
 
-def test_every_listed_setting_exists_and_every_setting_of_the_text_is_listed():
-    assert {*KEYS, "optimizer.class"} >= FIXED | reference.INCOMPARABLE | IRRELEVANT
-    sources = {"data.path", "data.url", "data.sha256", "data.cache_dir"}  # a text is compared by its content
-    assert {key for key in KEYS if key.startswith("data.")} == sources | {k for k in WINDOWS if k.startswith("data.")}
+def test_every_listed_setting_exists_and_a_new_one_is_fixed_and_relevant():
+    assert {*SETTINGS} >= FREE | FIXED | HIDDEN | IRRELEVANT | reference.INCOMPARABLE
+    fixed = {key for key in [*SETTINGS, "model.new", "optimizer.class"] if is_fixed(key)}
+    assert fixed >= {"model.new", "model.n_layer", "data.truncate", "trainer.seed", "init_from", "optimizer.class"}
+    assert not fixed & {"model.model_type", "data.path", "trainer.max_steps", "optimizer.learning_rate", "run_dir"}
 
 
 def test_a_report_replaces_a_report_and_no_other_file(tmp_path):

@@ -73,11 +73,12 @@ def explain_value(error: OmegaConfBaseException) -> str:
 
 
 def field_table(cls: Any, prefix: str = "") -> str:
-    """The fields of a dataclass, which inherits none, without nested ones, as lines for a terminal: `name=default`,
-    type and meaning in columns. A field without a default shows `???`.
+    """The fields of a dataclass, which inherits none, without nested ones and those in `HIDDEN`, as lines for a
+    terminal: `name=default`, type and meaning in columns. A field without a default shows `???`.
     """
     declared = {name: (kind, meaning) for name, kind, meaning in FIELD.findall(inspect.getsource(cls))}
-    fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)]
+    hidden = getattr(cls, "HIDDEN", ())
+    fields = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type) and f.name not in hidden]
     defaults = cast(dict, OmegaConf.to_container(OmegaConf.structured(cls)))
     rows = [(f"{prefix}{f.name}={as_typed(defaults[f.name])}", *declared[f.name]) for f in fields]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -2,6 +2,10 @@
 
 Each field is declared once, in one line: type, default, unit and meaning. A value that is impossible raises `UserError`
 naming the field. `conf/` has only values that differ from the defaults.
+
+Below the fields are the exceptions. A resumed run may change no field of the data and the model except those in `FREE`,
+and all other fields except those in `FIXED`: with a change midway, no configuration would reproduce the run. Fields in
+`IRRELEVANT` change the loss at a step no more than rounding or another seed. `--help` does not print those in `HIDDEN`.
 """
 
 import dataclasses
@@ -9,7 +13,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING
 
@@ -50,6 +54,9 @@ class DataConfig:
     encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
     cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
     # fmt: on
+    # A text is compared by its content.
+    FREE: ClassVar = ("path", "url", "sha256", "cache_dir")
+    IRRELEVANT: ClassVar = ("url", "sha256", "cache_dir")
 
     def __post_init__(self):
         several = isinstance(self.path, list)
@@ -106,6 +113,9 @@ class GPTConfig:
     ngram_rows: int | None = 0  # rows of each n-gram table (last 3 characters, last 4); 0: none; null: chosen
     activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # fmt: on
+    FREE: ClassVar = ("model_type", "activation_checkpointing")  # a name; memory for time
+    IRRELEVANT: ClassVar = ("vocab_size", "block_size", "activation_checkpointing")  # two follow from the data
+    HIDDEN: ClassVar = ("vocab_size", "block_size")  # and may not be set
 
     def __post_init__(self):
         check_option("model.arch", self.arch, ("gpt2", "modern"))
@@ -201,6 +211,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0  # end of the schedule, as a share of the peak
     cooldown_ratio: float = 0.4  # share of all steps in which wsd decays
     # fmt: on
+    FIXED: ClassVar = ("name",)  # another optimizer state
 
     def __post_init__(self):
         check_option("optimizer.name", self.name, ("adamw", "muon"))
@@ -273,6 +284,15 @@ class TrainerConfig:
     resume: str = "auto"  # from snapshot_path: auto (if it exists), must (or fail), never (rename the old files)
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
     # fmt: on
+    FIXED: ClassVar = ("batch_size", "seed")  # other windows
+    IRRELEVANT: ClassVar = (
+        "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph",  # rounding
+        "micro_batch_size", "data_loader_workers",  # memory, speed
+        "log_every_steps", "eval_every_steps", "trackers",  # what is measured
+        "snapshot_path", "snapshot_format", "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots",
+        "resume", "max_save_failures", "timeout_s",
+        "patience",  # ends earlier, with the same losses
+    )  # fmt: skip
 
     def __post_init__(self):
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
@@ -324,6 +344,8 @@ class Config:
     run_name: str = "run"  # names the directory of the run; recipes set it to their own name
     run_dir: str = "runs/${run_name}"  # where the run writes
     # fmt: on
+    FIXED: ClassVar = ("init_from",)  # other initial weights
+    IRRELEVANT: ClassVar = ("samples", "report", "run_name", "run_dir")
 
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies a pretrained model's `architecture`; the context is the smaller of both."""

@@ -4,41 +4,32 @@ import dataclasses
 import json
 from typing import Any
 
-# These decide which characters a step sees, and which are scored.
-WINDOWS = {
-    "data.block_size", "data.train_split", "data.final_split", "data.truncate", "data.shuffle",
-    "data.encoding", "trainer.batch_size",
-}  # fmt: skip
-# Fixed on resume, like the model: with a change midway, no configuration would reproduce the run.
-FIXED = {
-    *WINDOWS,
-    "optimizer.name", "optimizer.class",  # another optimizer state; the class: without main.py
-    "trainer.seed",  # another order of the windows
-    "init_from",  # other initial weights
-}  # fmt: skip
-# These change the loss at a step no more than rounding or another seed.
-IRRELEVANT = {
-    "run_name", "run_dir", "samples", "report", "trainer.trackers",  # names and outputs
-    "model.vocab_size", "model.block_size",  # follow from the data
-    "data.url", "data.sha256", "data.cache_dir",  # a text is compared by its content
-    "model.activation_checkpointing", "trainer.micro_batch_size",  # memory for time
-    "trainer.seed",
-    "trainer.device", "trainer.threads", "trainer.strategy",  # rounding
-    "trainer.compile", "trainer.deterministic", "trainer.cuda_graph",
-    "trainer.data_loader_workers",  # speed
-    "trainer.log_every_steps", "trainer.eval_every_steps",  # what is measured
-    "trainer.patience",  # ends earlier, same losses
-    "trainer.save_every", "trainer.save_every_steps", "trainer.save_every_minutes",  # what is saved
-    "trainer.keep_snapshots",
-    "trainer.snapshot_path", "trainer.snapshot_format", "trainer.resume",
-    "trainer.max_save_failures", "trainer.timeout_s",  # when to give up
-}  # fmt: skip
-MODEL_MAY_CHANGE = {"model.model_type", "model.activation_checkpointing"}  # a name; memory for time
+from engine.config.schema import Config
+
+# The dataclasses, by the prefix of their fields.
+GROUPS: dict[str, Any] = {f"{f.name}.": f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
+GROUPS[""] = Config
+SETTINGS = [
+    prefix + f.name
+    for prefix, group in GROUPS.items()
+    for f in dataclasses.fields(group)
+    if not dataclasses.is_dataclass(f.type)
+]
+
+
+def marked(name: str) -> set[str]:
+    """The settings that their dataclass lists in `name`: see engine/config/schema.py."""
+    return {prefix + setting for prefix, group in GROUPS.items() for setting in getattr(group, name, ())}
+
+
+FREE, FIXED, IRRELEVANT, HIDDEN = map(marked, ("FREE", "FIXED", "IRRELEVANT", "HIDDEN"))
 
 
 def is_fixed(key: str) -> bool:
     """Whether a resumed run may not change the setting `key`."""
-    return key in FIXED or (key.startswith("model.") and key not in MODEL_MAY_CHANGE)
+    # The model may be one with settings of its own; the optimizer's class is recorded for those without main.py.
+    is_of_run = key.startswith("model.") or key == "optimizer.class" or (key.startswith("data.") and key in SETTINGS)
+    return key in FIXED or (is_of_run and key not in FREE)
 
 
 def as_plain(value: Any) -> Any:
