@@ -125,11 +125,9 @@ def resolve(config: TrainerConfig, device: torch.device, planned_flops: float, e
 
 
 def resolve_amp_dtype(config: TrainerConfig, device: torch.device, earlier: dict[str, Any]) -> str:
-    """Resolves `trainer.amp_dtype`, the dtype to compute in: bfloat16 where the hardware supports
-    it, else float16 on GPUs and float32 on CPUs. Without `use_amp` it is float32.
+    """Resolves `trainer.amp_dtype`, the dtype to compute in; `auto` is bfloat16 where the hardware supports
+    it, else float16 on GPUs and float32 on CPUs.
     """
-    if not config.use_amp:
-        return "float32"
     if config.amp_dtype != "auto":
         return config.amp_dtype
     if "amp_dtype" in earlier:

@@ -79,7 +79,7 @@ ANCESTORS = {
         "model.arch model.bias model.tie_weights": ["gpt2", True, False],
         "data.train_split data.truncate": [0.9, 0.02],
         "trainer.max_epochs trainer.max_steps trainer.save_every": [10, None, 3],
-        "trainer.batch_size trainer.grad_norm_clip trainer.use_amp": [216, 1.0, True],
+        "trainer.batch_size trainer.grad_norm_clip trainer.amp_dtype": [216, 1.0, "auto"],
         "optimizer.name optimizer.learning_rate optimizer.weight_decay": ["adamw", 3e-4, 0.1],
         "optimizer.schedule optimizer.warmup_steps": ["constant", 0],
     },
@@ -141,6 +141,15 @@ def test_an_optimizer_that_is_named_comes_with_its_own_settings():
     assert learning_rate("optimizer=adamw", "optimizer.learning_rate=1e-3") == 1e-3
     for recipe in (ROOT / "conf" / "experiment").iterdir():  # they name a file of conf/optimizer/
         assert "optimizer" not in yaml.safe_load(recipe.read_text()), recipe
+
+
+def test_the_names_of_the_tutorial_are_accepted():
+    typed = ["max_epochs=2", "save_every=3", "use_amp=false", "amp_dtype=bfloat16", "max_save_failures=1"]
+    trainer = composed("experiment=mingpt_ddp", *(f"trainer.{setting}" for setting in typed)).trainer
+    assert (trainer.max_epochs, trainer.save_every, trainer.amp_dtype) == (2, 3, "float32")
+    assert dataclasses.replace(trainer) == trainer
+    assert TrainerConfig(use_amp=True, max_save_failures=1).amp_dtype == "auto"
+    assert GPTConfig(model_type="gpt-nano", block_size=7).block_size == 7
 
 
 @pytest.mark.parametrize(
@@ -233,6 +242,7 @@ IMPOSSIBLE = [
     (OptimizerConfig, {"warmup_steps": -1}),
     (OptimizerConfig, {"min_lr_ratio": 2.0}),
     (TrainerConfig, {"amp_dtype": "int8"}),
+    (TrainerConfig, {"use_amp": True, "amp_dtype": "float32"}),
     (TrainerConfig, {"compile": "perhaps"}),
     (TrainerConfig, {"resume": "maybe"}),
     (TrainerConfig, {"strategy": "zero"}),

@@ -267,13 +267,11 @@ class TrainerConfig:
     save_every_minutes: float | None = 5.0  # minutes without a snapshot after which one is saved; null: no limit
     keep_snapshots: int | None = None  # numbered snapshots to keep; null: only latest, .prev and .best
     snapshot_format: str = "single"  # single: one file; sharded: one part per process, for models beyond one host
-    max_save_failures: int | None = None  # has no effect: failed saves are repeated
     eval_every_steps: int | None = None  # steps between evaluations; null: every epoch; at least halfway and at the end
     patience: int | None = None  # evaluations without a lower held-out loss after which the run ends; null: no limit
     log_every_steps: int = 10  # steps between progress lines
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])  # tensorboard (if installed), wandb, or both
-    use_amp: bool = True  # automatic mixed precision; false: float32, on a GPU with TF32 matmuls in training steps
-    amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling) or auto: bfloat16 where the hardware has it
+    amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling), float32 (TF32 on GPUs); auto: bfloat16 if possible
     seed: int = 1337  # seed of the weights, the window order and dropout
     device: str = "auto"  # cpu, cuda, auto (cuda if there is a GPU), or another torch device: mps, xpu
     threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer while others are busy
@@ -283,7 +281,10 @@ class TrainerConfig:
     strategy: str = "ddp"  # ddp: the whole model in every process; fsdp: sharded (FSDP2)
     resume: str = "auto"  # from snapshot_path: auto (if it exists), must (or fail), never (rename the old files)
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
+    use_amp: bool | None = None  # the tutorial's name: false is amp_dtype=float32; null once applied
+    max_save_failures: int | None = None  # accepted, without effect: failed saves are repeated
     # fmt: on
+    HIDDEN: ClassVar = ("use_amp", "max_save_failures")
     FIXED: ClassVar = ("batch_size", "seed")  # other windows
     IRRELEVANT: ClassVar = (
         "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph",  # rounding
@@ -298,7 +299,12 @@ class TrainerConfig:
         for protocol in ("file://", "local://"):  # fsspec's names for a local path
             self.snapshot_path = self.snapshot_path.removeprefix(protocol)
         self.snapshot_path = os.path.expanduser(self.snapshot_path)
-        check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16"))
+        check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16", "float32"))
+        if self.use_amp and self.amp_dtype == "float32":
+            raise UserError("trainer.use_amp=true: trainer.amp_dtype=float32 is without mixed precision")
+        if self.use_amp is False:
+            self.amp_dtype = "float32"
+        self.use_amp = self.max_save_failures = None
         for name in ("compile", "deterministic"):  # True, from Python and from YAML
             setattr(self, name, str(getattr(self, name)).lower())
             check_option(f"trainer.{name}", getattr(self, name), ("auto", "true", "false"))

@@ -125,10 +125,7 @@ class Snapshot(State):
         if self.choices.get("device", device_type) != device_type:
             return {}
         settings = self.config.get("trainer", {})
-        chosen = {name: choice for name, choice in self.choices.items() if settings.get(name) in ("auto", None)}
-        if settings.get("use_amp") is False:
-            chosen.pop("amp_dtype", None)
-        return chosen
+        return {name: choice for name, choice in self.choices.items() if settings.get(name) in ("auto", None)}
 
     @property
     def model_config(self) -> dict[str, Any]:
@@ -184,6 +181,11 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a snapshot of any readable format as those of this one."""
     if fields["format"] < 6 and "micro_batch_size" in fields["choices"]:
         fields["micro_batch_size"] = fields["choices"].pop("micro_batch_size")
+    trainer = fields["config"].get("trainer", {})
+    if trainer.get("use_amp") is False:
+        trainer["amp_dtype"] = "float32"
+    for name in {"use_amp", "max_save_failures"} & trainer.keys():  # null in a `TrainerConfig`
+        trainer[name] = None
     return fields
 
 
