@@ -279,6 +279,8 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("model.droput=0", "did you mean model.resid_pdrop, model.embd_pdrop and model.attn_pdrop?"),
         ("data.file=x", "data.file: unknown key; did you mean data.path?"),
         ("trainer.quux=1", "trainer.quux: unknown key; python main.py --help lists all"),
+        ("trainer.time=1", "trainer.time: unknown key; python main.py --help lists all"),  # not timeout_s
+        ("model.depth=8", "model.depth: unknown key; did you mean model.n_layer?"),  # not data.path
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("n_layers=3", "n_layers: unknown key; did you mean model.n_layer?"),
         ("report=perhaps", "report: Value 'perhaps' is not a valid bool"),

@@ -18,28 +18,39 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.config.arguments import explain_value
+from engine.config.settings import HIDDEN
 from engine.errors import UserError, one_line
 from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
 GROUPS = ("data", "model", "optimizer", "experiment")
-# Names in other trainers that are unlike the ones here.
+# Names in other trainers that are unlike the ones here, or nearer to a wrong one.
 USUAL_NAMES = {
+    "amp": "trainer.amp_dtype",
     "batch": "trainer.batch_size",
+    "bs": "trainer.batch_size",
     "context": "data.block_size",
+    "d_model": "model.n_embd",
+    "dataset": "data.path",
+    "depth": "model.n_layer",
     "dropout": "model.resid_pdrop, model.embd_pdrop and model.attn_pdrop",
     "eval_interval": "trainer.eval_every_steps",
     "file": "data.path",
     "gradient_accumulation_steps": "trainer.micro_batch_size",
+    "heads": "model.n_head",
     "hidden_size": "model.n_embd",
     "log_interval": "trainer.log_every_steps",
     "lr": "optimizer.learning_rate",
     "max_iters": "trainer.max_steps",
+    "max_lr": "optimizer.learning_rate",
     "num_workers": "trainer.data_loader_workers",
     "output_dir": "run_dir",
+    "rate": "optimizer.learning_rate",
     "report_to": "trainer.trackers",
     "seq_len": "data.block_size",
     "text": "data.path",
+    "wd": "optimizer.weight_decay",
+    "width": "model.n_embd",
 }
 
 
@@ -136,7 +147,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
     together with init_from=, and for mistakes that Hydra does not explain.
     """
     known = [*keys, *GROUPS]
-    names = {key.rpartition(".")[2]: key for key in reversed(known)} | USUAL_NAMES
+    names = {key.rpartition(".")[2]: key for key in reversed(known) if key not in HIDDEN} | USUAL_NAMES
     pretrained = [a for a in arguments if override_key(a) == "init_from" and not a.endswith("=null")]
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
@@ -153,7 +164,7 @@ def check_overrides(arguments: list[str], keys: list[str], architecture: set[str
         elif equals and not key.startswith("hydra"):
             if any(f"{name}.".startswith(f"{key}.") for name in known):  # a field, or a group of fields
                 continue
-            near = difflib.get_close_matches(last, names, n=1)
+            near = difflib.get_close_matches(last, names, n=1, cutoff=0.63)  # at 0.6, time is timeout_s
             hint = f"did you mean {names[near[0]]}?" if near else "python main.py --help lists all"
             raise UserError(f"{key}: unknown key; {hint}")
 
