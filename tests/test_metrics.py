@@ -216,6 +216,18 @@ def test_wandb_gets_the_metrics_within_the_run_directory(tmp_path):
     assert "wandb:" not in result.stdout
 
 
+def test_the_environment_of_wandb_is_honoured(tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()  # it keeps the environment of earlier runs
+    (tmp_path / "elsewhere").mkdir()
+    given = {"PROJECT": "bard", "ENTITY": "ada", "NAME": "first", "DIR": str(tmp_path / "elsewhere"), "MODE": "offline"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    tracker = trackers.WandB(trackers.Start(str(tmp_path / "run"), {}, 0, (0, False)))
+    run = tracker.run
+    assert (run.project, run.entity, run.name) == ("bard", "ada", "first") and given["DIR"] in run.dir
+    tracker.close()
+
+
 # --- trackers that are missing or fail ---
 
 

@@ -47,7 +47,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, in `run_dir/wandb`: offline unless WANDB_MODE says otherwise.
+    """Weights & Biases, in `run_dir/wandb`, offline, unless its environment variables (WANDB_DIR, WANDB_MODE, ...) say
+    otherwise.
 
     Each start of a run writes its own folder; a shared id, stored beside them, makes them one W&B run. W&B cannot
     remove lines, so none is logged twice. A kill loses those that W&B has not written (wandb 0.31: up to 32 KiB);
@@ -64,12 +65,12 @@ class WandB:
             id_file.write_text(uuid.uuid4().hex[:8])
         self.logged = start.logged if resumes else (0, False)
         self.run = wandb.init(
-            project="character-level-gpt",
-            name=os.path.basename(start.run_dir),
+            project=os.environ.get("WANDB_PROJECT", "character-level-gpt"),
+            name=os.environ.get("WANDB_NAME", os.path.basename(start.run_dir)),
             config=start.hyperparameters,
             id=id_file.read_text(),
             resume="allow",
-            dir=start.run_dir,
+            dir=os.environ.get("WANDB_DIR", start.run_dir),
             mode=cast(Any, os.environ.get("WANDB_MODE", "offline")),
             settings=wandb.Settings(console="off", silent=True, finish_timeout=60),
         )
