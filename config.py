@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.config.arguments import field_table
 from engine.config.overrides import GROUPS, check_overrides, explain
 from engine.config.schema import ARCHITECTURE, Config, GPTConfig
-from engine.config.settings import SETTINGS, as_typed, flatten
+from engine.config.settings import as_typed, flatten
 from engine.errors import UserError
 from engine.files import is_local
 from engine.parallel.distributed import all_gather
@@ -30,12 +30,13 @@ CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 
 BASE = OmegaConf.structured(Config)
 BASE.model = OmegaConf.structured(GPTConfig)  # of the class, as an instance fills in its null sizes
+KEYS = [*flatten(cast(dict, OmegaConf.to_container(BASE)))]  # dotted
 ConfigStore.instance().store(name="base_config", node=BASE)
 
 
 def check_typed(overrides: list[str]) -> None:
     """Raises `UserError` for overrides as they were typed: see `check_overrides`."""
-    check_overrides(overrides, SETTINGS, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
+    check_overrides(overrides, KEYS, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
 
 
 def compose(overrides: list[str]) -> DictConfig:

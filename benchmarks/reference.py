@@ -18,9 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the application
 
+from config import KEYS
 from engine.config.arguments import parse, run_program
 from engine.config.overrides import override_key, without
-from engine.config.settings import IRRELEVANT, SETTINGS, is_fixed
+from engine.config.settings import IRRELEVANT, is_fixed
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.reports.history import Run
@@ -35,7 +36,7 @@ BAND = {"val": 5.04, "train": 3.56}
 SMALLEST_DEVIATION = 0.005  # nats: what rounding on another processor alone amounts to
 # A run that overrides one of these, or its model, has no reference.
 INCOMPARABLE = {
-    *(key for key in SETTINGS if key.startswith("data.") and is_fixed(key)),
+    *(key for key in KEYS if key.startswith("data.") and is_fixed(key)),
     "trainer.batch_size",
     "init_from",  # other initial weights
     "trainer.max_steps", "trainer.max_epochs", "trainer.max_minutes",  # stretch the schedule

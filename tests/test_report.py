@@ -19,8 +19,8 @@ import report
 from benchmarks import reference
 from benchmarks.reference import band, changes, compare, load_references, make_reference
 from char_dataset import CharDataset, DataConfig
-from config import compose
-from engine.config.settings import FIXED, FREE, HIDDEN, IRRELEVANT, SETTINGS, is_fixed
+from config import KEYS, compose
+from engine.config.settings import FIXED, FREE, HIDDEN, IRRELEVANT, is_fixed
 from engine.errors import UserError
 from engine.generation import draw_samples
 from engine.reports.charts import draw_charts, ticks
@@ -579,8 +579,8 @@ def test_a_missing_run_is_refused_with_the_newest_as_a_hint(tmp_path, monkeypatc
 
 
 def test_every_listed_setting_exists_and_a_new_one_is_fixed_and_relevant():
-    assert {*SETTINGS} >= FREE | FIXED | HIDDEN | IRRELEVANT | reference.INCOMPARABLE
-    fixed = {key for key in [*SETTINGS, "model.new", "optimizer.class"] if is_fixed(key)}
+    assert {*KEYS} >= FREE | FIXED | HIDDEN | IRRELEVANT | reference.INCOMPARABLE
+    fixed = {key for key in [*KEYS, "model.new", "optimizer.class"] if is_fixed(key)}
     assert fixed >= {"model.new", "model.n_layer", "data.truncate", "trainer.seed", "init_from", "optimizer.class"}
     assert not fixed & {"model.model_type", "data.path", "trainer.max_steps", "optimizer.learning_rate", "run_dir"}
 

@@ -3,9 +3,9 @@
 Each field is declared once, in one line: type, default, unit and meaning. A value that is impossible raises `UserError`
 naming the field. `conf/` has only values that differ from the defaults.
 
-Below the fields are the exceptions. A resumed run may change no field of the data and the model except those in `FREE`,
-and all other fields except those in `FIXED`: with a change midway, no configuration would reproduce the run. Fields in
-`IRRELEVANT` change the loss at a step no more than rounding or another seed. `--help` does not print those in `HIDDEN`.
+A resumed run may change no field of the data and the model except those in `FREE`, and every other field except those
+in `FIXED`: with a change midway, no configuration would reproduce the run. Those in `IRRELEVANT` change the loss at a
+step no more than rounding or another seed. `--help` does not print those in `HIDDEN`.
 """
 
 import dataclasses
@@ -54,8 +54,7 @@ class DataConfig:
     encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
     cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
     # fmt: on
-    # A text is compared by its content.
-    FREE: ClassVar = ("path", "url", "sha256", "cache_dir")
+    FREE: ClassVar = ("path", "url", "sha256", "cache_dir")  # a text is compared by its content
     IRRELEVANT: ClassVar = ("url", "sha256", "cache_dir")
 
     def __post_init__(self):
@@ -114,8 +113,8 @@ class GPTConfig:
     activation_checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # fmt: on
     FREE: ClassVar = ("model_type", "activation_checkpointing")  # a name; memory for time
-    IRRELEVANT: ClassVar = ("vocab_size", "block_size", "activation_checkpointing")  # two follow from the data
-    HIDDEN: ClassVar = ("vocab_size", "block_size")  # and may not be set
+    IRRELEVANT: ClassVar = ("vocab_size", "block_size", "activation_checkpointing")  # two: from the data
+    HIDDEN: ClassVar = ("vocab_size", "block_size")
 
     def __post_init__(self):
         check_option("model.arch", self.arch, ("gpt2", "modern"))
@@ -287,21 +286,16 @@ class TrainerConfig:
     HIDDEN: ClassVar = ("use_amp", "max_save_failures")
     FIXED: ClassVar = ("batch_size", "seed")  # other windows
     IRRELEVANT: ClassVar = (
-        "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph",  # rounding
-        "micro_batch_size", "data_loader_workers",  # memory, speed
-        "log_every_steps", "eval_every_steps", "trackers",  # what is measured
-        "snapshot_path", "snapshot_format", "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots",
-        "resume", "max_save_failures", "timeout_s",
-        "patience",  # ends earlier, with the same losses
+        "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph", "micro_batch_size",
+        "data_loader_workers", "log_every_steps", "eval_every_steps", "trackers", "snapshot_path", "snapshot_format",
+        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "max_save_failures",
+        "timeout_s", "patience",  # ends earlier, with the same losses
     )  # fmt: skip
 
     def __post_init__(self):
-        for protocol in ("file://", "local://"):  # fsspec's names for a local path
-            self.snapshot_path = self.snapshot_path.removeprefix(protocol)
-        self.snapshot_path = os.path.expanduser(self.snapshot_path)
+        path = self.snapshot_path.removeprefix("file://").removeprefix("local://")  # fsspec's names for a local path
+        self.snapshot_path = os.path.expanduser(path)
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16", "float32"))
-        if self.use_amp and self.amp_dtype == "float32":
-            raise UserError("trainer.use_amp=true: trainer.amp_dtype=float32 is without mixed precision")
         if self.use_amp is False:
             self.amp_dtype = "float32"
         self.use_amp = self.max_save_failures = None
@@ -313,10 +307,9 @@ class TrainerConfig:
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
         for name in (
             "max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every", "save_every_steps",
-            "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience",
+            "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience", "log_every_steps",
         ):  # fmt: skip
             check_range(f"trainer.{name}", getattr(self, name), above=0)
-        check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
         check_range("trainer.threads", self.threads, 1, 1024)

@@ -6,30 +6,19 @@ from typing import Any
 
 from engine.config.schema import Config
 
-# The dataclasses, by the prefix of their fields.
-GROUPS: dict[str, Any] = {f"{f.name}.": f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
-GROUPS[""] = Config
-SETTINGS = [
-    prefix + f.name
-    for prefix, group in GROUPS.items()
-    for f in dataclasses.fields(group)
-    if not dataclasses.is_dataclass(f.type)
-]
+
+def listed(name: str) -> set[str]:
+    """The settings that the dataclasses of schema.py list in their attribute `name`."""
+    groups = {f"{field.name}.": field.type for field in dataclasses.fields(Config)} | {"": Config}
+    return {prefix + setting for prefix, group in groups.items() for setting in getattr(group, name, ())}
 
 
-def marked(name: str) -> set[str]:
-    """The settings that their dataclass lists in `name`: see engine/config/schema.py."""
-    return {prefix + setting for prefix, group in GROUPS.items() for setting in getattr(group, name, ())}
-
-
-FREE, FIXED, IRRELEVANT, HIDDEN = map(marked, ("FREE", "FIXED", "IRRELEVANT", "HIDDEN"))
+FREE, FIXED, IRRELEVANT, HIDDEN = map(listed, ("FREE", "FIXED", "IRRELEVANT", "HIDDEN"))
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a resumed run may not change the setting `key`."""
-    # The model may be one with settings of its own; the optimizer's class is recorded for those without main.py.
-    is_of_run = key.startswith("model.") or key == "optimizer.class" or (key.startswith("data.") and key in SETTINGS)
-    return key in FIXED or (is_of_run and key not in FREE)
+    """Whether a resumed run may not change the setting `key`. Without main.py, there may be others than schema.py's."""
+    return key in FIXED or (key.startswith(("data.", "model.", "optimizer.class")) and key not in FREE)
 
 
 def as_plain(value: Any) -> Any:
