@@ -13,7 +13,6 @@ from conftest import TINY, equal, free_port, metrics, some_snapshot, start
 
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
-from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.state import State
 from engine.snapshots.storage import SnapshotStorage, load, set_aside
 from trainer import TrainerConfig
@@ -160,8 +159,8 @@ def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):
     content = bytearray(files.file_system.cat_file("bucket/run/s.pt"))
     content[len(content) // 2] ^= 1
     files.file_system.pipe_file("bucket/run/s.pt", bytes(content))
-    content, where = files.find()
-    assert where == files.previous_path and Snapshot.from_bytes(content, where).step == 1
+    snapshot, where = files.find()
+    assert where == files.previous_path and snapshot.step == 1
     assert "damaged" in caplog.text and "s.damaged1.pt" in names()
 
 
@@ -196,8 +195,8 @@ def test_a_network_failure_while_reading_is_neither_damage_nor_a_fresh_start(fil
         load(files.path)
     network.fail("", 0)
     assert names() == before
-    content, _ = files.find()
-    assert Snapshot.from_bytes(content, "s").step == 2
+    snapshot, _ = files.find()
+    assert snapshot.step == 2
 
 
 def test_an_error_of_the_store_that_passes_only_costs_time(files, network):
@@ -230,8 +229,8 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
             except (OSError, UserError):
                 done = False
         files.prepare()
-        content, where = files.find()
-        reached.append(Snapshot.from_bytes(content, where).step)
+        snapshot, _ = files.find()
+        reached.append(snapshot.step)
         assert reached[-1] in (2, 3) and load(files.previous_path).step in (1, 2, 3)
         assert not [name for name in names() if "tmp" in name]
         if done:

@@ -78,7 +78,7 @@ def test_numbered_snapshots_later_than_the_one_that_a_run_went_back_to_are_renam
     old = ["s.step00000002.old1.pt", "s.step00000003.old1.pt"]
     assert names(tmp_path) == ["s.prev.pt", "s.pt", old[0], "s.step00000002.pt", old[1]]
     Path(path).write_bytes(b"damaged")
-    assert Snapshot.from_bytes(*files.find()).step == 2
+    assert files.find()[0].step == 2
 
 
 def scored(step: int, loss: float = 1.5) -> Snapshot:
@@ -176,9 +176,9 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
         server.stdin.flush()
         status = int(read_until(server, "\n"))
         assert status in (0, 9)
-        content, where = files.find()  # nothing is damaged, whatever was going on
+        snapshot, where = files.find()  # nothing is damaged, whatever was going on
         files.prepare()
-        outcomes.append(Snapshot.from_bytes(content, where).step)
+        outcomes.append(snapshot.step)
         assert where == files.path
         assert load(files.best_path).step in (3, 5) and load(files.previous_path).step in (3, 4)
         assert not [name for name in names(folder) if "tmp" in name]
@@ -242,8 +242,8 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_pat
         write(files, step)
     for bad in (path, beside(path, "step00000004")):
         damage(bad)
-    content, where = files.find()
-    assert where == files.previous_path and Snapshot.from_bytes(content, where).step == 3
+    snapshot, where = files.find()
+    assert where == files.previous_path and snapshot.step == 3
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2 and "s.pt: not a complete snapshot" in warnings[0]
     assert load(path).step == 3  # also for who samples from it
@@ -253,12 +253,12 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_set_aside(tmp_pat
     for bad in files.all():
         if load(bad).step > 2:
             damage(bad)
-    content, where = files.find()
-    assert Snapshot.from_bytes(content, where).step == 2 and where.endswith("s.step00000002.pt")
+    snapshot, where = files.find()
+    assert snapshot.step == 2 and where.endswith("s.step00000002.pt")
     for bad in files.all():
         if bad != files.best_path:
             damage(bad)
-    content, where = files.find()
+    snapshot, where = files.find()
     assert where == files.best_path
 
 
@@ -435,7 +435,7 @@ def test_a_snapshot_with_a_parameter_that_is_not_finite_is_refused_and_passed_ov
     snapshot = dataclasses.replace(some_snapshot(2), parameters=names)
     snapshot.model_state["b"][0] = value  # a buffer, unless named
     files.write(snapshot.to_bytes(), 2, False, True)
-    found = Snapshot.from_bytes(*files.find())
+    found, _ = files.find()
     assert found.step == (1 if is_refused else 2)
     assert ("b is not finite: the run diverged" in caplog.text) == is_refused
 

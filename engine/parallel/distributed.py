@@ -258,6 +258,17 @@ def all_gather(value: Any) -> list[Any]:
     return values
 
 
+def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's `tensor`, in the memory of the CPU, on every rank; the others give one of the same shape and type, which
+    may be on the meta device.
+    """
+    if size() == 1:
+        return tensor
+    own = tensor.contiguous() if is_rank_0() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    dist.broadcast(own.view(-1).view(torch.uint8), src=0, group=_gloo)  # as bytes: gloo does not know every type
+    return own
+
+
 def start_max(tensor: torch.Tensor) -> dist.Work:
     """Starts an all-reduce (MAX) of a tensor on the CPU."""
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_gloo, async_op=True)

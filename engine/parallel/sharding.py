@@ -100,11 +100,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a full `tensor`, cut as `like` is. Unchanged if `like` is plain or has
-    another shape (an optimizer's step count), or if `tensor` is a shard already.
+    """This rank's shard of a full `tensor`, cut as `like` is, on its device; all of it if `like` is plain. Unchanged if
+    `like` has another shape (an optimizer's step count), or if `tensor` is a shard already.
     """
-    if is_dtensor(tensor) or not is_dtensor(like) or tensor.shape != like.shape:
+    if is_dtensor(tensor) or tensor.shape != like.shape:
         return tensor
+    if not is_dtensor(like):
+        return tensor.to(like.device)
     from torch.distributed.tensor import distribute_tensor
 
     # Without communication. Copied, as a slice on the CPU would keep all of `tensor` in memory.

@@ -53,7 +53,8 @@ class SnapshotManager:
     if the run cannot resume from the files that exist.
 
     Attributes:
-        found: the snapshot to resume from, until it is restored; None for a new run.
+        found: the snapshot to resume from, until it is restored; None for a new run. On ranks other than 0, its tensors
+            are on the meta device.
         saved_step: of the latest snapshot that was written, or restored.
         last_error: of the last save, if that failed.
         due_at: on rank 0, when the clock asks for a save, as `time.monotonic()` gives it.
@@ -73,20 +74,25 @@ class SnapshotManager:
         self.found: Snapshot | None = None
         # A restart by torchrun or SLURM resumes, even with resume=never.
         if config.resume != "never" or distributed.is_restart():
-            self.found = self._find()
+            self._find()
 
     # --- before the first step ---
 
-    def _find(self) -> Snapshot | None:
-        """The newest undamaged snapshot, read and verified by rank 0, sent to all."""
-        found = distributed.run_on_rank_0(self.storage.find)
-        if found is None:
+    def _find(self) -> None:
+        """Finds the newest undamaged snapshot, read and verified by rank 0; `restore` sends its tensors."""
+
+        def find() -> Snapshot | None:
+            if found := self.storage.find():
+                self.found, path = found
+                log.info("resuming from %s, step %d", path, self.found.step)
+                plain = self.found.map_tensors(lambda tensor: tensor.to("meta"))
+                return dataclasses.replace(plain, probe_logits=self.found.probe_logits)
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
             return None
-        snapshot = Snapshot.from_bytes(*found)
-        log.info("resuming from %s, step %d", found[1], snapshot.step)
-        return snapshot
+
+        plain = distributed.run_on_rank_0(find)
+        self.found = self.found or plain
 
     def open(self, state: State, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
@@ -115,8 +121,10 @@ class SnapshotManager:
             state.best_loss = state.best_step = None
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Loads the tensors of `found` into the unwrapped `model` and its `optimizer`, sharded as these are. Raises
+        """Moves the tensors of `found` into the unwrapped `model` and its `optimizer`, sharded as these are. Raises
         `UserError` if they do not fit.
+
+        Every rank receives one tensor after another, in the order of the snapshot, and keeps its shard alone.
         """
         snapshot, self.found = self.found, None
         assert snapshot is not None
@@ -124,15 +132,22 @@ class SnapshotManager:
         model_state, optimizer_state = snapshot.model_state, snapshot.optimizer_state
         if snapshot.shards:
             model_state, optimizer_state = read_shards(self.path, snapshot, current)
-        try:
-            shard = sharding.shard_like
+        snapshot.model_state, snapshot.optimizer_state = {}, {}  # others may still hold the snapshot
+
+        def receive(name: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            full = value if snapshot.shards else distributed.broadcast(value)
             # A tensor that the model does not have stays as it is: `load_state_dict` names it.
-            model.load_state_dict({n: shard(v, current.get(n, v)) for n, v in model_state.items()})
-            state = {
-                i: {key: shard(value, current[name]) for key, value in values.items()}
-                for i, name in enumerate(parameter_names(model, optimizer))
-                if (values := optimizer_state.get(name))
-            }
+            return sharding.shard_like(full, current.get(name, full))
+
+        model_state = {name: receive(name, value) for name, value in model_state.items()}
+        for name, values in optimizer_state.items():
+            values.update({key: receive(name, value) for key, value in values.items()})
+        try:
+            model.load_state_dict(model_state)
+            names = parameter_names(model, optimizer)
+            state = {i: optimizer_state[name] for i, name in enumerate(names) if optimizer_state.get(name)}
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:

@@ -231,25 +231,24 @@ class SnapshotStorage:
         kinds = ("", r"\.prev", NUMBERED, r"\.best")
         return [path for kind in kinds for path in self.present(kind)]
 
-    def find(self) -> tuple[bytes, str] | None:
-        """Recovery: content and path of the latest snapshot, or of the newest undamaged one, which becomes the latest;
+    def find(self) -> tuple[Snapshot, str] | None:
+        """Recovery: the latest snapshot and its path, or those of the newest undamaged one, which becomes the latest;
         None without any.
 
         Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
         """
         damaged: dict[str, str] = {}
-        newest: tuple[int, bytes, str] | None = None
+        newest: tuple[Snapshot, str] | None = None
         for path in self.all():
             try:
-                content = read(path)
-                snapshot = Snapshot.from_bytes(content, path)
+                snapshot = load(path)
                 check_shards(path, snapshot)
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
-            if newest is None or snapshot.step > newest[0]:
-                newest = (snapshot.step, content, path)
+            if newest is None or snapshot.step > newest[0].step:
+                newest = (snapshot, path)
             if path == self.path:
                 break
         if newest is None:
@@ -259,13 +258,13 @@ class SnapshotStorage:
                 f"no undamaged snapshot left: {'; '.join(damaged.values())}; train from scratch with "
                 "trainer.resume=never, which keeps the files, or set run_name=NEW_NAME"
             )
-        _, content, path = newest
+        snapshot, path = newest
         for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
         if path != self.path:  # a finished run would not write it again
             with storage_errors(self.path, "written"):
                 self._copy(path, self.path)
-        return content, path
+        return snapshot, path
 
     # --- after the user went back to an earlier snapshot, or a save was cut off ---
 
