@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import EXACT, RUN_FILES, TINY, metrics, patched_main, start
+from conftest import EXACT, ROOT, RUN_FILES, TINY, metrics, patched_main, start
 
 from engine.errors import UserError
 from engine.parallel import distributed
@@ -201,6 +201,24 @@ def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
     says = r"^the 2 processes could not be connected \(trainer.timeout_s=600\): no address for this host$"
     with pytest.raises(UserError, match=says):
         distributed.init("cpu")
+
+
+def test_an_error_on_rank_0_reaches_every_rank_with_its_cause(tmp_path):
+    (tmp_path / "fails.py").write_text("""
+from engine.parallel import distributed
+distributed.init("cpu", threads=1)
+for what in (lambda: {}["cause"], lambda: open("/nowhere")):
+    try:
+        distributed.run_on_rank_0(what)
+    except Exception as error:
+        print(f"{distributed.rank()} {type(error).__name__} {error}")
+distributed.leave(0)
+""")
+    result = start(script=str(tmp_path / "fails.py"), nproc=2, env={"PYTHONPATH": str(ROOT)})
+    missing = "UserError [Errno 2] No such file or directory: '/nowhere'"
+    assert sorted(result.stdout.splitlines()) == sorted(
+        ["0 KeyError 'cause'", "1 UserError rank 0: KeyError: 'cause'", f"0 {missing}", f"1 {missing}"]
+    ), result.stderr
 
 
 def test_restarted_processes_do_not_read_stale_keys_of_the_store():

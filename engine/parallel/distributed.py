@@ -293,8 +293,8 @@ def check_replicas(model: nn.Module, step: int) -> None:
 
 def run_on_rank_0(action: Callable[[], Any]) -> Any:
     """Runs `action` on rank 0 alone; returns its result, which is pickled, on every rank. A `UserError` or `OSError`
-    there is raised as a `UserError` on every rank. It may take longer than the ranks' timeout: they poll whether it is
-    done.
+    there is raised as a `UserError` on every rank; another error on rank 0 as it is, and on the others as a `UserError`
+    that names it. It may take longer than the ranks' timeout: they poll whether it is done.
     """
     return _run(action, is_rank_0())
 
@@ -314,10 +314,16 @@ def _run(action: Callable[[], Any], is_mine: bool) -> Any:
     while not all(all_gather(attempt.done())):
         wait([attempt], timeout=1)
     failed = attempt.exception()
-    if failed and not isinstance(failed, UserError | OSError):
+    cause = None
+    if isinstance(failed, UserError | OSError):
+        failed, cause = None, str(failed)
+    elif failed:
+        cause = f"rank {rank()}: {type(failed).__name__}: {one_line(failed)}"
+    causes = [cause for cause in all_gather(cause) if cause is not None]
+    if failed:  # with its traceback
         raise failed
-    if errors := [message for message in all_gather(failed and str(failed)) if message is not None]:
-        raise UserError(errors[0])
+    if causes:
+        raise UserError(causes[0])
     result = [attempt.result()]
     dist.broadcast_object_list(result, src=0, group=_gloo, device=torch.device("cpu"))
     return result[0]
