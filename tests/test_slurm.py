@@ -3,6 +3,7 @@ an `srun` that starts processes of this machine.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,24 @@ def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
 )
 def test_rank_0_is_on_the_first_host_of_the_list(nodes, first):
     assert adopted(SRUN | {"SLURM_STEP_NODELIST": nodes})[4] == first
+
+
+@pytest.mark.parametrize(
+    "variables, says",
+    [
+        ({"RANK": "1"}, "RANK=1: must be below WORLD_SIZE, 1: unset RANK"),
+        ({"RANK": "x"}, "RANK=x: must be an integer"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be an integer, at least 1"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0: must be"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2, .*'SLURM_STEP_NODELIST'"),
+        ({"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS=abc, .*'SLURM_STEP_NODELIST'"),
+        ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_STEP_NUM_TASKS=4, .*"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_incomplete_or_no_numbers_get_one_line(tmp_path, variables, says):
+    result = start(*TINY, f"run_dir={tmp_path}", env=variables, timeout=30)
+    assert result.returncode == 1 and re.match(f"error: {says}", result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("variable", ["SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"])

@@ -53,14 +53,30 @@ def size() -> int:
     """The number of processes: of the process group or, before there is one, those that a launcher started, or 1."""
     if _alone.get():
         return 1
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    return dist.get_world_size() if dist.is_initialized() else launched("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """The rank of this process: in the process group or, before there is one, as a launcher gave it, or 0."""
     if _alone.get():
         return 0
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    return dist.get_rank() if dist.is_initialized() else launched("RANK", 0)
+
+
+def launched(name: str, default: int) -> int:
+    """A launcher's variable; `default` without one, or for one that `check_launcher` refuses."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def check_launcher() -> None:
+    """Raises `UserError` for a launcher's variable that is no integer or too small, or a RANK too large."""
+    for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        value = os.environ.get(name, str(least))
+        if not value.isdecimal() or int(value) < least:
+            raise UserError(f"{name}={value}: must be an integer, at least {least}; it is a launcher's variable")
+    if rank() >= size():
+        raise UserError(f"RANK={rank()}: must be below WORLD_SIZE, {size()}: unset RANK, or set both")
 
 
 def is_rank_0() -> bool:
@@ -104,10 +120,11 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
             "processes first"
         )
     _joined_in = os.getpid()
+    check_launcher()
     number, count = rank(), size()
     timeout = timedelta(seconds=timeout_s)
-    _local_rank = int(os.environ.get("LOCAL_RANK", number))
-    _local_size = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    _local_rank = launched("LOCAL_RANK", number)
+    _local_size = launched("LOCAL_WORLD_SIZE", count)
     is_foreign = dist.is_initialized() and dist.group.WORLD is not _own
     if is_foreign:
         add_gloo(timeout)
