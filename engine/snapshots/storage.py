@@ -228,8 +228,8 @@ class SnapshotStorage:
 
     def all(self) -> list[str]:
         """Every snapshot of the run: the latest, the one before it, the numbered ones, the best."""
-        kinds = ("", r"\.prev", NUMBERED, r"\.best")
-        return [path for kind in kinds for path in self.present(kind)]
+        found = self.present(rf"|\.prev|\.best|{NUMBERED}")  # one listing: a bucket bills each
+        return sorted(found, key=lambda path: (path != self.path, path != self.previous_path, path == self.best_path))
 
     def find(self) -> tuple[Snapshot, str] | None:
         """Recovery: the latest snapshot and its path, or those of the newest undamaged one, which becomes the latest;
