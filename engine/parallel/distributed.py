@@ -34,6 +34,7 @@ _alone = ContextVar("alone", default=False)
 _device = torch.device("cpu")
 _local_rank, _local_size = 0, 1
 _store: dist.Store | None = None  # connects the ranks when a collective has failed; None in another program's group
+_processes: list[str] = []  # of each rank, with its host
 _own: dist.ProcessGroup | None = None  # the default group, if it was created here
 _gloo: dist.ProcessGroup | None = None  # for objects and tensors of the CPU; None: the default group
 _beside: dist.ProcessGroup | None = None  # the default group of another program that `_gloo` stands beside
@@ -84,11 +85,6 @@ def is_rank_0() -> bool:
     return rank() == 0
 
 
-def local_rank() -> int:
-    """The number of this process among those of its host."""
-    return _local_rank
-
-
 def local_size() -> int:
     """The number of processes of this host."""
     return _local_size
@@ -113,7 +109,7 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
     on a CPU, None for the host's cores divided by its processes, or `OMP_NUM_THREADS` for one process alone;
     `timeout_s` bounds every wait for another process.
     """
-    global _joined_in, _own, _device, _local_rank, _local_size, _store
+    global _joined_in, _own, _device, _local_rank, _local_size, _processes, _store
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
         raise UserError(
             "this process was forked after torch had started its threads: restart the session, and start the "
@@ -162,6 +158,7 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
             dist.init_process_group(
                 backend, timeout=timeout, store=_store, rank=number, world_size=count, device_id=gpu
             )
+            _processes = all_gather(f"process {os.getpid()} on {socket.gethostname()}")
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"the {count} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
@@ -318,7 +315,7 @@ def run_on_rank_0(action: Callable[[], Any]) -> Any:
 
 def run_on_each_host(action: Callable[[], Any]) -> Any:
     """Runs `action` on the first process of every host; returns rank 0's result, and raises as `run_on_rank_0`."""
-    return _run(action, local_rank() == 0)
+    return _run(action, _local_rank == 0)
 
 
 def _run(action: Callable[[], Any], is_mine: bool) -> Any:
@@ -354,33 +351,29 @@ def report_unresponsive_ranks(when: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        message = one_line(error)
-        failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
-        ranks = unresponsive_ranks() if failed else []
-        if not ranks:
-            raise
-        verb = "has" if len(ranks) == 1 else "have"
         # Without the position in gloo's source, and its advice.
-        message = re.sub(r"^\[\S+\] |\. This is typically.*", "", message)
-        silent = f"{', '.join(ranks)} {verb} not reported within 3 s"
-        raise UserError(f"{when()}: {silent}: {message}") from error
+        message = re.sub(r"^\[\S+\] |\. This is typically.*", "", one_line(error))
+        failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
+        if not (failed and (silent := unresponsive_ranks())):
+            raise
+        raise UserError(f"{when()}: {silent} within 3 s: {message}") from error
 
 
-def unresponsive_ranks() -> list[str]:
-    """The ranks that have not noticed a failure within 3 s of this one, with process and host: gloo and
-    NCCL do not say whose connection failed. A rank that notices sets a key in the store.
+def unresponsive_ranks() -> str:
+    """Names the ranks that have not noticed a failure within 3 s of this one, if any, with process and host: gloo's
+    "Timed out waiting 5000ms for recv operation to complete" does not. A rank that notices sets a key in the store.
     """
-    store = _store
-    if store is None:
-        return []
+    if (store := _store) is None:
+        return ""
 
     def ask() -> list[str]:
         store.set(f"noticed/{rank()}", "")
         time.sleep(3)
-        ranks = [r for r in range(size()) if not store.check([f"noticed/{r}"])]
-        return [f"rank {r} ({store.get(f'who/{r}').decode()})" for r in ranks]
+        return [f"rank {r} ({who})" for r, who in enumerate(_processes) if not store.check([f"noticed/{r}"])]
 
     try:  # in a thread: behind a broken link, a call to the store outlives its own timeout
-        return ThreadPoolExecutor(1).submit(ask).result(timeout=6)
+        ranks = ThreadPoolExecutor(1).submit(ask).result(timeout=6)
     except (RuntimeError, TimeoutError):
-        return ["the process that holds the store"]
+        ranks = ["the process that holds the store"]
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{', '.join(ranks)} {verb} not reported" if ranks else ""
