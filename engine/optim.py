@@ -1,4 +1,4 @@
-"""Optimizers: settings, learning-rate schedule, weight decay; AdamW, Muon (Jordan et al., 2024).
+"""Optimizers: AdamW, Muon (Jordan et al., 2024), and which parameters decay.
 
 The module knows parameters by name and shape, not the model they belong to.
 """

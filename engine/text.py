@@ -40,7 +40,6 @@ from engine.files import atomic_write, file_lock
 
 log = logging.getLogger("gpt")
 
-# Tiny Shakespeare, the default text.
 PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no download
 PIECE = 2**18  # bytes read at once
 FILE_END = ""  # follows the pieces of each file: joining ignores it, `shuffled` sees it
