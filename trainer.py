@@ -183,7 +183,6 @@ class Trainer:
                     break
                 loss, grad_norm, lr = self.step()
                 self.log.step(loss, grad_norm, lr)
-                self._confirm_save(loss)
             self._save_last(*LAST_SAVE)
         if state.progress < 1:
             log.info("stopped by trainer.patience=%d: no lower held-out loss", config.patience)
@@ -407,22 +406,22 @@ class Trainer:
             log.info("SIGUSR1: saving after step %d of %d", state.step, self.plan.total_steps)
         with self.log.paused():
             self.snapshots.wait(state)
-            self.snapshots.save(self._snapshot(), is_numbered)
+            bad = self._save(is_numbered)
         self.requests.save = 0
-        if state.loss is not None and state.is_evaluated:
-            self._confirm_save(state.loss)
-
-    def _confirm_save(self, loss: float | torch.Tensor, is_last: bool = False) -> None:
-        """Confirms a save with a `loss` computed with its weights. Raises `UserError` if the run has diverged: if the
-        weights or, except in a step that float16 skips, the loss are not finite.
-        """
-        if not self.snapshots.is_unconfirmed:
-            return
-        bad = self.snapshots.confirm(float(loss))
-        if bad == "weights" or (bad and (is_last or not self.scaler.is_enabled())):
+        if bad == "weights" or (bad and not self.scaler.is_enabled()):
             raise self.log.divergence(f"the {bad} to be saved: not finite")
-        if bad:
-            log.warning("step %d: the snapshot is dropped: its %s is not finite", self.state.step - 1, bad)
+        if bad:  # float16 skips steps that overflow
+            log.warning("step %d: not saved, as its %s is not finite", state.step, bad)
+
+    def _save(self, is_numbered: bool) -> str | None:
+        """Starts to save this step, unless its weights, or the loss computed with them, are not finite: then returns
+        which. The loss is that of the evaluation or, without training on it, of the last micro-batch.
+        """
+        state = self.state
+        loss: Any = state.loss
+        if not state.is_evaluated:
+            loss = self._loss([self.batches[max(state.step * self.plan.accumulation - 1, 0)]])
+        return self.snapshots.save(self._snapshot(), is_numbered, float(loss))
 
     def _save_last(self, tries: int, pause_s: float) -> None:
         """Waits until this step is saved; tries again every `pause_s` until a signal gives up. Then writes it to the
@@ -448,20 +447,15 @@ class Trainer:
         )
 
     def _save_this_step(self) -> bool:
-        """Saves this step unless it is saved, and waits; returns whether it was written. Raises `UserError` if the
-        weights have diverged.
+        """Saves this step unless it is saved, and waits; returns whether it was written. Raises `UserError` if the run
+        has diverged.
         """
         snapshots, state = self.snapshots, self.state
-        if not snapshots.is_unconfirmed:
-            snapshots.wait(state)
-            if snapshots.saved_step == state.step:
-                return True
-            snapshots.save(self._snapshot(), is_numbered=True)
-        loss: Any = state.loss
-        if not state.is_evaluated:
-            loss = self._loss([self.batches[max(state.step * self.plan.accumulation - 1, 0)]])
-        self._confirm_save(loss, is_last=True)
         snapshots.wait(state)
+        if snapshots.saved_step != state.step:
+            if bad := self._save(is_numbered=True):
+                raise self.log.divergence(f"the {bad} to be saved: not finite")
+            snapshots.wait(state)
         return snapshots.saved_step == state.step
 
     def _snapshot(self) -> Snapshot:

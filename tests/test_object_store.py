@@ -169,15 +169,13 @@ def test_a_network_failure_while_saving_is_a_warning(files, network, caplog, tmp
     config = TrainerConfig(snapshot_path=files.path, keep_snapshots=2)
     snapshots = SnapshotManager(config, str(tmp_path))
     network.fail("cut")
-    snapshots.save(some_snapshot(2), is_numbered=True)
-    snapshots.confirm(1.0)
+    snapshots.save(some_snapshot(2), True, loss=1.0)
     snapshots.wait(State())
     assert network.failed and snapshots.last_error
     assert f"step 2: the snapshot was not written to {files.path}" in caplog.text
     network.fail("", 0)
     assert load(files.path).step == 1
-    snapshots.save(some_snapshot(3), is_numbered=True)
-    snapshots.confirm(1.0)
+    snapshots.save(some_snapshot(3), True, loss=1.0)
     snapshots.wait(State())
     assert not snapshots.last_error and load(files.path).step == 3
     assert not [name for name in names() if "tmp" in name]

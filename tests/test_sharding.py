@@ -181,8 +181,7 @@ def test_shards_in_an_object_store_are_refused():
 
 def save(snapshots: SnapshotManager, step: int, is_best: bool = False) -> None:
     scored = dataclasses.replace(some_snapshot(step), loss=2.0, loss_step=step, since_best=1 - is_best)
-    snapshots.save(scored, is_numbered=True)
-    snapshots.confirm(1.0)
+    snapshots.save(scored, True, loss=1.0)
     snapshots.wait(State())
 
 

@@ -369,10 +369,9 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
         put(*args)
 
     snapshots.storage._put = late
-    snapshots.save(snapshot, is_numbered=True)
+    snapshots.save(snapshot, True, loss=1.0)
     snapshot.model_state["b"].zero_()
-    snapshots.confirm(1.0)
-    assert not os.path.exists(path)  # the calls do not wait
+    assert not os.path.exists(path)  # the call does not wait
     may_write.set()
     snapshots.wait(State())
     assert torch.equal(load(path).model_state["b"], some_snapshot(1).model_state["b"])
@@ -388,8 +387,7 @@ def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch
         monkeypatch.setattr(snapshots.storage, "_put", no_space if fails else put)
         own = {"loss": 9.0 - step, "loss_step": step, "since_best": 1 - is_best}
         best = {"best_loss": state.best_loss, "best_step": state.best_step}
-        snapshots.save(dataclasses.replace(some_snapshot(step), **own, **best), is_numbered=True)
-        snapshots.confirm(9.0 - step)
+        snapshots.save(dataclasses.replace(some_snapshot(step), **own, **best), True, loss=1.0)
         snapshots.wait(state)
         assert ("No space left" in snapshots.last_error) == fails
 
@@ -411,14 +409,12 @@ def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch
 
 
 @pytest.mark.parametrize("weight, loss, bad", [(1.0, math.nan, "loss"), (math.inf, 1.0, "weights")])
-def test_a_copy_that_is_not_finite_is_dropped(path, weight, loss, bad):
+def test_a_state_that_is_not_finite_is_not_saved(path, weight, loss, bad):
     snapshots = manager(path)
     for step, first, then in ((1, 1.0, 1.0), (2, weight, loss)):
         snapshot = dataclasses.replace(some_snapshot(step), parameters=["b"], loss=1.0, loss_step=step)
         snapshot.model_state["b"][0] = first
-        snapshots.save(snapshot, is_numbered=True)
-        assert not os.path.exists(path) or load(path).step == 1
-        assert snapshots.confirm(then) == (bad if step == 2 else None)
+        assert snapshots.save(snapshot, True, loss=then) == (bad if step == 2 else None)
         snapshots.wait(State())
     assert load(path).step == load(snapshots.storage.best_path).step == 1
 
@@ -445,8 +441,7 @@ def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, m
     copy, state = snapshots.storage._copy, State()
 
     def save(step: int, loss: float) -> None:
-        snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), is_numbered=True)
-        snapshots.confirm(loss)
+        snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), True, loss=1.0)
         snapshots.wait(state)
 
     save(1, loss=1.5)
@@ -461,7 +456,6 @@ def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, m
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
-    snapshots.save(some_snapshot(1), is_numbered=True)
-    snapshots.confirm(1.0)
+    snapshots.save(some_snapshot(1), True, loss=1.0)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text

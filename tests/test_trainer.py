@@ -875,8 +875,7 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
         "evaluation": (trainer.test_dataset, "eval_windows"),
         "save": (trainer.snapshots.storage, "_put"),
     }[moment]
-    call, confirm = getattr(owner, name), trainer.snapshots.confirm
-    step += moment == "save"  # one that is not evaluated is written after the next
+    call, save = getattr(owner, name), trainer.snapshots.save
     done = threading.Event()
 
     def acting(*args):
@@ -887,7 +886,7 @@ def during(trainer: Trainer, moment: str, step: int, action) -> None:
 
     setattr(owner, name, acting)
     if moment == "save":  # is another thread's: it may come late
-        trainer.snapshots.confirm = lambda loss: (confirm(loss), trainer.state.step == step and done.wait(30))[0]
+        trainer.snapshots.save = lambda *args: (save(*args), trainer.state.step == step and done.wait(30))[0]
 
 
 @pytest.mark.parametrize(
@@ -961,8 +960,8 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
         put(*args)
 
     trainer.snapshots.storage._put = once
-    confirm = trainer.snapshots.confirm
-    trainer.snapshots.confirm = lambda loss: (confirm(loss), trainer.snapshots._saving.written.exception(30))[0]
+    save = trainer.snapshots.save
+    trainer.snapshots.save = lambda *args: (save(*args), trainer.snapshots._saving.written.exception(30))[0]
     with pytest.raises(Stopped):
         trainer.train()
     assert tries and load(str(tmp_path / "gpt_snapshot.pt")).step == trainer.state.step == 4

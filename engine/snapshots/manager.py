@@ -1,9 +1,8 @@
 """Snapshot manager: saves a run's state in the background, and restores it.
 
-A save is one cycle. `save` collects the tensors from all ranks and copies them to rank 0's memory. `confirm` drops the
-copy unless its weights, and a loss computed with them, are finite; else a thread writes the file while training
-continues. `wait` ends the cycle: every rank learns the result, and only then does the snapshot count as saved. All
-ranks call every method at the same point of the run.
+A save is one cycle. `save` collects the tensors from all ranks and copies them to rank 0's memory, where a thread
+writes the file while training continues. `wait` ends the cycle: every rank learns the result, and only then does the
+snapshot count as saved. All ranks call every method at the same point of the run.
 """
 
 import dataclasses
@@ -12,7 +11,6 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -37,10 +35,7 @@ class SaveInProgress(NamedTuple):
 
     snapshot: Snapshot
     is_best: bool
-    is_finite: bool  # the weights, on this rank
-    write: Callable[[], None]  # on rank 0
-    written: Future[None]  # on rank 0, once confirmed
-    is_confirmed: bool = False
+    written: Future[None]  # on rank 0
 
     def error(self) -> str:
         """On rank 0: waits for the end of the save; its error, empty if it succeeded."""
@@ -162,17 +157,32 @@ class SnapshotManager:
 
     # --- saving ---
 
-    def save(self, snapshot: Snapshot, is_numbered: bool) -> None:
-        """Starts to save `snapshot` as the latest one and, if it has the lowest loss, as the best; also as a numbered
-        one if so chosen. Its tensors may be sharded, and may change as soon as this returns. `confirm` comes next; the
-        next `wait` reports the result.
+    def save(self, snapshot: Snapshot, is_numbered: bool, loss: float) -> str | None:
+        """Starts to save `snapshot` as the latest one and, if it has the lowest held-out loss, as the best; also as a
+        numbered one if so chosen. Its tensors may be sharded, and may change as soon as this returns. The next `wait`
+        reports the result.
+
+        Does nothing unless the weights and `loss`, computed with them, are finite on every rank; returns which of both
+        is not: "weights", "loss" or None.
         """
-        if snapshot.is_best:
-            snapshot = dataclasses.replace(snapshot, best_loss=snapshot.loss, best_step=snapshot.step)
         own = {name: sharding.local_tensor(tensor) for name, tensor in snapshot.model_state.items()}
-        is_finite = not_finite(own, snapshot.parameters) is None
-        written: Future[None] = Future()
+        finite = distributed.all_gather((not_finite(own, snapshot.parameters) is None, math.isfinite(loss)))
+        if not all(map(all, finite)):
+            self._set_due(RETRY_S)
+            return "loss" if all(weights for weights, _ in finite) else "weights"
+        is_best, written = snapshot.is_best, Future[None]()
+        if is_best:
+            snapshot = dataclasses.replace(snapshot, best_loss=snapshot.loss, best_step=snapshot.step)
         self.due_at = math.inf
+
+        def write() -> None:
+            try:
+                self.storage.write(snapshot.to_bytes(), snapshot.step, is_best, is_numbered)
+                self._set_due(self.interval_s)
+            except Exception:
+                self._set_due(RETRY_S)
+                raise
+
         try:
             if self.config.snapshot_format == "sharded":  # each rank writes its own tensors
                 distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
@@ -181,16 +191,11 @@ class SnapshotManager:
         except (OSError, UserError) as error:  # of shards, raised on every rank
             written.set_exception(error)
             self._set_due(RETRY_S)
-
-        def write() -> None:
-            try:
-                self.storage.write(snapshot.to_bytes(), snapshot.step, snapshot.is_best, is_numbered)
-                self._set_due(self.interval_s)
-            except Exception:
-                self._set_due(RETRY_S)
-                raise
-
-        self._saving = SaveInProgress(snapshot, snapshot.is_best, is_finite, write, written)
+        else:
+            if distributed.is_rank_0():
+                written = self._thread.submit(write)
+        self._saving = SaveInProgress(snapshot, is_best, written)
+        return None
 
     def _set_due(self, seconds: float) -> None:
         self.due_at = time.monotonic() + (math.inf if self.interval_s == math.inf else seconds)
@@ -200,27 +205,6 @@ class SnapshotManager:
         full = sharding.full_tensor(tensor.detach())
         return full.to("cpu", copy=True) if distributed.is_rank_0() else tensor
 
-    @property
-    def is_unconfirmed(self) -> bool:
-        """Whether a save waits for `confirm`."""
-        return self._saving is not None and not self._saving.is_confirmed
-
-    def confirm(self, loss: float) -> str | None:
-        """Writes the copy of the last `save` if its weights and `loss`, computed with them, are finite on every rank;
-        else drops it. Returns what is not finite: "weights", "loss" or None.
-        """
-        saving = self._saving
-        assert saving is not None and not saving.is_confirmed
-        finite = distributed.all_gather((saving.is_finite, math.isfinite(loss)))
-        if not all(map(all, finite)):
-            self._saving = None
-            self._set_due(RETRY_S)
-            return "loss" if all(weights for weights, _ in finite) else "weights"
-        if distributed.is_rank_0() and not saving.written.done():
-            saving = saving._replace(written=self._thread.submit(saving.write))
-        self._saving = saving._replace(is_confirmed=True)
-        return None
-
     def wait(self, state: State) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged. If the best snapshot was
         written, even if the latest was not, it becomes that of `state`.
@@ -228,7 +212,6 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        assert saving.is_confirmed
         step = saving.snapshot.step
         self.last_error, is_best = distributed.run_on_rank_0(
             lambda: (saving.error(), saving.is_best and self.storage.best_step == step)
@@ -266,7 +249,7 @@ class SnapshotManager:
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
-        if saving is not None and saving.is_confirmed and distributed.is_rank_0() and (error := saving.error()):
+        if saving is not None and distributed.is_rank_0() and (error := saving.error()):
             self._log_failure(saving.snapshot.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
