@@ -108,20 +108,6 @@ def free_unused(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_memory() -> int | None:
-    """Bytes of the host that are free or can be freed, within a container's limit; None except on Linux."""
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if not meminfo.exists():
-        return None
-    free = 1024 * int(re.findall(r"MemAvailable: *(\d+)", meminfo.read_text())[0])
-    if limit.exists() and limit.read_text() != "max\n":
-        used = int(limit.with_name("memory.current").read_text())
-        stat = limit.with_name("memory.stat").read_text()
-        cached = int(re.findall(r"^inactive_file (\d+)", stat, re.MULTILINE)[0])
-        free = min(free, int(limit.read_text()) - used + cached)
-    return free
-
-
 def keep_freed_memory() -> None:
     """Makes malloc keep freed memory instead of returning it to the kernel (Linux with glibc).
 
