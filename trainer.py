@@ -156,14 +156,18 @@ class Trainer:
     def train(self, deadline: float | None = None, on_start: Callable[[], None] = lambda: None) -> float | None:
         """Trains to the end of the run; returns the newest held-out loss, None if there is none. With a `deadline`, as
         `time.monotonic()` gives it, the run ends by then, even if not all steps are done; a run that resumes keeps its
-        own. `on_start` is called on rank 0 once the files of the run are open. All ranks must call it.
+        time limit. `on_start` is called on rank 0 once the files of the run are open. All ranks must call it.
 
         SIGTERM, SIGHUP, SIGUSR2 and SIGINT save, and raise `Stopped`. SIGUSR1 saves, and training continues. Raises
         `UserError` on every rank if a loss or gradient is not finite, or the last snapshot cannot be written. Earlier
         snapshots are kept.
         """
         state, config = self.state, self.config
+        if deadline is None and config.max_minutes is not None:  # resumed before the clock had started
+            deadline = time.monotonic() + 60 * config.max_minutes
         self.clock.deadline = deadline
+        advance(state, self.plan.total_steps, self.requests.share)
+        self.snapshots.recover_best(state)
         if self._is_over() and self.snapshots.saved_step == state.step and not self._evaluation_is_due(is_over=True):
             self.log.finished()
             return state.loss
@@ -177,12 +181,13 @@ class Trainer:
                 is_evaluated = self._evaluation_is_due(is_over)
                 if is_evaluated:
                     self._evaluate()
-                is_over = is_over or self._is_out_of_patience()
+                is_over = self._is_over()  # also of patience
                 self._save_if_due(is_over, is_evaluated)
                 if is_over:
                     break
                 loss, grad_norm, lr = self.step()
                 self.log.step(loss, grad_norm, lr)
+                advance(state, self.plan.total_steps, self.requests.share)
             self._save_last(*LAST_SAVE)
         if state.progress < 1:
             log.info("stopped by trainer.patience=%d: no lower held-out loss", config.patience)
@@ -192,11 +197,8 @@ class Trainer:
 
     def _is_over(self) -> bool:
         """Whether all steps are done, or the time is over, or no evaluation has a lower loss."""
-        advance(self.state, self.plan.total_steps, self.requests.share)
-        return self.state.progress >= 1 or self._is_out_of_patience()
-
-    def _is_out_of_patience(self) -> bool:
-        return self.state.is_evaluated and self.state.since_best >= (self.config.patience or math.inf)
+        is_out_of_patience = self.state.since_best >= (self.config.patience or math.inf)
+        return self.state.progress >= 1 or (self.state.is_evaluated and is_out_of_patience)
 
     @contextlib.contextmanager
     def _running(self, on_start: Callable[[], None]) -> Iterator[None]:
@@ -206,7 +208,6 @@ class Trainer:
             try:
                 distributed.run_on_rank_0(self._open_files)
                 distributed.run_on_rank_0(on_start)
-                snapshots.recover_best(state)
                 self.log.start(self.precision)
                 yield
             except Stopped as stopped:
@@ -322,7 +323,8 @@ class Trainer:
 
     def _wait_for_earlier_steps(self) -> None:
         """With a time limit on a GPU: waits until all steps but two are done, as the host runs ahead of the clock."""
-        if self.state.minutes is None or distributed.device().type != "cuda":
+        has_limit = self.state.limit_s is not None or self.clock.deadline is not None
+        if not has_limit or distributed.device().type != "cuda":
             return
         event = torch.cuda.Event()
         event.record()
@@ -333,10 +335,8 @@ class Trainer:
     def _change_time_limit(self, minutes: float | None) -> None:
         """Another time limit than that of the snapshot scales the seconds in proportion, as sizing does the steps."""
         state = self.state
-        if minutes is None or state.minutes is None or state.limit_s is None:
-            state.limit_s = None
-        else:
-            state.limit_s *= minutes / state.minutes
+        if state.limit_s is not None and minutes != state.minutes:
+            state.limit_s = state.limit_s * minutes / state.minutes if minutes and state.minutes else None
         state.minutes = minutes
 
     # --- evaluation ---
@@ -351,7 +351,8 @@ class Trainer:
         if state.step == 0:
             return self.run_config.get("init_from") is not None
         # One point does not show whether a run learns.
-        total, interval = plan.total_steps, every_steps or -(-plan.windows // plan.batch_size)
+        total = expected_steps(state, plan.total_steps)
+        interval = every_steps or -(-plan.windows // plan.batch_size)
         is_halfway = interval >= total >= MIN_STEPS_FOR_HALFWAY and (state.loss_step or 0) < total // 2 <= state.step
         return is_over or is_halfway or plan.is_due(state.step, every_steps, None if every_steps else 1)
 
@@ -447,12 +448,13 @@ class Trainer:
         )
 
     def _save_this_step(self) -> bool:
-        """Saves this step unless it is saved, and waits; returns whether it was written. Raises `UserError` if the run
-        has diverged.
+        """Waits for the save of this step, or else saves it and waits; returns whether it was written. Raises
+        `UserError` if the run has diverged.
         """
         snapshots, state = self.snapshots, self.state
+        was_saving = snapshots.saving_step == state.step
         snapshots.wait(state)
-        if snapshots.saved_step != state.step:
+        if snapshots.saved_step != state.step and not was_saving:
             if bad := self._save(is_numbered=True):
                 raise self.log.divergence(f"the {bad} to be saved: not finite")
             snapshots.wait(state)
@@ -465,8 +467,9 @@ class Trainer:
         if not sharding.is_sharded(self.bare):
             distributed.check_replicas(self.bare, state.step)
         self.log.sync()  # on disk before the snapshot that counts its lines
+        best = {"best_loss": state.loss, "best_step": state.step} if state.is_best else {}
         return Snapshot(
-            **vars(state),
+            **vars(state) | best,
             model_state=self.bare.state_dict(),
             optimizer_state=optimizer_state(self.bare, self.optimizer),
             finished_epoch=plan.finished_epochs(state.step),

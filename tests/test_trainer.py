@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import signal
 import threading
 import time
@@ -197,6 +198,33 @@ def test_a_steady_run_with_a_time_limit_is_resumed_bit_for_bit_and_counts_on(par
     assert torch.equal(weights(whole), weights(resumed)) and resumed.state.seconds > saved.seconds
     longer = make(parts, tmp_path / "b", **limited | {"max_minutes": 20.0})
     assert longer.state.limit_s == pytest.approx(2 * saved.limit_s)
+
+
+def test_a_run_stopped_before_its_clock_started_has_its_time_limit_when_it_resumes(parts, tmp_path):
+    limited = {"max_minutes": 10.0, "max_steps": 8}
+    stopped = make(parts, tmp_path, **limited)
+    stopped.requests.check = lambda: (
+        signal.raise_signal(signal.SIGTERM) or type(stopped.requests).check(stopped.requests)
+    )
+    with pytest.raises(Stopped):
+        stopped.train(time.monotonic() + 600)
+    resumed = make(parts, tmp_path, **limited)
+    assert resumed.state.limit_s is None and resumed.state.step == 0
+    resumed.train()
+    assert resumed.state.limit_s == pytest.approx(600, abs=30)
+
+
+def test_a_rescued_snapshot_is_the_best_again(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.LAST_SAVE", (1, 0.0))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    trainer = make(parts, tmp_path)
+    put = trainer.snapshots.storage._put
+    trainer.snapshots.storage._put = lambda *args: no_space() if trainer.state.step == 6 else put(*args)
+    with pytest.raises(UserError, match=r"step 6 was not written: .*; it is in") as failed:
+        trainer.train()
+    shutil.move(re.search(r"it is in (\S+):", str(failed.value))[1], tmp_path / "gpt_snapshot.pt")
+    make(parts, tmp_path).train()
+    assert load(str(tmp_path / "gpt_snapshot.best.pt")).step == 6
 
 
 def test_the_learning_rate_follows_the_clock_where_that_is_ahead():

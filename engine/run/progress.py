@@ -24,7 +24,7 @@ class Clock:
             now = time.monotonic()
             self.started = now - self.state.seconds
             if self.deadline is not None and self.state.limit_s is None:
-                self.state.limit_s = max(self.deadline - now, 1.0)
+                self.state.limit_s = self.state.seconds + max(self.deadline - now, 1.0)
 
     def read(self) -> float:
         """Updates the seconds; returns their share of the limit, 0 without one."""

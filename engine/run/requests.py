@@ -50,10 +50,9 @@ class Requests:
 
     def _record(self, number: int, _) -> None:
         self._own.add(REQUESTS.index(signal.Signals(number).name))
-        if number == signal.SIGINT and not self._is_last_save:
-            # The default handler also ends a process stuck outside Python.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if distributed.is_rank_0():  # a micro-batch may take long
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it also ends a process stuck outside Python
+            if distributed.is_rank_0() and not self._is_last_save:  # a micro-batch may take long
                 # Not by the log: the signal may have interrupted it in the middle of a line.
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nstopping: will save after the current micro-batch\n")
@@ -68,7 +67,7 @@ class Requests:
         return highest
 
     def begin_last_save(self) -> None:
-        """From now on a signal ends the wait for the last save (`gives_up`), and SIGINT no longer the process."""
+        """From now on a signal ends the wait for the last save (`gives_up`); SIGINT ends the process at the second."""
         self.wait()
         self._own, self._is_last_save = set(), True
         if signal.SIGINT in self._handlers:

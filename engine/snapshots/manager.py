@@ -33,8 +33,8 @@ RETRY_S = 30.0  # seconds after which a failed save is tried again
 class SaveInProgress(NamedTuple):
     """A save between `save` and `wait`."""
 
-    snapshot: Snapshot
-    is_best: bool
+    step: int
+    best_loss: float | None  # if it is the best
     written: Future[None]  # on rank 0
 
     def error(self) -> str:
@@ -171,8 +171,6 @@ class SnapshotManager:
             self._set_due(RETRY_S)
             return "loss" if all(weights for weights, _ in finite) else "weights"
         is_best, written = snapshot.is_best, Future[None]()
-        if is_best:
-            snapshot = dataclasses.replace(snapshot, best_loss=snapshot.loss, best_step=snapshot.step)
         self.due_at = math.inf
 
         def write() -> None:
@@ -194,7 +192,7 @@ class SnapshotManager:
         else:
             if distributed.is_rank_0():
                 written = self._thread.submit(write)
-        self._saving = SaveInProgress(snapshot, is_best, written)
+        self._saving = SaveInProgress(snapshot.step, snapshot.loss if is_best else None, written)
         return None
 
     def _set_due(self, seconds: float) -> None:
@@ -205,6 +203,11 @@ class SnapshotManager:
         full = sharding.full_tensor(tensor.detach())
         return full.to("cpu", copy=True) if distributed.is_rank_0() else tensor
 
+    @property
+    def saving_step(self) -> int | None:
+        """The step whose save is in progress."""
+        return self._saving.step if self._saving else None
+
     def wait(self, state: State) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged. If the best snapshot was
         written, even if the latest was not, it becomes that of `state`.
@@ -212,12 +215,12 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        step = saving.snapshot.step
+        step, is_best = saving.step, saving.best_loss is not None
         self.last_error, is_best = distributed.run_on_rank_0(
-            lambda: (saving.error(), saving.is_best and self.storage.best_step == step)
+            lambda: (saving.error(), is_best and self.storage.best_step == step)
         )
         if is_best:
-            state.best_loss, state.best_step = saving.snapshot.best_loss, step
+            state.best_loss, state.best_step = saving.best_loss, step
         if self.last_error:
             self._log_failure(step, self.last_error)
         else:
@@ -250,7 +253,7 @@ class SnapshotManager:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
         if saving is not None and distributed.is_rank_0() and (error := saving.error()):
-            self._log_failure(saving.snapshot.step, error)
+            self._log_failure(saving.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
         intact = "" if self.saved_step is None else "; the snapshots saved before are intact"
