@@ -99,7 +99,7 @@ def run_training(config: Config, started: float) -> float | None:
         text = load_text(config, recorded)
         deadline = choose_sizes(config, text, recorded, started, build)
         if found:  # before a changed setting makes the split fail
-            check_can_resume(found, snapshots.path, dataclasses.asdict(config), {}, text)
+            check_can_resume(found, snapshots.path, dataclasses.asdict(config), {}, text.digest)
 
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()

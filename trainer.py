@@ -110,7 +110,7 @@ class Trainer:
         self.state = State(minutes=config.max_minutes)
         if found:
             defaults = defaults_of(configs | {"optimizer": OptimizerConfig})
-            changes = check_can_resume(found, self.snapshots.path, self.run_config, defaults, train_dataset)
+            changes = check_can_resume(found, self.snapshots.path, self.run_config, defaults, train_dataset.digest)
             log_changes(found, changes)
             self.state = found.state()
             self._change_time_limit(config.max_minutes)

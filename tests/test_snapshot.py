@@ -8,7 +8,6 @@ import pickle
 import random
 import resource
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,8 +185,7 @@ def test_only_a_change_that_would_alter_the_run_is_refused():
 
     def resume(config: dict, text_digest: str) -> None:
         defaults = {"model.n_layer": 1, "model.gain": 1.0}
-        text = SimpleNamespace(digest=text_digest)
-        check_can_resume(saved, "s.pt", config, defaults, text)
+        check_can_resume(saved, "s.pt", config, defaults, text_digest)
 
     resume(now, "ab")
     now["model"]["gain"] = 1.0  # a setting that the snapshot does not know had its default

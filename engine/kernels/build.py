@@ -71,7 +71,8 @@ def _build(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
         key = hashlib.sha256(key.encode()).hexdigest()[:16]
         built = Path(cache, "character-level-gpt", f"kernels-{key}.so")
         with contextlib.suppress(OSError):  # missing, unreadable, or of another system: built again
-            if digest(built.read_bytes()[:-DIGEST_LENGTH]) == built.read_bytes()[-DIGEST_LENGTH:]:
+            content = built.read_bytes()
+            if digest(content[:-DIGEST_LENGTH]) == content[-DIGEST_LENGTH:]:
                 return ctypes.CDLL(str(built)), str(built)
         if not compiler or shutil.which(compiler[0]) is None:
             return None, "no C compiler (cc, or what CC names)"

@@ -210,17 +210,17 @@ def not_finite(model_state: dict[str, torch.Tensor], parameters: list[str]) -> s
 
 
 def check_can_resume(
-    snapshot: Snapshot, path: str, config: dict[str, Any], defaults: dict[str, Any], dataset: Any
+    snapshot: Snapshot, path: str, config: dict[str, Any], defaults: dict[str, Any], digest: str
 ) -> dict[str, tuple[Any, Any]]:
     """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
-    settings and this text. Returns all other changes: before and now, by dotted key. Settings that the snapshot lacks
+    settings and a text of this `digest`. Returns all other changes: before and now, by dotted key. Settings that the snapshot lacks
     have their `defaults` (dotted keys).
     """
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
     refused = [f"{key} was {as_typed(was)}, is {as_typed(now)}" for key, (was, now) in changes.items() if is_fixed(key)]
-    was, now = snapshot.text_digest, dataset.digest
+    was, now = snapshot.text_digest, digest
     if was != now:
         before, after = changes.pop("data.path", ("the text", "now it"))
         refused.append(f"{before} had SHA-256 {was[:12]}, {after} has {now[:12]}")
