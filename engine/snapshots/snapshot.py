@@ -213,8 +213,8 @@ def check_can_resume(
     snapshot: Snapshot, path: str, config: dict[str, Any], defaults: dict[str, Any], digest: str
 ) -> dict[str, tuple[Any, Any]]:
     """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
-    settings and a text of this `digest`. Returns all other changes: before and now, by dotted key. Settings that the snapshot lacks
-    have their `defaults` (dotted keys).
+    settings and a text of this `digest`. Returns all other changes: before and now, by dotted key. Settings that the
+    snapshot lacks have their `defaults` (dotted keys).
     """
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
