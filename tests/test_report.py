@@ -23,9 +23,8 @@ from config import KEYS, compose
 from engine.config.settings import FIXED, FREE, HIDDEN, IRRELEVANT, is_fixed
 from engine.errors import UserError
 from engine.generation import draw_samples
-from engine.reports.charts import draw_charts, ticks
 from engine.reports.history import Run
-from engine.reports.page import render
+from engine.reports.page import draw_charts, render, ticks
 from engine.reports.problems import OFF_TRACK, check, loss_warning
 from engine.run.directory import choose_snapshot
 from model import GPT, GPTConfig
@@ -135,11 +134,9 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
 @pytest.mark.parametrize(
     "name, content, says",
     [
-        ("config.yaml", b"a: [", "cannot be read: "),
         ("config.yaml", "run_name: é".encode("latin-1"), "cannot be read: 'utf-8' codec"),
         ("config.yaml", b"a: 2026-13-45", "cannot be read: month must be"),
         ("config.yaml", b"[]", "trainer is missing, or not of type dict"),
-        ("config.yaml", b"{trainer: {}, data: {}}", "run_name is missing, or not of type str"),
         ("config.yaml", b"{trainer: {}, data: 5, run_name: a}", "data is missing, or not of type dict"),
         ("environment.jsonl", b"", "is missing, empty or damaged"),
         ("environment.jsonl", b'{"step": 0}', "is missing, empty or damaged"),
@@ -175,12 +172,27 @@ def test_lines_that_are_damaged_or_of_another_program_are_passed_over_and_counte
     assert (Run(str(tmp_path)).train, Run(str(tmp_path)).val) == (run.train, run.val)
 
 
-def test_a_run_whose_numbers_are_not_finite_has_a_page(tmp_path):
-    run = some_run(tmp_path, losses=lambda step: math.nan, held_out=lambda step: math.inf)
-    path = tmp_path / "metrics.jsonl"
+def test_a_run_with_few_or_wrong_numbers_has_a_page(tmp_path):
+    run = some_run(tmp_path / "new", steps=100)
+    run.step = 1
+    run.train[0] |= {"step": 1, "lr": 0.0}
+    html = render([run])
+    assert "1 of 1,500" in html and "Too few steps to tell" in html and "On track" not in html
+    run.train.clear()  # nothing logged yet
+    assert check(run) == ("too few steps to tell", []) and "<svg" not in render([run])
+
+    some_run(tmp_path / "nan", losses=lambda step: math.nan, held_out=lambda step: math.inf)
+    path = tmp_path / "nan" / "metrics.jsonl"
     path.write_text(path.read_text().replace("0.3", "NaN").replace("50000.0", "-Infinity"))
-    run = Run(str(tmp_path))
+    run = Run(str(tmp_path / "nan"))
     assert "The run diverges: step 1500" in render([run]) and (run.best, run.passed_over) == (None, 0)
+
+    runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in range(5)]
+    for line in (line for run in runs for line in run.train):
+        del line["lr"], line["tokens_per_s"], line["grad_norm"]  # a run that logged no speed
+    assert [chart.title for chart in draw_charts(runs[:1], ["run"])] == ["Loss"]
+    assert "1.5017" in render(runs[:1])  # the held-out loss
+    assert make_reference(runs)[1]["characters_per_s"] is None
 
 
 def test_a_run_whose_name_is_not_utf8_has_a_page(tmp_path):
@@ -190,25 +202,6 @@ def test_a_run_whose_name_is_not_utf8_has_a_page(tmp_path):
     result = start(f"run_dirs=[{run_dir},{tmp_path}/other]", script="report.py")
     assert (result.returncode, result.stderr) == (0, "")
     assert "other, held-out" in (tmp_path / "report.html").read_text()
-
-
-def test_an_unfinished_run_of_few_steps_has_a_page_and_no_verdict(tmp_path):
-    run = some_run(tmp_path / "a", steps=100)
-    run.step = 1
-    run.train[0] |= {"step": 1, "lr": 0.0}
-    html = render([run])
-    assert "1 of 1,500" in html and "Too few steps to tell" in html and "On track" not in html
-    run.train.clear()  # nothing logged yet
-    assert check(run) == ("too few steps to tell", []) and "<svg" not in render([run])
-
-
-def test_a_run_that_has_not_logged_its_speed_has_a_page_and_a_reference(tmp_path):
-    runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in range(5)]
-    for line in (line for run in runs for line in run.train):
-        del line["lr"], line["tokens_per_s"], line["grad_norm"]
-    assert [chart.title for chart in draw_charts(runs[:1], ["run"])] == ["Loss"]
-    assert "1.5017" in render(runs[:1])  # the held-out loss
-    assert make_reference(runs)[1]["characters_per_s"] is None
 
 
 # --- the page ---
@@ -254,7 +247,7 @@ def test_the_page_is_one_file_and_escapes_samples(page):
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [360, 1000])
+@pytest.mark.parametrize("width", [360, 1280])
 def test_samples_and_pointer_values_show_at_any_width(page, width):
     seen = look(
         page,
@@ -267,17 +260,12 @@ def test_samples_and_pointer_values_show_at_any_width(page, width):
         seen.curves = page.document.querySelectorAll('.line').length;
         const root = page.document.documentElement;
         seen.overflow = root.scrollWidth - root.clientWidth;
-        const label = page.document.querySelector('.x');
-        seen.letters = parseFloat(page.getComputedStyle(label).fontSize);
-        const boxes = [...page.document.querySelectorAll('.plot.large .x')].map(
-            span => span.getBoundingClientRect());
         const point = new page.DOMPoint(500, 2).matrixTransform(
             plot.querySelector('.line').getScreenCTM());
         const tick = (kind, text) => [...plot.querySelectorAll(kind)].find(
             span => span.innerText === text).getBoundingClientRect();
         const [x, y] = [tick('.x', '500'), tick('.y', '2')];
         seen.beside = [point.x - (x.left + x.right) / 2, point.y - (y.top + y.bottom) / 2];
-        seen.apart = Math.min(...boxes.slice(1).map((box, i) => box.left - boxes[i].right));
         """,
         width,
     )
@@ -289,7 +277,7 @@ def test_samples_and_pointer_values_show_at_any_width(page, width):
     # Two losses, learning rate, gradient norm, throughput; the dots of all but training.
     assert seen["curves"] == 9
     assert seen["beside"] == pytest.approx([0, 0], abs=1)  # a value lies at its tick
-    assert seen["overflow"] <= 0 and seen["letters"] >= 11 and seen["apart"] > 4
+    assert seen["overflow"] <= 0
 
 
 def test_several_runs_share_a_chart_and_a_table_of_what_differs_best_first(tmp_path, capsys, monkeypatch):
@@ -344,8 +332,7 @@ def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [390, 1280])
-def test_long_run_names_stay_on_the_screen(tmp_path, width):
+def test_long_run_names_stay_on_the_screen(tmp_path, width=360):
     runs = [some_run(tmp_path / f"{'a_long_name' * 9}{seed}", trainer__seed=seed) for seed in "12"]
     (tmp_path / "report.html").write_text(render(runs))
     seen = look(
@@ -361,11 +348,6 @@ def test_long_run_names_stay_on_the_screen(tmp_path, width):
     assert max(seen["right"]) <= width
 
 
-def test_a_lone_evaluation_is_a_dot(tmp_path):
-    html = render([some_run(tmp_path, steps=500)])
-    assert re.search(r'class="line dots"[^>]* d="M500 1\.746', html)
-
-
 def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):
     run = some_run(tmp_path / "a", data__path="c d.txt")
     assert "main.py experiment=shakespeare_cpu &#39;data.path=c d.txt&#39;" in render([run])
@@ -376,7 +358,10 @@ def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):
 def test_a_long_run_has_a_small_page(tmp_path):
     run = some_run(tmp_path / "a")
     run.train = [{**run.train[0], "step": step, "samples": None} for step in range(1, 50_001)]
-    assert len(render([run])) < 500_000
+    run.val = run.val[:1]
+    html = render([run])
+    assert len(html) < 500_000
+    assert re.search(r'class="line dots"[^>]* d="M500 1\.746', html)  # a lone evaluation
     curves = [curve.points for chart in draw_charts([run], ["run"]) for curve in chart.curves]
     assert max(map(len, curves)) <= 1000
     # the mean keeps the height
@@ -410,11 +395,8 @@ def test_a_run_that_diverged_is_not_on_track(tmp_path, capsys):
         ({"held_out": lambda s: 4.17}, "held-out loss at step 1500, 4.1700, is worse than guessing"),
         ({"losses": lambda s: 4.17, "steps": 400}, "training loss at step 400, 4.1700, is worse"),
         ({"losses": lambda s: None if s == 900 else 2.0}, "The run diverges: step 900: the"),
-        ({"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 2000}, "The run overfits: the held-out"),
-        ({"losses": lambda s: 1 + s / 9000, "held_out": lambda s: 1.6 + s / 2000}, "The run gets worse: the held-out"),
-        (dict.fromkeys(("losses", "held_out"), lambda s: 2 + abs(s - 800) / 1000), "The run gets worse: the held-out"),
-        # It rises by no more than noise.
-        ({"losses": lambda s: 1 - s / 9000, "held_out": lambda s: 1.6 + s / 90000}, ""),
+        ({"held_out": lambda s: 1.6 + s / 2000}, "The held-out loss has risen: it was lowest at step 500, 1.8500, and"),
+        ({"held_out": lambda s: 1.6 + s / 90000}, ""),  # by no more than noise
     ],
 )
 def test_the_verdict_of_a_run(tmp_path, changed, says):
@@ -423,23 +405,14 @@ def test_the_verdict_of_a_run(tmp_path, changed, says):
     assert len(problems) == bool(says) and all(says in problem for problem in problems)
 
 
-def test_a_loss_worse_than_unigram_frequencies_is_not_called_overfitting(tmp_path):
-    run = some_run(tmp_path / "run", losses=lambda s: 3.4 - s / 1e5, held_out=lambda s: 3.4 + s / 9e3)
-    _, words = check(run)
-    assert any("worse than guessing" in sentence and "use the best snapshot" in sentence for sentence in words)
-    assert not any("overfits" in sentence for sentence in words)
+def test_a_held_out_loss_that_was_never_better_than_guessing_has_not_risen(tmp_path):
+    run = some_run(tmp_path / "run", held_out=lambda s: 3.4 + s / 9e3)
+    assert "worse than guessing" in loss_warning(run) and "use the best snapshot" in loss_warning(run)
     run.step = run.val[-1]["step"] = 20
     assert not loss_warning(run)  # too early
     run.starts[-1]["total_steps"] = 20
     assert "worse than guessing" in loss_warning(run)
     assert check(run)[0] == "too few steps to tell"
-
-
-def test_a_risen_held_out_loss_is_seen_without_training_lines(tmp_path):
-    run = some_run(tmp_path / "run", held_out=lambda s: 1.6 + s / 2000)
-    run.train.clear()
-    verdict, words = check(run)
-    assert verdict == OFF_TRACK and any("lowest at step 500" in sentence for sentence in words)
 
 
 def test_check_ends_with_the_status_of_the_verdict(tmp_path, capsys):

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config.settings import IRRELEVANT, flatten
 from engine.errors import UserError
-from engine.run.directory import ENVIRONMENT, JOB, METRICS, read_config, read_yaml
+from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS, read_yaml
 from engine.run.metrics import format_loss, parse_lines
 from engine.text import unit_of
 
@@ -71,8 +71,8 @@ class Run:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """See `read_config`."""
-        return read_config(self.path, run_name=str, data=dict)
+        """`config.yaml`, nested dictionaries."""
+        return read_yaml(os.path.join(self.path, CONFIG), trainer=dict, run_name=str, data=dict)
 
     @property
     def unit(self) -> str:

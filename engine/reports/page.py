@@ -1,16 +1,68 @@
 """Report page: one run, or several over each other, as one HTML file that needs no network."""
 
+import math
 import os
 import shlex
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import yaml
 
 from engine.config.settings import IRRELEVANT, as_typed, flatten
-from engine.reports.charts import draw_charts, hue, ticks
 from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.reports.problems import check
 from engine.run.metrics import duration, format_loss
+
+# A chart for each of these keys of the metrics: (key, title, unit of its values, digits under the pointer).
+CHARTS = (
+    ("loss", "Loss", "nats per {unit}", 4),
+    ("lr", "Learning rate", "per step", 6),
+    ("grad_norm", "Gradient norm", "before clipping", 3),
+    ("tokens_per_s", "Throughput", "{unit}s per second", 0),
+)
+MAX_POINTS = 1000  # of one curve; more could not be seen
+TRAIN_HUE, VAL_HUE, GOLDEN_ANGLE = 28, 215, 137.5  # degrees of the colour circle
+
+Points = list[tuple[float, float]]  # (step, value)
+
+
+class Curve(NamedTuple):
+    """A named curve; `faint`: drawn as a thin line."""
+
+    name: str
+    points: Points
+    hue: float
+    faint: bool = False
+
+
+@dataclass
+class Chart:
+    """Curves with at least a point each, and the line of the best held-out loss."""
+
+    title: str
+    unit: str
+    digits: int
+    curves: list[Curve]
+    from_zero: bool
+    best: dict[str, Any] | None
+
+    @property
+    def right(self) -> float:
+        """The last step, and a margin."""
+        return 1.015 * max(1, *(step for curve in self.curves for step, _ in curve.points))
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest value shown. The highest points of a faint curve, where training
+        began, may lie outside: they would flatten the rest.
+        """
+        values = [0.0] if self.from_zero else []
+        for curve in self.curves:
+            found = sorted(value for _, value in curve.points)
+            values += found[: math.ceil(0.97 * len(found))] if curve.faint else found
+        low, high = min(values), max(values)
+        margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+        return (0.0 if self.from_zero else min(low, max(0.0, low - margin))), high + margin
 
 
 def render(runs: list[Run]) -> str:
@@ -85,3 +137,48 @@ def command(start: dict[str, Any]) -> str:
         return ""
     recipe = [] if start["recipe"] else ["experiment=null"]  # otherwise main.py adds one
     return shlex.join(["python", "main.py", *recipe, *start["overrides"]])
+
+
+# --- charts: curves over the steps of training, in the coordinates of their values ---
+
+
+def draw_charts(runs: list[Run], labels: list[str]) -> list[Chart]:
+    """The `CHARTS` of one run, or of several over each other, without those that would be empty."""
+    alone, charts = len(runs) == 1, []
+    for key, title, unit, digits in CHARTS:
+        curves = []
+        for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
+            if key != "loss":
+                curves.append(Curve(label, points(run.train, key), hue(i)))
+                continue
+            name, train_hue = ("", TRAIN_HUE) if alone else (f"{label}, ", hue(i))
+            curves.append(Curve(f"{name}training", points(run.train, key), train_hue, faint=True))
+            curves.append(Curve(f"{name}held-out", points(run.val, key), hue(i)))
+        if curves := [curve for curve in curves if curve.points]:
+            is_loss = key == "loss"
+            best = runs[0].best if alone and is_loss else None
+            charts.append(Chart(title, unit.format(unit=runs[0].unit), digits, curves, not is_loss, best))
+    return charts
+
+
+def points(lines: list[dict[str, Any]], key: str) -> Points:
+    """The (step, value) of a key, thinned to `MAX_POINTS` means of neighbours."""
+    found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    size = -(-len(found) // MAX_POINTS)
+    if size <= 1:
+        return found
+    groups = [found[i : i + size] for i in range(0, len(found), size)]
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def hue(number: int) -> int:
+    """The colour of a run, far from those before it."""
+    return round(VAL_HUE + number * GOLDEN_ANGLE) % 360
+
+
+def ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Round numbers from `low` to `high`, at most six, and their labels: 12000 is 12k."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 6))
+    size = next(power * m for m in (1, 2, 5, 10, 20) if (high - low) / (power * m) <= 5)
+    values = [i * size for i in range(math.ceil(low / size), math.floor(high / size) + 1)]
+    return [(v, f"{v / 1000:g}k" if v >= 10_000 else f"{v:g}") for v in values]

@@ -2,7 +2,6 @@
 
 import math
 import operator
-import statistics
 
 from engine.reports.history import Run
 
@@ -31,33 +30,23 @@ def is_too_early(run: Run) -> bool:
 
 def loss_warning(run: Run) -> str:
     """A sentence if the held-out loss has risen, or else if it is worse than guessing; empty if neither."""
-    return overfitting_warning(run) or unigram_warning(run)
+    return rise_warning(run) or unigram_warning(run)
 
 
-def overfitting_warning(run: Run) -> str:
-    """A sentence if the held-out loss has risen by 0.02 nats, else "". The run overfits if its training loss fell
-    meanwhile, and otherwise gets worse. A best step of 0 means the pretrained weights.
+def rise_warning(run: Run) -> str:
+    """A sentence if the held-out loss has risen by 0.02 nats since its best step, else "". A best step of 0 means the
+    pretrained weights; a run that was never better than guessing is left to `unigram_warning`.
     """
-    if run.best is None or (is_too_early(run) and run.best["step"] > 0):
+    if run.best is None:
         return ""
     step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
-    now = [line["loss"] for line in run.train if line["step"] > step][-3:]
-    # A training loss above a unigram model's is no overfitting.
-    unigram_loss = run.starts[-1].get("unigram_loss", math.inf)
-    has_learned = step == 0 or not now or statistics.mean(now) < unigram_loss
-    if last - lowest < 0.02 or not has_learned:
+    has_learned = not is_too_early(run) and lowest < (run.starts[-1].get("unigram_loss") or math.inf)
+    if last - lowest < 0.02 or not (step == 0 or has_learned):
         return ""
-    then = [line["loss"] for line in run.train if line["step"] <= step][-max(len(now), 1) :]
-    has_fallen = not (now and then) or statistics.mean(now) <= statistics.mean(then)
-    verdict, what_to_do = "gets worse", "train for fewer steps, or lower optimizer.learning_rate"
-    if step == 0:
-        verdict, what_to_do = "is worse than its pretrained weights", "lower optimizer.learning_rate"
-    elif has_fallen:
-        verdict = "overfits"
-        what_to_do = "train for fewer steps, or raise optimizer.weight_decay or model.resid_pdrop"
     return (
-        f"The run {verdict}: the held-out loss was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
-        f"{BEST_IS_USED}{what_to_do}."
+        f"The held-out loss has risen: it was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
+        f"{BEST_IS_USED}train for fewer steps, lower optimizer.learning_rate, or raise optimizer.weight_decay or "
+        "model.resid_pdrop."
     )
 
 

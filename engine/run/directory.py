@@ -142,14 +142,6 @@ def shell_path(path: str) -> str:
     return shlex.quote(path if relative.startswith("..") else relative)
 
 
-def read_config(run_dir: str, **types: type) -> dict[str, Any]:
-    """`config.yaml` of a run, nested dictionaries. Raises `UserError` like `read_yaml`."""
-    path = os.path.join(run_dir, CONFIG)
-    if not os.path.exists(path):
-        raise UserError(f"{path}: is missing; reports are of runs that main.py started")
-    return read_yaml(path, trainer=dict, **types)
-
-
 def read_yaml(path: str, **types: type) -> dict[str, Any]:
     """Reads a dictionary from a file. Raises `UserError` if it cannot be read, or an entry does not have its type."""
     try:
@@ -173,8 +165,8 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     if snapshot is not None and not os.path.isdir(snapshot):
         return snapshot
     run_dir, name = snapshot or run_dir or newest_run(), SNAPSHOT
-    if os.path.exists(os.path.join(run_dir, CONFIG)):  # a Trainer without main.py writes none
-        name = read_config(run_dir)["trainer"].get("snapshot_path", SNAPSHOT)
+    if os.path.exists(config := os.path.join(run_dir, CONFIG)):  # a Trainer without main.py writes none
+        name = read_yaml(config, trainer=dict)["trainer"].get("snapshot_path", SNAPSHOT)
     latest = storage.snapshot_path(name, run_dir)
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
