@@ -162,56 +162,41 @@ SnapshotStorage.write, trainer.Trainer._eager_step = slow, drifting
     assert len(lines) == 1 and "step 3: the weights of rank 1 differ from those of rank 0" in lines[0]
 
 
+def fail(*_):
+    raise RuntimeError("too old\n(found version 12040).")
+
+
 @pytest.mark.parametrize(
-    "gpus, local_size, device, says",
+    "gpus, processes, device, says",
     [
         (1, 2, "auto", "2 processes on a machine with 1 GPU: start --nproc_per_node=1"),
         (0, 1, "cuda", "trainer.device=cuda: no such device"),
         (0, 1, "mps", "trainer.device=mps: no such device"),
+        (1, 1, "auto", r"cuda:0: .*trainer.device=cpu.* too old \(found version 12040\).$"),  # the driver
+        (0, 2, "cpu", r"the 2 processes could not be connected \(trainer.timeout_s=600\): too old \(found"),
     ],
 )
-def test_an_unavailable_device_is_refused(monkeypatch, gpus, local_size, device, says):
+def test_a_device_or_connection_that_cannot_be_had_gets_one_line(monkeypatch, gpus, processes, device, says):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    for name, value in {"RANK": 0, "WORLD_SIZE": local_size, "LOCAL_RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match=says):
-        distributed.init(device)
-
-
-def test_a_driver_too_old_for_torch_gets_one_line_with_the_reason(monkeypatch):
-    def refuse(device):
-        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12040).")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
-    says = r"^cuda:0: .*trainer.device=cpu.* driver .* too old \(found version 12040\).$"
-    with pytest.raises(UserError, match=says):
-        distributed.init()
-
-
-def test_processes_that_cannot_join_get_one_line_with_the_cause(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no address for\nthis host")
-
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
     monkeypatch.setattr(distributed, "rendezvous", fail)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2}.items():
+    for name, value in {"RANK": 0, "WORLD_SIZE": processes, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    says = r"^the 2 processes could not be connected \(trainer.timeout_s=600\): no address for this host$"
-    with pytest.raises(UserError, match=says):
-        distributed.init("cpu")
+    with pytest.raises(UserError, match=f"^{says}"):
+        distributed.init(device)
 
 
 def test_an_error_on_rank_0_reaches_every_rank_with_its_cause(tmp_path):
     (tmp_path / "fails.py").write_text("""
+import os
 from engine.parallel import distributed
 distributed.init("cpu", threads=1)
 for what in (lambda: {}["cause"], lambda: open("/nowhere")):
     try:
         distributed.run_on_rank_0(what)
     except Exception as error:
-        print(f"{distributed.rank()} {type(error).__name__} {error}")
+        os.write(1, f"{distributed.rank()} {type(error).__name__} {error}\\n".encode())  # print makes two writes
 distributed.leave(0)
 """)
     result = start(script=str(tmp_path / "fails.py"), nproc=2, env={"PYTHONPATH": str(ROOT)})
@@ -238,23 +223,25 @@ def test_restarted_processes_do_not_read_stale_keys_of_the_store():
     assert len(set(names)) == 3
 
 
-def test_the_number_of_threads_is_the_one_that_was_set(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    for threads in (2, 1, None):
-        distributed.init("cpu", threads=threads)
-        assert torch.get_num_threads() == (threads or 3)
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
-@pytest.mark.parametrize("processes, earlier, workers", [(4, {}, "4"), (32, {}, "1"), (4, {COMPILERS: "7"}, "7")])
-def test_processes_of_a_host_share_its_cores_to_compile(monkeypatch, processes, earlier, workers):
-    environment = {"RANK": "0", "WORLD_SIZE": str(processes), **earlier}
+@pytest.mark.parametrize(
+    "processes, given, earlier, threads, compilers",
+    [
+        (1, None, {}, 16, None),
+        (1, None, {"OMP_NUM_THREADS": "3"}, 3, None),
+        (1, 2, {"OMP_NUM_THREADS": "3"}, 2, None),
+        (4, None, {"OMP_NUM_THREADS": "1"}, 4, "4"),  # torchrun sets it
+        (32, None, {}, 1, "1"),
+        (4, None, {COMPILERS: "7"}, 4, "7"),
+    ],
+)
+def test_processes_of_a_host_share_its_cores(monkeypatch, processes, given, earlier, threads, compilers):
+    environment = dict(earlier)
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    monkeypatch.setattr(distributed, "rendezvous", lambda *_: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    distributed.init("cpu", threads=1)
-    assert environment[COMPILERS] == workers
+    monkeypatch.setattr(distributed, "_local_size", processes)
+    distributed.prepare_device(given)
+    assert (torch.get_num_threads(), environment.get(COMPILERS)) == (threads, compilers)
 
 
 def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):

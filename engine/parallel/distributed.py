@@ -33,11 +33,8 @@ _joined_in: int | None = None  # the id of the process that has called `init`
 _alone = ContextVar("alone", default=False)
 _device = torch.device("cpu")
 _local_rank, _local_size = 0, 1
-_store: dist.Store | None = None  # connects the ranks when a collective has failed; None in another program's group
-_processes: list[str] = []  # of each rank, with its host
-_own: dist.ProcessGroup | None = None  # the default group, if it was created here
-_gloo: dist.ProcessGroup | None = None  # for objects and tensors of the CPU; None: the default group
-_beside: dist.ProcessGroup | None = None  # the default group of another program that `_gloo` stands beside
+_store: dist.Store | None = None  # of the group created here; connects the ranks when a collective has failed
+_gloo: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # beside the default group of another program
 
 
 @contextlib.contextmanager
@@ -85,11 +82,6 @@ def is_rank_0() -> bool:
     return rank() == 0
 
 
-def local_size() -> int:
-    """The number of processes of this host."""
-    return _local_size
-
-
 def device() -> torch.device:
     """The device of this process."""
     return _device
@@ -109,7 +101,7 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
     on a CPU, None for the host's cores divided by its processes, or `OMP_NUM_THREADS` for one process alone;
     `timeout_s` bounds every wait for another process.
     """
-    global _joined_in, _own, _device, _local_rank, _local_size, _processes, _store
+    global _joined_in, _device, _local_rank, _local_size
     if _joined_in not in (None, os.getpid()):  # OpenMP's threads are gone: it would hang
         raise UserError(
             "this process was forked after torch had started its threads: restart the session, and start the "
@@ -117,78 +109,86 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
         )
     _joined_in = os.getpid()
     check_launcher()
-    number, count = rank(), size()
     timeout = timedelta(seconds=timeout_s)
-    _local_rank = launched("LOCAL_RANK", number)
-    _local_size = launched("LOCAL_WORLD_SIZE", count)
-    is_foreign = dist.is_initialized() and dist.group.WORLD is not _own
-    if is_foreign:
-        add_gloo(timeout)
-        if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-            hosts = all_gather(socket.gethostname())
-            _local_rank, _local_size = hosts[:number].count(hosts[number]), hosts.count(hosts[number])
+    _local_rank, _local_size = launched("LOCAL_RANK", rank()), launched("LOCAL_WORLD_SIZE", size())
+    if dist.is_initialized() and _store is None:
+        adopt_group(timeout)
         _device = device_of_group(wanted)
     else:
         _device = choose_device(wanted)
+    prepare_device(threads)
+    if size() > 1 and not dist.is_initialized():
+        connect(timeout)
+
+
+def prepare_device(threads: int | None) -> None:
+    """Makes the GPU current, or sets torch's threads on the CPU; divides the host's cores among its processes."""
     on_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     share = max(1, cores // _local_size)
     if on_linux and _local_size > 1:  # or torch.compile starts 32 workers in each process
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, share)))
-    gpu = _device if _device.type == "cuda" else None
-    if gpu:
+    if _device.type == "cuda":
         try:  # a driver older than this build of torch lists GPUs that cannot be used
-            torch.cuda.set_device(gpu)
+            torch.cuda.set_device(_device)
         except RuntimeError as error:
             raise UserError(
                 f"{_device}: torch cannot use it (trainer.device=cpu trains without): {one_line(error)[:400]}"
             ) from error
-    else:
-        omp_threads = os.environ.get("OMP_NUM_THREADS", "")
-        if _local_size == 1 and omp_threads.isdigit():  # torchrun sets it to 1 for several processes
-            share = max(1, int(omp_threads))
-        torch.set_num_threads(threads or share)
-        hardware.keep_freed_memory()
-    if count > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-        try:
-            _store = rendezvous(number, count, timeout)
-            if count > _local_size:
-                choose_interface(_store, number, count)
-            dist.init_process_group(
-                backend, timeout=timeout, store=_store, rank=number, world_size=count, device_id=gpu
-            )
-            _processes = all_gather(f"process {os.getpid()} on {socket.gethostname()}")
-        except (RuntimeError, ValueError) as error:
-            raise UserError(
-                f"the {count} processes could not be connected (trainer.timeout_s={timeout_s:g}): "
-                f"{one_line(error)[-300:]}"
-            ) from error
-        _own = dist.group.WORLD
-        atexit.register(wait_for_gloo)
-    if count == 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
-        log.info(
-            "launcher    accelerate launch --cpu starts one process, whatever its --num_processes; for N: torchrun "
-            "--standalone --nproc_per_node=N main.py"
-        )
+        return
+    omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if _local_size == 1 and omp_threads.isdigit():  # torchrun sets it to 1 for several processes
+        share = max(1, int(omp_threads))
+    torch.set_num_threads(threads or share)
+    hardware.keep_freed_memory()
 
 
-def add_gloo(timeout: timedelta) -> None:
-    """Creates a group of gloo beside the default group of another program, which may have NCCL alone."""
-    global _gloo, _beside
-    if _beside is not dist.group.WORLD:
-        _gloo, _beside = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
+def connect(timeout: timedelta) -> None:
+    """Creates the default process group of the processes that a launcher started. Raises `UserError`."""
+    global _store
+    gpu = _device if _device.type == "cuda" else None
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    number, count = rank(), size()
+    try:
+        store = rendezvous(number, count, timeout)
+        if count > _local_size:
+            choose_interface(store, number, count)
+        store.set(f"process/{number}", f"process {os.getpid()} on {socket.gethostname()}")
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=count, device_id=gpu)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the {count} processes could not be connected (trainer.timeout_s={timeout.total_seconds():g}): "
+            f"{one_line(error)[-300:]}"
+        ) from error
+    _store = store
+    atexit.register(wait_for_gloo)
+
+
+def adopt_group(timeout: timedelta) -> None:
+    """Creates a group of gloo beside the default group of another program, which may have NCCL alone, and counts the
+    processes of each host if no launcher did.
+    """
+    global _local_rank, _local_size
+    if gloo() is None:
+        _gloo[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
         atexit.register(wait_for_gloo)
+    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        hosts = all_gather(socket.gethostname())
+        _local_rank, _local_size = hosts[: rank()].count(hosts[rank()]), hosts.count(hosts[rank()])
+
+
+def gloo() -> dist.ProcessGroup | None:
+    """The group for objects and tensors of the CPU; None: the default group."""
+    return _gloo.get(dist.group.WORLD)
 
 
 def wait_for_gloo() -> None:
-    """Ends the group of `add_gloo`, and waits: a gloo thread that releases tensors during Python's shutdown aborts the
-    process (torch 2.13.0). Programs that end with `leave` do not need it.
+    """Ends the group of `adopt_group`, and waits: a gloo thread that releases tensors during Python's shutdown aborts
+    the process (torch 2.13.0). Programs that end with `leave` do not need it.
     """
-    global _gloo, _beside
-    if _gloo is not None and _beside is dist.group.WORLD:
-        dist.destroy_process_group(_gloo)  # joins its threads
-    _gloo = _beside = None
+    if (group := gloo()) is not None:
+        dist.destroy_process_group(group)  # joins its threads
+    _gloo.clear()
     time.sleep(0.2)
 
 
@@ -268,7 +268,7 @@ def all_gather(value: Any) -> list[Any]:
     if not dist.is_initialized() or _alone.get():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=_gloo)
+    dist.all_gather_object(values, value, group=gloo())
     return values
 
 
@@ -279,13 +279,13 @@ def broadcast(tensor: torch.Tensor) -> torch.Tensor:
     if size() == 1:
         return tensor
     own = tensor.contiguous() if is_rank_0() else torch.empty(tensor.shape, dtype=tensor.dtype)
-    dist.broadcast(own.view(-1).view(torch.uint8), src=0, group=_gloo)  # as bytes: gloo does not know every type
+    dist.broadcast(own.view(-1).view(torch.uint8), src=0, group=gloo())  # as bytes: gloo does not know every type
     return own
 
 
 def start_max(tensor: torch.Tensor) -> dist.Work:
     """Starts an all-reduce (MAX) of a tensor on the CPU."""
-    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_gloo, async_op=True)
+    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=gloo(), async_op=True)
 
 
 def check_replicas(model: nn.Module, step: int) -> None:
@@ -339,7 +339,7 @@ def _run(action: Callable[[], Any], is_mine: bool) -> Any:
     if causes:
         raise UserError(causes[0])
     result = [attempt.result()]
-    dist.broadcast_object_list(result, src=0, group=_gloo, device=torch.device("cpu"))
+    dist.broadcast_object_list(result, src=0, group=gloo(), device=torch.device("cpu"))
     return result[0]
 
 
@@ -354,22 +354,21 @@ def report_unresponsive_ranks(when: Callable[[], str]) -> Iterator[None]:
         # Without the position in gloo's source, and its advice.
         message = re.sub(r"^\[\S+\] |\. This is typically.*", "", one_line(error))
         failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
-        if not (failed and (silent := unresponsive_ranks())):
+        if not (failed and _store and (silent := unresponsive_ranks(_store))):
             raise
         raise UserError(f"{when()}: {silent} within 3 s: {message}") from error
 
 
-def unresponsive_ranks() -> str:
+def unresponsive_ranks(store: dist.Store) -> str:
     """Names the ranks that have not noticed a failure within 3 s of this one, if any, with process and host: gloo's
     "Timed out waiting 5000ms for recv operation to complete" does not. A rank that notices sets a key in the store.
     """
-    if (store := _store) is None:
-        return ""
 
     def ask() -> list[str]:
         store.set(f"noticed/{rank()}", "")
         time.sleep(3)
-        return [f"rank {r} ({who})" for r, who in enumerate(_processes) if not store.check([f"noticed/{r}"])]
+        silent = [r for r in range(size()) if not store.check([f"noticed/{r}"])]
+        return [f"rank {r} ({store.get(f'process/{r}').decode()})" for r in silent]
 
     try:  # in a thread: behind a broken link, a call to the store outlives its own timeout
         ranks = ThreadPoolExecutor(1).submit(ask).result(timeout=6)

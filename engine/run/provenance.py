@@ -31,7 +31,6 @@ def record_start(run_dir: str, run_config: dict[str, Any], step: int, facts: dic
         "overrides": list(hydra.overrides.task) if hydra else None,
         **facts,
         "device": hardware.device_name(distributed.device()),
-        "hosts": -(-distributed.size() // distributed.local_size()),
         "processes": distributed.size(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
