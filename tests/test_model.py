@@ -46,18 +46,11 @@ def changed_at_each(idx: torch.Tensor) -> torch.Tensor:
 
 
 def check_causality(logits: torch.Tensor, changed: torch.Tensor) -> None:
-    """Row t of `changed` (T, T, V) has the logits after character t was changed."""
-    for t in range(len(changed)):
-        assert torch.equal(changed[t, :t], logits[t, :t])
-        assert not torch.equal(changed[t, t], logits[t, t])
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_each_logit_depends_on_the_whole_context(arch, path, monkeypatch):
-    model, idx = tiny(arch, **take(path, monkeypatch), block_size=40), torch.randint(11, (40,))
-    differences = (model(changed_at_each(idx))[0] - model(idx[None])[0]).abs().amax(dim=-1)
-    assert (differences[torch.ones(40, 40).triu().bool()] > 1e-4).all()
+    """Each logit depends on its whole context, and on nothing after it. Row t of `changed` (T, T, V) has the logits
+    after character t was changed.
+    """
+    differs = (changed != logits).any(dim=-1)
+    assert torch.equal(differs, torch.ones_like(differs).triu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
