@@ -20,9 +20,7 @@ MEASUREMENT = {
 }  # fmt: skip
 START = {
     "step": Number, "total_steps": Number, "started": str, "recipe": str | None, "overrides": list | None,
-    "unigram_loss": Number | None, "text_sha256": str, "parameters": Number, "precision": str, "compiled": bool,
-    "device": str, "cores": Number | None, "processes": Number, "threads": Number, "torch": str, "python": str,
-    "system": str,
+    "unigram_loss": Number | None, "text_sha256": str,
 }  # fmt: skip
 
 
