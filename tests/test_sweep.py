@@ -96,23 +96,19 @@ def test_an_impossible_sweep_directory_gets_one_line(tmp_path):
     assert (tmp_path / "run.sweep").read_text() == "my thesis\n"
 
 
-def test_jobs_are_named_by_the_overrides_that_differ(tmp_path):
-    failed = job(tmp_path, "x.lr=3", loss=None, status="failed")
-    shown = table([job(tmp_path, "x.lr=0.2"), failed])
-    assert [line.split()[0] for line in shown] == ["job", "lr=0.2", "lr=3"]
-    assert shown[-1].split() == ["lr=3", "-", "-", "10", "failed"]
-    assert table([job(tmp_path, "x.lr=0.2")])[1].startswith(f"{tmp_path.name} ")
-
-
-def test_the_table_has_means_over_seeds(tmp_path):
+def test_the_table_names_jobs_by_what_differs_and_has_means_over_seeds(tmp_path):
     losses = {(0.2, 1): 2.0, (0.2, 2): 2.5, (3, 1): 1.0, (3, 2): 1.5, (4, 1): 0.5}
     jobs = [job(tmp_path, f"x.lr={rate}", f"trainer.seed={seed}", loss=loss) for (rate, seed), loss in losses.items()]
-    shown = table(jobs)
-    assert [" ".join(line.split()) for line in shown[len(jobs) + 1 :]] == [
+    jobs.append(job(tmp_path, "x.lr=4", "trainer.seed=2", loss=None, status="failed"))
+    shown = [" ".join(line.split()) for line in table(jobs)]
+    assert shown[1] == "lr=0.2 seed=1 2.0000 5 10 finished"
+    assert shown[len(jobs) :] == [
+        "lr=4 seed=2 - - 10 failed",
         "mean of 2 seeds: lr=3 1.2500 1.0000 to 1.5000",
         "mean of 2 seeds: lr=0.2 2.2500 2.0000 to 2.5000",
     ]
     assert " ".join(table(jobs[:2])[-1].split()) == "mean of 2 seeds 2.2500 2.0000 to 2.5000"
+    assert table(jobs[:1])[1].startswith(f"{tmp_path.name} ")
 
 
 def test_the_best_job_is_first_and_a_partial_last_line_is_ignored(tmp_path):
