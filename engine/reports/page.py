@@ -1,5 +1,6 @@
 """Report page: one run, or several over each other, as one HTML file that needs no network."""
 
+import itertools
 import math
 import os
 import shlex
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from engine.config.settings import IRRELEVANT, as_typed, flatten
+from engine.config.settings import as_typed, flatten
 from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.reports.problems import check
 from engine.run.metrics import duration, format_loss
@@ -69,8 +70,6 @@ def render(runs: list[Run]) -> str:
     """The page of `runs`, the one with the lowest held-out loss first."""
     runs = best_first(runs)
     labels = name_runs(runs) if len(runs) > 1 else [runs[0].config["run_name"]]
-    varied = varied_settings(runs)
-    minor = IRRELEVANT - {"trainer.seed"}  # which tells runs apart
     parts = ("encoding", "train_split", "final_split")  # decide what is scored
     scored = {
         # An older run has no final_split.
@@ -91,9 +90,7 @@ def render(runs: list[Run]) -> str:
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs",
         charts=draw_charts(runs, labels),
         ticks=ticks,
-        varied={key: values for key, values in varied.items() if key not in minor},
-        # Differences that change no loss.
-        folded={key: values for key, values in varied.items() if key in minor - {"run_name", "run_dir"}},
+        varied=varied_settings(runs),
         are_comparable=len(scored) == 1,
         means=seed_means(runs, labels),
         facts=dict.fromkeys(fact for run in described for fact in run["facts"]),
@@ -102,9 +99,9 @@ def render(runs: list[Run]) -> str:
 
 
 def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """The settings in which `runs` differ: by key, the value of each run."""
+    """The settings in which `runs` differ, beside their names: by key, the value of each run."""
     flat = [flatten(run.config) for run in runs]
-    keys = dict.fromkeys(key for settings in flat for key in settings)
+    keys = [key for key in dict.fromkeys(itertools.chain(*flat)) if key not in ("run_name", "run_dir")]
     values = {key: [as_typed(settings.get(key)) for settings in flat] for key in keys}
     return {key: v for key, v in values.items() if any(x != v[0] for x in v)}
 
@@ -162,13 +159,10 @@ def draw_charts(runs: list[Run], labels: list[str]) -> list[Chart]:
 
 
 def points(lines: list[dict[str, Any]], key: str) -> Points:
-    """The (step, value) of a key, thinned to `MAX_POINTS` means of neighbours."""
+    """The (step, value) of a key: at most `MAX_POINTS`, equally spaced, up to the last."""
     found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-    size = -(-len(found) // MAX_POINTS)
-    if size <= 1:
-        return found
-    groups = [found[i : i + size] for i in range(0, len(found), size)]
-    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+    spacing = max(1, -(-len(found) // MAX_POINTS))
+    return found[::-spacing][::-1]
 
 
 def hue(number: int) -> int:
