@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -332,6 +333,24 @@ def shakespeare() -> Path:
         if path.exists():
             return path
     pytest.skip(f"tiny Shakespeare is at neither of {', '.join(map(str, SHAKESPEARE))}")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium that selenium drives."""
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("there is no Chromium with its driver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(60)
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """The page that runs a model: its file, and its computation in headless Chromium."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import pytest
@@ -90,23 +89,6 @@ def test_the_page_of_the_default_recipe_is_small(tmp_path):
 
 
 # --- in a browser ---
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("there is no Chromium with its driver")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.set_page_load_timeout(60)
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
 
 
 class Page:

@@ -4,10 +4,7 @@ import json
 import math
 import os
 import re
-import shutil
 import statistics
-import subprocess
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -30,8 +27,6 @@ from engine.run.directory import choose_snapshot
 from model import GPT, GPTConfig
 
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
 def some_run(
@@ -207,26 +202,14 @@ def test_a_run_whose_name_is_not_utf8_has_a_page(tmp_path):
 # --- the page ---
 
 
-def look(page: Path, script: str, width: int) -> dict:
-    """What `script`, run in the page in a browser `width` pixels wide, leaves in `seen`."""
-    traced = page.with_suffix(".traced.html")
-    trace = "<head><script>var errors = []; onerror = message => errors.push(message)</script>"
-    traced.write_text(page.read_text().replace("<head>", trace, 1))
-    frame = page.with_suffix(".frame.html")  # a window cannot be as narrow as a phone
-    frame.write_text(
-        f'<iframe src="{traced.name}" style="width: {width}px; height: 3000px; border: 0"></iframe>'
-        f"<pre></pre><script>onload = () => {{ const page = frames[0], seen = {{}};"
-        "seen.errors = page.errors; seen.fetched = page.performance.getEntriesByType('resource');"
-        f"{script}; document.querySelector('pre').textContent = JSON.stringify(seen) }}</script>"
-    )
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-        "--window-size=1200,3000", f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", frame.as_uri(),
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    seen = re.search(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL)[1]
-    seen = json.loads(unescape(seen))
-    assert seen.pop("errors") == [] and seen.pop("fetched") == []
+def look(browser, page: Path, script: str, width: int) -> dict:
+    """What `script` leaves in `seen`, run in the page in a window `width` pixels wide."""
+    size = {"width": width, "height": 3000, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+    seen = browser.execute_script(f"const seen = {{}}; {script}; return seen")
+    assert browser.execute_script("return performance.getEntriesByType('resource')") == []  # nothing is fetched
+    assert browser.get_log("browser") == []
     return seen
 
 
@@ -246,21 +229,21 @@ def test_the_page_is_one_file_and_escapes_samples(page):
     assert html.count("</script>") == 5  # the data of four charts, and the page's own
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
-def test_samples_and_pointer_values_show_at_any_width(page, width):
+def test_samples_and_pointer_values_show_at_any_width(browser, page, width):
     seen = look(
+        browser,
         page,
         """
-        seen.texts = [...page.document.querySelectorAll('.texts pre')].map(pre => pre.textContent);
-        const plot = page.document.querySelector('.plot'), box = plot.getBoundingClientRect();
+        seen.texts = [...document.querySelectorAll('.texts pre')].map(pre => pre.textContent);
+        const plot = document.querySelector('.plot'), box = plot.getBoundingClientRect();
         const clientX = box.left + box.width / 3;
-        plot.dispatchEvent(new page.PointerEvent('pointermove', {clientX}));
+        plot.dispatchEvent(new PointerEvent('pointermove', {clientX}));
         seen.tip = plot.querySelector('.tip').innerText;
-        seen.curves = page.document.querySelectorAll('.line').length;
-        const root = page.document.documentElement;
+        seen.curves = document.querySelectorAll('.line').length;
+        const root = document.documentElement;
         seen.overflow = root.scrollWidth - root.clientWidth;
-        const point = new page.DOMPoint(500, 2).matrixTransform(
+        const point = new DOMPoint(500, 2).matrixTransform(
             plot.querySelector('.line').getScreenCTM());
         const tick = (kind, text) => [...plot.querySelectorAll(kind)].find(
             span => span.innerText === text).getBoundingClientRect();
@@ -329,21 +312,21 @@ def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
     assert places == sorted(places) and html.count("mean of") == 1 and "<u>" not in html
 
 
-@needs_chromium
-def test_long_run_names_stay_on_the_screen(tmp_path, width=360):
+def test_long_run_names_stay_on_the_screen(browser, tmp_path):
     runs = [some_run(tmp_path / f"{'a_long_name' * 9}{seed}", trainer__seed=seed) for seed in "12"]
     (tmp_path / "report.html").write_text(render(runs))
     seen = look(
+        browser,
         tmp_path / "report.html",
         """
-        const rows = [...page.document.querySelector('.runs').rows];
+        const rows = [...document.querySelector('.runs').rows];
         seen.right = rows.map(row => row.cells[1].getBoundingClientRect().right);
         seen.losses = rows.map(row => row.cells[1].innerText.slice(0, 6));
         """,
-        width,
+        360,
     )
     assert seen["losses"] == ["best h", "1.5017", "1.5017", "1.5017"]
-    assert max(seen["right"]) <= width
+    assert max(seen["right"]) <= 360
 
 
 def test_the_page_has_the_command_of_a_run_that_hydra_started(tmp_path):

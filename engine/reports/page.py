@@ -63,7 +63,7 @@ class Chart:
             values += found[: math.ceil(0.97 * len(found))] if curve.faint else found
         low, high = min(values), max(values)
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        return (0.0 if self.from_zero else min(low, max(0.0, low - margin))), high + margin
+        return min(low, max(0.0, low - margin)), high + margin
 
 
 def render(runs: list[Run]) -> str:
