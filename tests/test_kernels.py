@@ -375,17 +375,6 @@ def build(arch: str, **settings) -> GPT:
     return small_gpt(arch, std=0.1, **sizes, **settings)
 
 
-def loss_and_gradient(
-    model: GPT, idx: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-        logits, loss = model(idx[:, :-1], idx[:, 1:])
-    loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return logits.detach(), loss.detach(), gradient
-
-
 @both
 def test_a_model_uses_the_kernels(dtype, monkeypatch):
     monkeypatch.setattr(ops, "_products_are_slow", lambda dtype: True)
@@ -469,7 +458,11 @@ def test_results_are_bitwise_equal_for_any_number_of_threads(dtype, arch, shift,
     results = []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
-        results.append(loss_and_gradient(model, idx, dtype))
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            logits, loss = model(idx[:, :-1], idx[:, 1:])
+        loss.backward()
+        results.append([logits, loss, *(p.grad for p in model.parameters())])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
