@@ -94,7 +94,6 @@ def test_a_process_group_of_ones_own_is_used_as_torchruns(tmp_path):
 
 def test_a_process_group_without_a_backend_for_the_cpu_gets_gloo_beside_it(tmp_path):
     (tmp_path / "mine.py").write_text("""
-from datetime import timedelta
 import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # in the place of NCCL
 dist.init_process_group("cuda:fake")

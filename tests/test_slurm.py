@@ -195,20 +195,15 @@ def submit(spawn, cluster):
     return submit
 
 
-def stopped(submit, run: Path, cluster: dict[str, str], number: signal.Signals) -> int:
-    """Submits a job and signals it while it trains; returns the step at which it stopped."""
+def test_a_job_at_its_time_limit_is_requeued(submit, cluster, tmp_path):
+    run = tmp_path / "run"
     job = submit(run, *LONG)
     wait_until(lambda: lines(run) > 5, job)
-    os.kill(int(Path(cluster["SRUN_PID"]).read_text()), number)
+    os.kill(int(Path(cluster["SRUN_PID"]).read_text()), signal.SIGUSR2)
     out, _ = job.communicate(timeout=60)
-    assert job.returncode == 128 + number and "; 2 processes\n" in out, out
+    assert job.returncode == 128 + signal.SIGUSR2 and "; 2 processes\n" in out, out
     step = load(str(run / "gpt_snapshot.pt")).step
-    assert out.count(f"{number.name}: stopped after step {step} of 100000") == 1, out
-    return step
-
-
-def test_a_job_at_its_time_limit_is_requeued(submit, cluster, tmp_path):
-    assert stopped(submit, tmp_path / "run", cluster, signal.SIGUSR2) > 0
+    assert step > 0 and out.count(f"SIGUSR2: stopped after step {step} of 100000") == 1, out
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
 
 
