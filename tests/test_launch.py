@@ -67,29 +67,24 @@ assert configure().run_name.startswith("shakespeare_")
     assert metrics(tmp_path / "a") == metrics(tmp_path / "c")
 
 
-def test_the_notebook_launcher_of_accelerate_starts_two_processes(tmp_path):
+def test_accelerates_notebook_launcher_and_a_process_group_of_ones_own_train_alike(tmp_path):
     code = f"""
 from accelerate import notebook_launcher
 from main import configure, train
-config = configure(*{TINY}, "run_dir=run")
+config = configure(*{TINY}, "run_dir=launched")
 notebook_launcher(train, (config,), num_processes=2, use_port="{free_port()}")
 """
-    result = run_python(code, cwd=tmp_path, HF_HOME=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    assert load(str(tmp_path / "run" / "gpt_snapshot.pt")).processes == 2
-    assert result.stdout.count("step 6/6 | held-out") == 1
-
-
-def test_a_process_group_of_ones_own_is_used_as_torchruns(tmp_path):
+    launched = run_python(code, cwd=tmp_path, HF_HOME=str(tmp_path))
     page = (ROOT / "docs" / "from-mingpt-ddp.md").read_text()
     program = re.search(r"^```python\n(import os\n.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
-    program = program.replace("29500", str(free_port())).replace('"experiment=overfit"', f"*{TINY}, 'run_dir=run'")
+    program = program.replace("29500", str(free_port())).replace('"experiment=overfit"', f"*{TINY}, 'run_dir=own'")
     (tmp_path / "mine.py").write_text(program)
-    result = start(script=str(tmp_path / "mine.py"), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("step 6/6 | held-out") == 1
-    assert start(*TINY, "run_dir=other", nproc=2, cwd=tmp_path).returncode == 0
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "other")
+    own = start(script=str(tmp_path / "mine.py"), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    for name, result in (("launched", launched), ("own", own)):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("step 6/6 | held-out") == 1
+        assert load(str(tmp_path / name / "gpt_snapshot.pt")).processes == 2
+    assert metrics(tmp_path / "launched") == metrics(tmp_path / "own")
 
 
 def test_a_process_group_without_a_backend_for_the_cpu_gets_gloo_beside_it(tmp_path):
