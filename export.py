@@ -28,11 +28,12 @@ from engine.config.schema import NOT_ARCHITECTURE
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of
 from engine.interop import page
-from engine.interop.transformers import KNOWN, is_shifted, to_files, unknown_token
+from engine.interop.transformers import EXPORTED, is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
+from engine.text import listed
 from model import GPT
 from sample import default_prompt, load_model
 
@@ -118,9 +119,9 @@ def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
 def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
     """Labels and values that describe the model, its training and its loss."""
     config = model.config
-    parts = {"token shift": config.token_shift, "n-gram embeddings": config.ngram_rows}
-    kind = ", ".join((config.arch, *(part for part, has in parts.items() if has)))
-    sources = source_names(snapshot.config.get("data", {}))
+    kind = config.arch + ", token shift" * config.token_shift + ", n-gram embeddings" * bool(config.ngram_rows)
+    data = snapshot.config.get("data", {})
+    sources = map(public_name, listed(data.get("url") or data.get("path") or []))
     unit = f" (nats per {snapshot.unit})" if snapshot.loss is not None else ""
     return [
         ("snapshot", f"{snapshot}{unit}"),
@@ -138,23 +139,17 @@ def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
 
 def export(snapshot: Snapshot, path: str, out: str) -> str:
     """Writes the model of `snapshot`, read from `path`, into the new directory `out`, atomically. Returns
-    what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits, and OSError
-    if `out` cannot be written.
+    what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits.
     """
-    try:
-        model = load_model(snapshot, "cpu", strict=True)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    model = load_model(snapshot, "cpu", strict=True)
     settings = dataclasses.asdict(model.config)
-    for field in dataclasses.fields(model.config):  # added fields that are disabled, or matter in training alone
-        is_unused = settings[field.name] == field.default or field.name in NOT_ARCHITECTURE
-        if field.name not in KNOWN and is_unused:
-            del settings[field.name]
+    for field in dataclasses.fields(model.config):
+        name, value = field.name, settings[field.name]
+        if name not in EXPORTED | NOT_ARCHITECTURE and value != field.default:
+            raise UserError(f"model.{name}={value}: Transformers' models have no such setting")
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()
-    parent = os.path.dirname(os.path.abspath(out))
-    os.makedirs(parent, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=os.path.dirname(os.path.abspath(out))) as temporary:
         folder = Path(temporary, "model")
         folder.mkdir()
         for name, content in files.items():
@@ -223,12 +218,6 @@ U+{unknown:04X} (id {config.vocab_size}), which was not trained and is never gen
 To measure a loss, drop its logit, the last one; the others are the trained model's.
 The model was trained on {config.block_size} {snapshot.unit}s of context, the default `max_length` of a generated text.
 """
-
-
-def source_names(data: dict[str, Any]) -> list[str]:
-    """The text's file names or URLs; empty if not recorded."""
-    path = data.get("url") or data.get("path") or []
-    return [public_name(p) for p in (path if isinstance(path, list) else [path])]
 
 
 def public_name(path: str) -> str:

@@ -42,7 +42,7 @@ from engine.precision import Precision
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text import find_files, from_text, read_text, real_files, to_text
+from engine.text import find_files, from_text, read_text, real_files
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -120,20 +120,15 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. For a given seed,
-    samples do not depend on `num_samples`, up to rounding. Raises `UserError` for a prompt that cannot be read, is
-    empty, or has an unknown character.
+    samples do not depend on `num_samples`, up to rounding.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt, ids = read_prompt(config, snapshot)
+    stop = from_text(config.stop or "", encoding)
+    encode_setting(f"stop={config.stop!r}", stop, snapshot)  # raises for what is never drawn
     model = load_model(snapshot, config.device)
     ids = ids.to(model.tok_emb.weight.device)
     batch_size = min(config.num_samples, max(1, BATCH_CHARACTERS // model.config.block_size))
-    stop = from_text(config.stop or "", encoding)
-    if unknown := [character for character in stop if character not in vocabulary]:
-        hint = "; for a newline: stop=$'\\n'" if "\\n" in stop else ""
-        raise UserError(f"stop={config.stop!r}: not in the vocabulary: {unknown[0]!r}{hint}")
-    if "\\n" in stop:
-        log.warning("stop=%s: a backslash and a letter; for a newline: stop=$'\\n'", stop)
     with enough_threads(model, batch_size):
         for first in range(0, config.num_samples, batch_size):
             start = ids.expand(min(batch_size, config.num_samples - first), -1)
@@ -174,34 +169,33 @@ def training_text(snapshot: Snapshot) -> str:
         raise UserError(f"copied=true: needs the training text, as named when training started: {error}") from error
     if data.digest != snapshot.text_digest:
         raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
-    ids = data.split()[0].data.numpy()  # vectorized: the text may be long
-    points = np.array([ord(character) for character in data.vocabulary], np.uint32)
-    return to_text(points.take(ids).tobytes().decode("utf-32-le"), snapshot.encoding)
+    train, _ = data.split()
+    return train.decode(train.data.tolist())
 
 
 def copied_share(texts: list[tuple[str, str]], source: str) -> float:
     """The share of the characters after the prompt in `texts` (prompt, rest) that are copied: in a substring of length
     `COPIED` of the training text `source`, or in a shorter line of it.
     """
-    copied = total = 0
+    copied = []
     lines = f"\n{source}\n".replace("\r\n", "\n")
     for prompt, rest in texts:
-        text, first = prompt + rest, len(prompt)
+        text = prompt + rest
         is_copied = np.zeros(len(text), bool)
         for line in re.finditer(r"[^\n]+\n?", text):
             short = line[0].rstrip("\r\n")
-            if line.end() > first and len(short) < COPIED and f"\n{short}\n" in lines:
+            if len(short) < COPIED and f"\n{short}\n" in lines:
                 is_copied[line.start() : line.end()] = True
-        for start in range(max(0, first - COPIED + 1), len(text) - COPIED + 1):
+        for start in range(len(text) - COPIED + 1):
             if text[start : start + COPIED] in source:
                 is_copied[start : start + COPIED] = True
-        copied, total = copied + int(is_copied[first:].sum()), total + len(rest)
-    return copied / max(total, 1)
+        copied.append(is_copied[len(prompt) :])
+    return float(np.concatenate(copied).mean()) if any(rest for _, rest in texts) else 0.0
 
 
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
     """The characters to continue, at least one, and their ids."""
-    vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
+    encoding = snapshot.encoding
     name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
     try:
         if config.prompt_file == "-":
@@ -212,32 +206,26 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
         elif config.prompt is not None:
             prompt = from_text(config.prompt, encoding)
         else:
-            prompt = default_prompt(vocabulary)
+            prompt = default_prompt(snapshot.vocabulary)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
     if not prompt:
         raise UserError(f"{name}: is empty; a prompt has at least one character")
+    return prompt, encode_setting(name, prompt, snapshot)
+
+
+def encode_setting(name: str, text: str, snapshot: Snapshot) -> torch.Tensor:
+    """The ids of the text that a setting gives. Raises `UserError`, naming the setting, for an unknown character."""
     try:
-        return prompt, encode(prompt, vocabulary, encoding)
+        return encode(text, snapshot.vocabulary, snapshot.encoding)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 
 
-def score(config: SampleConfig, *snapshots: Snapshot) -> tuple[list[float], int]:
-    """Scores the text at `config.score`, every character but the first once; without `config.stride`, in the windows of
-    the held-out loss. Returns (losses, characters scored): losses in nats per character, one for each of `snapshots`
-    and, if several, one more for the ensemble. Raises `UserError` for a text or stride that cannot be scored.
-    """
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for losses in score_batches(config, *snapshots):
-        total = total + losses.sum(dim=1)
-        count += losses.size(1)
-    return (total / count).tolist(), count
-
-
-def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.Tensor]:
-    """Yields losses per character, in nats, float64 of shape (losses of `score`, characters), in batches of whole
-    windows, computed in each run's dtype so that the mean equals the run's.
+def score(config: SampleConfig, *snapshots: Snapshot) -> torch.Tensor:
+    """Losses in nats, float64 of shape (models, characters), of every character but the first of the text at
+    `config.score`: a row for each of `snapshots` and, if several, one more for their ensemble. They are computed in
+    each run's dtype, and without `config.stride` in its windows: the mean is what the run's evaluation gives.
 
     Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart; each
     but the first scores only its last `stride` characters, which see more than `block_size - stride`
@@ -254,16 +242,13 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
         raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
     types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
     precisions = [Precision(device.type, name).autocast() for name in types]
-    vocabulary, encoding = snapshots[0].vocabulary, snapshots[0].encoding
-    text = "".join(read_text(find_files(config.score), encoding=encoding))
+    text = "".join(read_text(find_files(config.score), encoding=snapshots[0].encoding))
     if len(text) < 2:
         raise UserError(f"score={config.score}: characters: {len(text)}; at least 2 are needed")
-    try:
-        ids = encode(text, vocabulary, encoding)
-    except UserError as error:
-        raise UserError(f"score={config.score}: {error}") from error
+    ids = encode_setting(f"score={config.score}", text, snapshots[0])
     overlap, end = block_size - stride, len(ids) - 1  # the last character has no next one
     starts = torch.arange(0, max(end - overlap, 1), stride)[:, None]
+    batches = []
     for first in starts.split(max(1, BATCH_CHARACTERS // block_size)):
         positions = first + torch.arange(block_size)  # (windows, block_size)
         is_new = (first == 0) | (positions >= first + overlap)  # not scored by an earlier window
@@ -278,52 +263,56 @@ def score_batches(config: SampleConfig, *snapshots: Snapshot) -> Iterator[torch.
             losses.append(each.cpu().double())  # not every device has float64
         if len(models) > 1:  # -log of the mean probability
             losses.append(math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0))
-        yield torch.stack(losses)
+        batches.append(torch.stack(losses))
+    return torch.cat(batches, dim=1)
 
 
-def print_score(config: SampleConfig, paths: list[str], snapshots: list[Snapshot]) -> None:
-    """Prints the loss of the text at `config.score`, for each of several snapshots (read from `paths`) and their
-    ensemble. Raises `UserError`, naming two of them, if their vocabularies or contexts differ.
+def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
+    """Prints the loss of the text at `config.score`, for each of `snapshots`, by path, and their ensemble. Raises
+    `UserError`, naming two of them, if their vocabularies or contexts differ.
     """
-    required = [(s.vocabulary, s.encoding, s.model_config.get("block_size")) for s in snapshots]
-    for path, own in zip(paths, required, strict=True):
-        if own != required[0]:
-            what = "context" if own[:2] == required[0][:2] else "vocabulary"
-            raise UserError(f"snapshots=: {path} has another {what} than {paths[0]}")
+    first, *_ = snapshots
+    unit, vocabulary = snapshots[first].unit, (snapshots[first].vocabulary, snapshots[first].encoding)
+    for path, snapshot in snapshots.items():
+        if (snapshot.vocabulary, snapshot.encoding) != vocabulary:
+            raise UserError(f"snapshots=: {path} has another vocabulary than {first}")
+        if snapshot.model_config.get("block_size") != snapshots[first].model_config.get("block_size"):
+            raise UserError(f"snapshots=: {path} has another context than {first}")
     assert config.score is not None
     scored = real_files(config.score)
-    if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots):
+    if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots.values()):
         note = "this is text of the run, which trained on most of its text; its held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
-    losses, count = score(config, *snapshots)
-    unit = snapshots[0].unit
-    print(f"{unit}s scored".ljust(19), count)
+    losses = score(config, *snapshots.values())
+    *each, loss = losses.mean(dim=1).tolist()
+    print(f"{unit}s scored".ljust(19), losses.size(1))
     if config.stride is not None:
         print("stride".ljust(19), config.stride)
-    if len(paths) > 1:
-        for path, loss in zip(paths, losses[:-1], strict=True):
-            print(f"{path}: {loss:.6f} nats per {unit}")
-        print(f"ensemble of {len(paths)} snapshots")
-    print(f"nats per {unit}".ljust(19), f"{losses[-1]:.6f}")
-    print(f"bits per {unit}".ljust(19), f"{losses[-1] / math.log(2):.6f}")
-    print("perplexity".ljust(19), f"{math.exp(losses[-1]):.6f}")
+    if each:
+        for path, its_loss in zip(snapshots, each, strict=True):
+            print(f"{path}: {its_loss:.6f} nats per {unit}")
+        print(f"ensemble of {len(each)} snapshots")
+    print(f"nats per {unit}".ljust(19), f"{loss:.6f}")
+    print(f"bits per {unit}".ljust(19), f"{loss / math.log(2):.6f}")
+    print("perplexity".ljust(19), f"{math.exp(loss):.6f}")
 
 
 def main(arguments: list[str]) -> None:
     config = parse(SampleConfig, arguments)
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
-    snapshots = [load_full(path) for path in paths]
-    for path, snapshot in zip(paths, snapshots, strict=True):
+    snapshots = {path: load_full(path) for path in paths}
+    for path, snapshot in snapshots.items():
         print(f"[{path}, {snapshot}]", file=sys.stderr)
     if config.score is not None:
-        print_score(config, paths, snapshots)
-    else:
-        source = training_text(snapshots[0]) if config.copied else ""
-        texts = print_texts(sample(config, snapshots[0]), "" if config.stop == "\n" else "-" * 40)
-        if config.copied:
-            share = copied_share(texts, source)
-            where = f"from the training text, in pieces of {COPIED} characters or whole lines"
-            print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
+        print_score(config, snapshots)
+        return
+    [snapshot] = snapshots.values()
+    source = training_text(snapshot) if config.copied else ""
+    texts = print_texts(sample(config, snapshot), "" if config.stop == "\n" else "-" * 40)
+    if config.copied:
+        share = copied_share(texts, source)
+        where = f"from the training text, in pieces of {COPIED} characters or whole lines"
+        print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
 def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[tuple[str, str]]:

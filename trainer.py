@@ -379,7 +379,9 @@ class Trainer:
         return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
 
     def _sample(self) -> list[str]:
-        return self._call_eagerly(lambda: draw_samples(self.bare, self.train_dataset))
+        vocabulary = self.train_dataset.vocabulary
+        encoding = self.run_config.get("data", {}).get("encoding", "utf-8")
+        return self._call_eagerly(lambda: draw_samples(self.bare, vocabulary, encoding))
 
     def _probe(self) -> torch.Tensor:
         return self._call_eagerly(lambda: probe_logits(self.bare, distributed.device()))

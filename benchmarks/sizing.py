@@ -168,7 +168,7 @@ def train(job: tuple[str, Line]) -> Line:
         main.train(composed)
         metrics = [json.loads(each) for each in open(f"{folder}/run/metrics.jsonl")]
         scored = sample.SampleConfig(score=f"{folder}/rest.txt", device="cpu")
-        [loss], _ = sample.score(scored, load_full(f"{folder}/run/gpt_snapshot.best.pt"))
+        loss = sample.score(scored, load_full(f"{folder}/run/gpt_snapshot.best.pt")).mean().item()
     held_out = min(each["loss"] for each in metrics if each["split"] == "val")
     return line | {"steps": steps, "held_out": round(held_out, 4), "score": round(loss, 4)}
 

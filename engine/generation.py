@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.config.schema import CompleteGPTConfig
 from engine.errors import UserError, check_range
 from engine.precision import evaluating
+from engine.text import to_text
 
 MIN_THREADED_WORK = 10_000_000  # texts x parameters, below which one CPU thread is faster
 
@@ -142,10 +143,10 @@ def pick(
 
 
 @contextlib.contextmanager
-def enough_threads(model: Any, num_texts: int) -> Iterator[None]:
+def enough_threads(model: torch.nn.Module, num_texts: int) -> Iterator[None]:
     """A context that uses one thread if a step of `num_texts` texts is too little work for several."""
     threads = torch.get_num_threads()
-    if num_texts * sum(p.numel() for p in model.blocks.parameters()) < MIN_THREADED_WORK:
+    if num_texts * sum(p.numel() for p in model.get_submodule("blocks").parameters()) < MIN_THREADED_WORK:
         torch.set_num_threads(1)
     try:
         yield
@@ -158,13 +159,13 @@ def default_prompt(vocabulary: str) -> str:
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
-def draw_samples(model: Any, text: Any) -> list[str]:
+def draw_samples(model: torch.nn.Module, vocabulary: str, encoding: str) -> list[str]:
     """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
     a sharded model must call it.
     """
     num_texts, num_characters = 2, 120
-    first = torch.tensor([[text.stoi[default_prompt(text.vocabulary)]]] * num_texts)
+    first = vocabulary.index(default_prompt(vocabulary))
+    idx = torch.full((num_texts, 1), first, device=next(model.parameters()).device)
     with enough_threads(model, num_texts):
-        first = first.to(model.tok_emb.weight.device)
-        out = generate(model, first, num_characters, temperature=0.8, do_sample=True, seed=1337)
-    return [text.decode(row[1:]) for row in out.tolist()]
+        out = generate(model, idx, num_characters, temperature=0.8, do_sample=True, seed=1337)
+    return [to_text("".join(vocabulary[i] for i in row[1:]), encoding) for row in out.tolist()]

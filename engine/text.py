@@ -129,10 +129,13 @@ def real_files(path: str | list[str]) -> set[str]:
     return {*map(os.path.realpath, files), *(name for name in names if "://" in name)}
 
 
+def is_local(file: OpenFile) -> bool:
+    return isinstance(file.fs, LocalFileSystem)
+
+
 def name_of(file: OpenFile) -> str:
     """The name of a file in messages."""
-    is_local = isinstance(file.fs, LocalFileSystem)
-    return file.path.removeprefix(f"{os.getcwd()}/") if is_local else file.full_name
+    return file.path.removeprefix(f"{os.getcwd()}/") if is_local(file) else file.full_name
 
 
 def version_of(file: OpenFile) -> list[str]:
@@ -146,24 +149,22 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     """Yields the content of a file in non-empty pieces, decompressed according to `file.compression`;
     logs progress every few seconds. Raises `Unreadable`, also for a truncated file.
     """
-    name, is_local = name_of(file), isinstance(file.fs, LocalFileSystem)
+    name = name_of(file)
     # An archive's headers would be text. Of .zst, fsspec reads only the first frame, or a part.
     if re.search(r"\.(zst|zip|tgz|tar(\.(gz|bz2|xz))?)$", file.path):
         raise UserError(f"{name}: unpack it first, or name a file in it: zip://NAME::PATH, tar://NAME::PATH")
     count, logged = 0, time.monotonic()
     with file_errors(name):
         size = None if file.compression else file.fs.info(file.path).get("size")
-        if is_local and os.path.getsize(file.path) == 0:
-            log.info("reading     %s, which has no size, until it ends", name)
         # fsspec rewinds a local file, which a pipe cannot do.
-        with open(file.path, "rb") if is_pipe(file.path) else file as stream:
+        with open(file.path, "rb") if is_local(file) and is_pipe(file.path) else file as stream:
             for piece in iter(lambda: stream.read(PIECE), b""):
                 count += len(piece)
                 if time.monotonic() - logged > PROGRESS_S:
                     logged = time.monotonic()
                     log.info("reading     %s: %s MB", name, f"{count / 1e6:,.0f}")
                 yield piece
-        if size not in (None, count) and not is_local:
+        if size not in (None, count) and not is_local(file):
             raise EOFError(f"{count} of {size} bytes received")
 
 
@@ -201,6 +202,7 @@ def copy_pipe(path: str, cache_dir: str) -> str:
     """
     if not is_pipe(path):
         return path
+    log.info("reading     %s until it ends", path)
     with writes("data.cache_dir", cache_dir):
         os.makedirs(cache_dir, exist_ok=True)
         copy = os.path.join(cache_dir, f"{os.getpid()}.pipe")
@@ -296,8 +298,7 @@ def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
         items = [file for file, end in zip(files, ends, strict=True) if end <= len(text)]
     if text and len(items) < 2:
         part = f" within data.truncate={truncate:g}" * (truncate < 1)
-        hint = f"; they end with {separator!r}" * bool(separator)
-        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}{hint}")
+        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}")
     rest = text[sum(map(len, items)) :]
     return "".join([*(items[i] for i in np.random.default_rng(0).permutation(len(items))), rest])
 
@@ -429,8 +430,8 @@ def encode_stream(pieces: Iterable[str], config: DataConfig, file: BinaryIO) -> 
     """Streaming encoder: truncates the text to the share `config.truncate`, shuffles it by `config.shuffle`, and writes
     its ids into the empty `file`, in the smallest unsigned type that holds them.
 
-    Returns plain values: `vocabulary`, `type` of the ids, number of `characters`, and `digest` of
-    the text. Raises `UserError` if no character is left.
+    Returns plain values: `vocabulary`, `type` of the ids, and `digest` of the text. Raises `UserError` if no character
+    is left.
     """
     length, truncate = 0, config.truncate
     if config.shuffle is not None:
@@ -456,7 +457,6 @@ def encode_stream(pieces: Iterable[str], config: DataConfig, file: BinaryIO) -> 
     return {
         "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
         "type": id_of.dtype.name,
-        "characters": length,
         "digest": digest.hexdigest(),
     }
 

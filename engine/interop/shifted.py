@@ -96,6 +96,7 @@ class ShiftedLayer(NanoChatDecoderLayer):
 
 class ShiftedConfig(NanoChatConfig):
     model_type = "nanochat_shift"
+    token_shift: bool = True
     ngram_rows: int = 0
 
 
@@ -107,7 +108,8 @@ class ShiftedForCausalLM(NanoChatForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.model.layers = nn.ModuleList(ShiftedLayer(config, i) for i in range(config.num_hidden_layers))
+        if config.token_shift:
+            self.model.layers = nn.ModuleList(ShiftedLayer(config, i) for i in range(config.num_hidden_layers))
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
         self.post_init()
 

@@ -73,9 +73,8 @@ FIELDS = {
         "attn_pdrop": "attention_dropout",
     },
 }
-# The fields of `GPTConfig` that an export can represent or may ignore.
-KNOWN = {"arch", "model_type", "vocab_size", "block_size", "bias", "tie_weights", "token_shift"}
-KNOWN |= {*SAME, "activation_checkpointing", "ngram_rows"}
+# The architecture that an export can represent.
+EXPORTED = {"arch", "bias", "token_shift", "ngram_rows", *FIELDS["gpt2"]}
 # Fields of GPT-2 that an export leaves out, as Transformers has the right defaults.
 GPT2_DEFAULTS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
@@ -126,9 +125,6 @@ def to_files(config: dict[str, Any], weights: dict[str, Tensor], vocabulary: str
     """The files, by name, of a directory that `from_pretrained` loads model and tokenizer from. Raises
     `UserError` for a model that Transformers does not have, or if safetensors is missing.
     """
-    if unknown := config.keys() - KNOWN:
-        name = min(unknown)
-        raise UserError(f"model.{name}={config[name]}: Transformers' models have no such setting")
     if config["arch"] == "gpt2" and is_shifted(config):
         kind = "token shift" if config["token_shift"] else "n-gram embeddings"
         raise UserError(f"model.arch=gpt2 with {kind}: Transformers has no such model; page=FILE exports it")
@@ -147,9 +143,6 @@ def to_transformers(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[
     if config["arch"] == "gpt2" and not config["bias"]:  # its GPT-2 always has biases
         biased = [n for n in weights if n.startswith(("blocks.", "ln_f."))]
         weights = weights | {n.replace(".weight", ".bias"): torch.zeros(len(weights[n])) for n in biased}
-    if is_shifted(config) and not config["token_shift"]:
-        shift = torch.zeros(config["n_embd"])
-        weights = weights | {f"blocks.{i}.shift.weight": shift for i in range(config["n_layer"])}
     names = transformers_names(config)
     tensors = {}
     for name, tensor in weights.items():
@@ -176,7 +169,8 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
     unknown = unknown_token(vocabulary, encoding)
     model_type = "gpt2" if gpt2 else "nanochat" + "_shift" * is_shifted(config)
     *_, name = KINDS[model_type]
-    shifted = {"AutoConfig": "shifted.ShiftedConfig", "AutoModelForCausalLM": f"shifted.{name}"}
+    classes = {"AutoConfig": "shifted.ShiftedConfig", "AutoModelForCausalLM": f"shifted.{name}"}
+    added = {"auto_map": classes, "token_shift": config["token_shift"], "ngram_rows": config["ngram_rows"]}
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     pattern = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     splitter: dict[str, Any] = {"type": "Split", **pattern}  # every character is one token
@@ -192,7 +186,7 @@ def json_files(config: dict[str, Any], vocabulary: str, encoding: str) -> dict[s
         "config.json": {
             "architectures": [name],
             "model_type": model_type,
-            **({"auto_map": shifted, "ngram_rows": config["ngram_rows"]} if is_shifted(config) else {}),
+            **(added if is_shifted(config) else {}),
             "vocab_size": unknown_id + 1,
             "dtype": "float32",
             "bos_token_id": None,
@@ -249,10 +243,6 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor], str, str]:
             weights = {name: tensor for name, tensor in weights.items() if name not in biases}
         if config["tie_weights"]:
             weights["head.weight"] = weights["tok_emb.weight"]
-        shifts = [name for name in weights if name.endswith(".shift.weight")]
-        if config["ngram_rows"] and not any(weights[name].any() for name in shifts):
-            config["token_shift"] = False  # the layers of `shifted.py` always have one
-            weights = {name: tensor for name, tensor in weights.items() if name not in shifts}
         for name in {*PER_CHARACTER, CODES} & weights.keys():
             weights[name] = weights[name][ids]
     except UserError as error:
@@ -278,8 +268,8 @@ def read_model_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     if given["model_type"] not in KINDS:
         raise UserError(f"model_type={given['model_type']}: must be {', '.join(KINDS)}")
     arch, shift, _ = KINDS[given["model_type"]]
-    config: dict[str, Any] = {"arch": arch, "tie_weights": False, "token_shift": shift}
-    config["ngram_rows"] = given.get("ngram_rows", 0)
+    config: dict[str, Any] = {"arch": arch, "tie_weights": False, "ngram_rows": given.get("ngram_rows", 0)}
+    config["token_shift"] = given.get("token_shift", shift)  # older exports do not say it
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
     optional = GPT2_DEFAULTS if arch == "gpt2" else {}
     for name, value in (fixed_fields(config) | optional).items():
