@@ -10,8 +10,8 @@ into batches by one vectorized gather. Large texts are memory-mapped.
 import copy
 import functools
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from engine.config.schema import DataConfig
 from engine.errors import UserError
 from engine.kernels.ops import IGNORE
+from engine.run.dataset import Text, TrainingText
 from engine.run.plan import MicroBatch, Plan
 from engine.text import from_text, open_text, to_text, unit_of
 
@@ -165,9 +166,7 @@ class CharDataset(Dataset):
 
 def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
     """The ids of `text`, int64 of shape (len(text),): positions in `vocabulary`. With the `encoding` "bytes" the
-    characters of both are bytes.
-
-    Raises `UserError` naming the first unknown character and its position.
+    characters of both are bytes. Raises `UserError`, naming the first unknown character.
     """
     # Bytes of a command line that are not UTF-8 arrive as surrogates.
     content = (part.encode("utf-32-le", "surrogatepass") for part in (vocabulary, text))
@@ -178,13 +177,9 @@ def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
     if (ids >= 0).all():
         return torch.from_numpy(ids)
     character, unit = text[int((ids < 0).argmax())], unit_of(encoding)
-    code = f"0x{ord(character):02x}" if unit == "byte" else f"U+{ord(character):04X}"
-    is_part = unit == "byte" and not character.isascii()  # of a multi-byte character
-    shown = code if is_part else f"{character!r} ({code})"
-    raise UserError(
-        f"{unit} {shown} at position {text.index(character)} is not among the {len(vocabulary)} {unit}s of "
-        "the training text"
-    )
+    shown = f"0x{ord(character):02x}" if unit == "byte" else f"{character!r} (U+{ord(character):04X})"
+    where = f"at position {text.index(character)}"
+    raise UserError(f"{unit} {shown} {where} is not among the {len(vocabulary)} {unit}s of the training text")
 
 
 # --- the order of training windows ---
@@ -269,7 +264,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: TrainingText,
         seed: int,
         plan: Plan,
         rank: int = 0,
@@ -323,7 +318,7 @@ class MicroBatches:
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 
 
-def move_if_small(datasets: list[Any], device: torch.device) -> None:
+def move_if_small(datasets: Sequence[Text], device: torch.device) -> None:
     """Moves the texts to the GPU if they fit into a tenth of its memory; batches are then gathered there."""
     memory = torch.cuda.get_device_properties(device).total_memory
     if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:

@@ -173,24 +173,22 @@ def training_text(snapshot: Snapshot) -> str:
     return train.decode(train.data.tolist())
 
 
-def copied_share(texts: list[tuple[str, str]], source: str) -> float:
-    """The share of the characters after the prompt in `texts` (prompt, rest) that are copied: in a substring of length
-    `COPIED` of the training text `source`, or in a shorter line of it.
+def copied_share(texts: list[str], source: str) -> float:
+    """The share of the characters of `texts` that are copied: in a substring of length `COPIED` of the training text
+    `source`, or in a shorter line of it.
     """
+    short_lines = {line for line in source.splitlines() if len(line) < COPIED}
     copied = []
-    lines = f"\n{source}\n".replace("\r\n", "\n")
-    for prompt, rest in texts:
-        text = prompt + rest
+    for text in texts:
         is_copied = np.zeros(len(text), bool)
-        for line in re.finditer(r"[^\n]+\n?", text):
-            short = line[0].rstrip("\r\n")
-            if len(short) < COPIED and f"\n{short}\n" in lines:
+        for line in re.finditer(r".+\n?", text):
+            if line[0].rstrip("\r\n") in short_lines:
                 is_copied[line.start() : line.end()] = True
         for start in range(len(text) - COPIED + 1):
             if text[start : start + COPIED] in source:
                 is_copied[start : start + COPIED] = True
-        copied.append(is_copied[len(prompt) :])
-    return float(np.concatenate(copied).mean()) if any(rest for _, rest in texts) else 0.0
+        copied.extend(is_copied)
+    return float(np.mean(copied)) if copied else 0.0
 
 
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
@@ -315,9 +313,9 @@ def main(arguments: list[str]) -> None:
         print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[tuple[str, str]]:
+def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[str]:
     """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty;
-    returns (prompt, rest) of each.
+    returns what follows the prompt of each.
     """
     printed = []
     for i, text in enumerate(texts):
@@ -329,7 +327,7 @@ def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[tuple[st
                 print(piece, end="", flush=sys.stdout.isatty())
             pieces.append(piece)
         print(flush=True)
-        printed.append((pieces[0], "".join(pieces[1:])))
+        printed.append("".join(pieces[1:]))
     return printed
 
 

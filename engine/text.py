@@ -129,13 +129,10 @@ def real_files(path: str | list[str]) -> set[str]:
     return {*map(os.path.realpath, files), *(name for name in names if "://" in name)}
 
 
-def is_local(file: OpenFile) -> bool:
-    return isinstance(file.fs, LocalFileSystem)
-
-
 def name_of(file: OpenFile) -> str:
     """The name of a file in messages."""
-    return file.path.removeprefix(f"{os.getcwd()}/") if is_local(file) else file.full_name
+    is_local = isinstance(file.fs, LocalFileSystem)
+    return file.path.removeprefix(f"{os.getcwd()}/") if is_local else file.full_name
 
 
 def version_of(file: OpenFile) -> list[str]:
@@ -149,22 +146,22 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     """Yields the content of a file in non-empty pieces, decompressed according to `file.compression`;
     logs progress every few seconds. Raises `Unreadable`, also for a truncated file.
     """
-    name = name_of(file)
+    name, is_local = name_of(file), isinstance(file.fs, LocalFileSystem)
     # An archive's headers would be text. Of .zst, fsspec reads only the first frame, or a part.
     if re.search(r"\.(zst|zip|tgz|tar(\.(gz|bz2|xz))?)$", file.path):
         raise UserError(f"{name}: unpack it first, or name a file in it: zip://NAME::PATH, tar://NAME::PATH")
     count, logged = 0, time.monotonic()
     with file_errors(name):
-        size = None if file.compression else file.fs.info(file.path).get("size")
+        size = None if file.compression or is_local else file.fs.info(file.path).get("size")
         # fsspec rewinds a local file, which a pipe cannot do.
-        with open(file.path, "rb") if is_local(file) and is_pipe(file.path) else file as stream:
+        with open(file.path, "rb") if is_local and is_pipe(file.path) else file as stream:
             for piece in iter(lambda: stream.read(PIECE), b""):
                 count += len(piece)
                 if time.monotonic() - logged > PROGRESS_S:
                     logged = time.monotonic()
                     log.info("reading     %s: %s MB", name, f"{count / 1e6:,.0f}")
                 yield piece
-        if size not in (None, count) and not is_local(file):
+        if size not in (None, count):
             raise EOFError(f"{count} of {size} bytes received")
 
 
@@ -254,7 +251,6 @@ def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = 
 
 
 def pydoc_text() -> str:
-    """The text of `pydoc:topics`."""
     from pydoc_data import topics  # takes a quarter of a second
 
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
@@ -297,8 +293,7 @@ def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
         ends = itertools.accumulate(map(len, files))
         items = [file for file, end in zip(files, ends, strict=True) if end <= len(text)]
     if text and len(items) < 2:
-        part = f" within data.truncate={truncate:g}" * (truncate < 1)
-        raise UserError(f"data.shuffle={shuffle}: the text has fewer than two {shuffle}{part}")
+        raise UserError(f"data.shuffle={shuffle}, data.truncate={truncate:g}: the text has fewer than two {shuffle}")
     rest = text[sum(map(len, items)) :]
     return "".join([*(items[i] for i in np.random.default_rng(0).permutation(len(items))), rest])
 

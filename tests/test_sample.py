@@ -1,6 +1,8 @@
+import itertools
 import math
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -62,13 +64,8 @@ def test_a_terminal_shows_characters_as_they_are_drawn_until_ctrl_c(run_dir, spa
 def test_a_closed_output_pipe_is_no_error(run_dir):
     reader, writer = os.pipe()
     os.close(reader)
-    result = subprocess.run(
-        command(f"run_dir={run_dir}", "max_new_tokens=5", script="sample.py"),
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
+    line = command(f"run_dir={run_dir}", "max_new_tokens=5", script="sample.py")
+    result = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert result.returncode == -signal.SIGPIPE and len(result.stderr.splitlines()) == 1
 
@@ -79,13 +76,8 @@ def test_a_prompt_file_is_continued_as_it_is(run_dir, tmp_path):
     arguments = [f"run_dir={run_dir}", "max_new_tokens=9"]
     given = sample(*arguments, f"prompt={prompt}").stdout
     read = sample(*arguments, f"prompt_file={tmp_path / 'opening.txt'}").stdout
-    piped = subprocess.run(
-        command(*arguments, "prompt_file=-", script="sample.py"),
-        input=prompt,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
+    line = command(*arguments, "prompt_file=-", script="sample.py")
+    piped = subprocess.run(line, input=prompt, capture_output=True, text=True, timeout=120).stdout
     assert given == read == piped
     assert given.startswith(prompt) and len(given) == len(prompt) + 9 + 1
 
@@ -102,35 +94,22 @@ def test_samples_do_not_depend_on_num_samples_or_length(monkeypatch):
     assert texts(max_new_tokens=40) == together[:1]  # streamed
     assert texts(num_samples=2, max_new_tokens=30) == [text[:31] for text in together[:2]]
     monkeypatch.setattr(sampling, "BATCH_CHARACTERS", 2 * snapshot.config["model"]["block_size"])
-    made = []
-    monkeypatch.setattr(GPT, "forward", spied(GPT.forward, made))
+    sizes, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, idx, **more: sizes.append(len(idx)) or forward(self, idx, **more))
     assert texts(num_samples=5, max_new_tokens=40) == together
-    assert max(made) == 2
-
-
-def spied(forward, made: list[int]):
-    def spy(self, idx, *arguments, **settings):
-        made.append(len(idx))
-        return forward(self, idx, *arguments, **settings)
-
-    return spy
+    assert max(sizes) == 2
 
 
 def test_every_sampling_option_reaches_generate():
-    def text(**settings) -> str:
+    def texts(**settings) -> list[str]:
         config = SampleConfig(max_new_tokens=40, **settings)
-        return "".join(next(sampling.sample(config, model_snapshot(VOCABULARY))))
+        return ["".join(text) for text in sampling.sample(config, model_snapshot(VOCABULARY))]
 
-    likeliest = text(temperature=0)
+    [likeliest] = texts(temperature=0)
     for settings in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-3}):
-        assert text(**{"temperature": 3.0, **settings}) == likeliest
-    assert len({likeliest, text(temperature=3.0), text(temperature=3.0, seed=9)}) == 3
-
-
-def test_samples_without_a_seed_differ():
-    config = SampleConfig(seed=None, max_new_tokens=60, num_samples=2, temperature=5.0)
-    texts = ["".join(text) for _ in range(2) for text in sampling.sample(config, model_snapshot(VOCABULARY))]
-    assert len(set(texts)) == 4
+        assert texts(**{"temperature": 3.0, **settings}) == [likeliest]
+    drawn = [texts(temperature=3.0, num_samples=2, seed=seed) for seed in (1337, 9, None, None)]
+    assert len({likeliest, *itertools.chain(*drawn)}) == 9
 
 
 # --- the loss of a text ---
@@ -147,20 +126,9 @@ def test_score_of_the_held_out_text_equals_the_runs_loss(precision, run_dir, tmp
     text = text[: int(len(text) * snapshot.config["data"]["truncate"])]
     held_out = text[int(len(text) * snapshot.config["data"]["train_split"]) :]
     (tmp_path / "held_out.txt").write_text(held_out)
-    [loss], count = score(SampleConfig(score=str(tmp_path / "held_out.txt")), snapshot)
-    assert count == len(held_out) - 1
-    assert loss == pytest.approx(snapshot.loss, abs=1e-6)
-
-
-def test_score_prints_its_figures(run_dir, tmp_path):
-    (tmp_path / "text.txt").write_text("some of the words in it")
-    result = sample(f"run_dir={run_dir}", f"score={tmp_path / 'text.txt'}")
-    names, values = zip(*(line.rsplit(None, 1) for line in result.stdout.splitlines()), strict=True)
-    assert names == ("characters scored", "nats per character", "bits per character", "perplexity")
-    characters, nats, bits, perplexity = map(float, values)
-    assert characters == 22
-    assert bits == pytest.approx(nats / math.log(2), abs=1e-5)
-    assert perplexity == pytest.approx(math.exp(nats), rel=1e-5)
+    losses = score(SampleConfig(score=str(tmp_path / "held_out.txt")), snapshot)
+    assert losses.shape == (1, len(held_out) - 1)
+    assert losses.mean().item() == pytest.approx(snapshot.loss, abs=1e-6)
 
 
 @pytest.mark.parametrize("scored", ["text.txt", "{}/text.txt", "**/t*.txt", "other.txt"])
@@ -171,7 +139,7 @@ def test_score_of_the_training_text_says_so(scored, paths, tmp_path, monkeypatch
         (tmp_path / name).write_text(VOCABULARY)
     snapshot = model_snapshot(VOCABULARY)
     snapshot.config["data"] = {"path": paths}
-    sampling.print_score(SampleConfig(score=scored.format(tmp_path)), ["a.pt"], [snapshot])
+    sampling.print_score(SampleConfig(score=scored.format(tmp_path)), {"a.pt": snapshot})
     assert ("this is text of the run" in capsys.readouterr().err) == (scored != "other.txt")
 
 
@@ -204,10 +172,7 @@ def test_every_character_is_scored_once_in_its_window(length, stride, tmp_path, 
     for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
         monkeypatch.setattr(sampling, "BATCH_CHARACTERS", at_once)
         monkeypatch.setattr(text_files, "PIECE", piece)
-        losses = torch.cat(list(sampling.score_batches(config, snapshot)), dim=1)
-        assert losses.tolist() == [pytest.approx(expected, abs=1e-5)]
-    [loss], count = score(config, snapshot)
-    assert count == length - 1 and loss == pytest.approx(sum(expected) / count)
+        assert score(config, snapshot).tolist() == [pytest.approx(expected, abs=1e-5)]
 
 
 def test_an_ensemble_has_the_mean_of_the_probabilities(tmp_path):
@@ -216,57 +181,55 @@ def test_an_ensemble_has_the_mean_of_the_probabilities(tmp_path):
     several = [model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")]
     each = torch.stack([probabilities(sampling.load_model(snapshot, "cpu"), ids[:-1]) for snapshot in several])
     expected = [-p.gather(1, ids[1:, None]).log().mean().item() for p in (*each, each.mean(dim=0))]
-    losses, count = score(config, *several)
-    assert count == 24 and losses == pytest.approx(expected, abs=1e-6)
+    losses = score(config, *several).mean(dim=1).tolist()
+    assert losses == pytest.approx(expected, abs=1e-6)
     assert losses[2] < sum(losses[:2]) / 2 - 0.01  # the logarithm is concave
-    assert score(config, *several[:1] * 3)[0] == pytest.approx(losses[:1] * 4, abs=1e-12)
-    config.stride = 12
-    ids = random_ids(100)
-    write_text(tmp_path / "text.txt", ids)
-    rows = torch.cat(list(sampling.score_batches(config, *several)), dim=1)
-    assert torch.allclose(rows[2].neg().exp(), rows[:2].neg().exp().mean(dim=0), atol=1e-12)
+    same = score(config, *several[:1] * 3)
+    assert torch.allclose(same, same[:1], atol=1e-12)
 
 
-def test_an_ensemble_is_labelled(tmp_path, capsys):
-    several = [model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")]
+def test_losses_are_printed_of_each_model_and_of_the_ensemble(tmp_path, capsys):
     config = SampleConfig(score=write_text(tmp_path / "text.txt", random_ids(99)), stride=6)
-    sampling.print_score(config, ["a.pt", "b.pt"], several)
-    lines = capsys.readouterr().out.splitlines()
-    a, b, both = score(config, *several)[0]
-    assert lines[:6] == [
-        "characters scored   98",
-        "stride              6",
-        f"a.pt: {a:.6f} nats per character",
-        f"b.pt: {b:.6f} nats per character",
-        "ensemble of 2 snapshots",
-        f"nats per character  {both:.6f}",
-    ]
-    assert len(lines) == 8
+    several = {f"{arch}.pt": model_snapshot(VOCABULARY, arch) for arch in ("gpt2", "modern")}
+    each = [f"{path}: {score(config, snapshot).mean():.6f} nats per character" for path, snapshot in several.items()]
+    for snapshots, labels in (
+        ({"gpt2.pt": several["gpt2.pt"]}, []),
+        (several, [*each, "ensemble of 2 snapshots"]),
+    ):
+        nats = score(config, *snapshots.values())[-1].mean().item()
+        sampling.print_score(config, snapshots)
+        assert capsys.readouterr().out.splitlines() == [
+            "characters scored   98",
+            "stride              6",
+            *labels,
+            f"nats per character  {nats:.6f}",
+            f"bits per character  {nats / math.log(2):.6f}",
+            f"perplexity          {math.exp(nats):.6f}",
+        ]
 
 
 @pytest.mark.parametrize(
     "what, vocabulary, settings", [("vocabulary", VOCABULARY[::-1], {}), ("context", VOCABULARY, {"block_size": 12})]
 )
 def test_an_ensemble_of_other_models_is_refused(what, vocabulary, settings, tmp_path):
-    several = [model_snapshot(VOCABULARY), model_snapshot(vocabulary, **settings)]
+    several = {"a.pt": model_snapshot(VOCABULARY), "b.pt": model_snapshot(vocabulary, **settings)}
     with pytest.raises(UserError, match=rf"^snapshots=: b\.pt has another {what} than a\.pt$"):
-        sampling.print_score(SampleConfig(score="any.txt"), ["a.pt", "b.pt"], several)
+        sampling.print_score(SampleConfig(score="any.txt"), several)
 
 
-def test_a_text_that_cannot_be_scored_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", 16)
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("ab" * 50 + "xyz", "character 'x' (U+0078) at position 100 is not among the 10"),
+        ("a", "characters: 1; at least 2 are needed"),
+        ("", "characters: 0;"),
+    ],
+)
+def test_a_text_that_cannot_be_scored_is_refused(text, says, tmp_path):
     path = tmp_path / "text.txt"
-    config = SampleConfig(score=str(path))
-
-    def refused(text: str) -> str:
-        path.write_text(text)
-        with pytest.raises(UserError) as caught:
-            score(config, model_snapshot(VOCABULARY))
-        return str(caught.value)
-
-    says = f"score={path}: character 'x' (U+0078) at position 100 is not among the 10"
-    assert refused("ab" * 50 + "xyz").startswith(says)
-    assert "characters: 1;" in refused("a") and "characters: 0;" in refused("")
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(f"score={path}: {says}")):
+        score(SampleConfig(score=str(path)), model_snapshot(VOCABULARY))
 
 
 # --- runs and errors ---
@@ -316,30 +279,30 @@ def test_a_text_ends_before_the_stop_string(run_dir):
     stop = whole[0][20:22]
     for text, stopped in zip(whole, texts(stop=stop), strict=True):
         assert stopped == "The " + text.removeprefix("The ").split(stop)[0]
+    with pytest.raises(UserError, match=r"^stop='€': character '€' \(U\+20AC\) at position 0 is not among"):
+        texts(stop="€")
 
 
-def test_the_copied_share_is_printed(run_dir):
+def test_the_copied_share_is_of_the_training_text(run_dir):
     snapshot = load(str(run_dir / "gpt_snapshot.pt"))
     train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
-    own = train.decode(train.data[100:150]), "#" * 50
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
     source = sampling.training_text(snapshot)
-    assert sampling.copied_share([("", text) for text in own], source) == 0.5
-    assert sampling.copied_share([("", held_out.decode(held_out.data[:100]))], source) == 0
+    assert sampling.copied_share([train.decode(train.data[100:150]), "#" * 50], source) == 0.5
+    assert sampling.copied_share([held_out.decode(held_out.data[:100])], source) == 0
+    snapshot.text_digest = "0" * 64
+    with pytest.raises(UserError, match="is not the text that was trained on"):
+        sampling.training_text(snapshot)
+    snapshot.config["data"]["path"] = "gone.txt"
+    with pytest.raises(UserError, match=r"needs the training text, .*gone\.txt: no such file"):
+        sampling.training_text(snapshot)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_short_sample_is_copied_if_it_is_a_line(end):
+def test_short_lines_are_copied_as_a_whole(end):
     source = end.join(["Ada", "Grace", "Edith"] * 40)
-    for ending in ("", "\r"):  # where the sample stops
-        assert sampling.copied_share([("", f"Ada{ending}"), ("", f"Dith{ending}")], source) < 0.6
-        assert sampling.copied_share([("", f"Ada{ending}")], source) == 1
-
-
-def test_lines_are_copied_in_longer_samples_and_after_a_prompt():
-    source = "Ada\nGrace\nEdith\n" * 40
-    assert sampling.copied_share([("\n", "Ada\nEhe\nGrace\n")], source) == 10 / 14
-    assert sampling.copied_share([("Gr", "ace"), ("Gr", "ada")], source) == 0.5
+    for texts, share in ((["Ada", "Dith"], 3 / 7), (["Ada\r"], 1), (["Ada\nEhe\nGrace\n"], 10 / 14), ([""], 0)):
+        assert sampling.copied_share(texts, source) == share
 
 
 def test_a_byte_model_reads_and_writes_text(tmp_path):
@@ -359,23 +322,7 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
     assert "resuming from" in result.stdout and result.returncode == 0, result.stderr
 
 
-def test_the_copied_share_needs_the_training_text(run_dir):
-    snapshot = load(f"{run_dir}/gpt_snapshot.pt")
-    snapshot.text_digest = "0" * 64
-    with pytest.raises(UserError, match="is not the text that was trained on"):
-        sampling.training_text(snapshot)
-    snapshot.config["data"]["path"] = "gone.txt"
-    with pytest.raises(UserError, match=r"needs the training text, .*gone\.txt: no such file"):
-        sampling.training_text(snapshot)
-
-
 def test_names_are_printed_one_per_line(capsys):
     texts = [("\n", "A", "da"), ("\n", "E", "ve")]
-    assert sampling.print_texts(texts, "") == [("\n", "Ada"), ("\n", "Eve")]
+    assert sampling.print_texts(texts, "") == ["Ada", "Eve"]
     assert capsys.readouterr().out == "Ada\nEve\n"
-
-
-def test_a_stop_string_outside_the_vocabulary_is_refused(run_dir):
-    snapshot = load(f"{run_dir}/gpt_snapshot.pt")
-    with pytest.raises(UserError, match="stop='€': not in the vocabulary: '€'"):
-        list(sampling.sample(SampleConfig(stop="€"), snapshot))

@@ -12,6 +12,7 @@ import logging
 import lzma
 import os
 import random
+import re
 import sys
 import tarfile
 import threading
@@ -65,9 +66,7 @@ def books(tmp_path):
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Makes texts of 1,000 bytes large ones, read in small pieces; returns how to write and
-    configure one.
-    """
+    """Makes texts of 1,000 bytes large ones, read in small pieces; returns how to write and configure one."""
     monkeypatch.setattr(text_files, "LARGE", 1000)
     monkeypatch.setattr(text_files, "PIECE", 777)
     monkeypatch.setattr(text_files, "CHUNK", 501)
@@ -105,24 +104,26 @@ def cached(config: DataConfig) -> list[str]:
 
 def test_lists_and_patterns_are_one_text(books, monkeypatch):
     a, b = str(books / "a.txt"), str(books / "b.txt")
-    assert read([b, a, b]) == "second first second "  # in the order given
-    assert read([a, f"{books}/b*"]) == "first second "
-    assert read(f"{books}/*.txt") == read(f"file://{books}/*.txt") == "first second third "  # sorted by name
-    fsspec.filesystem("memory").pipe({f"/several/{name}.txt": name.encode() for name in "ba"})
-    assert read("memory://several/*.txt") == "ab"
-    assert read(f"{books}/c[1].txt") == "third "  # a name without a *
     (books / ".d.txt").write_text("hidden ")
     (books / ".copies").mkdir()
     (books / ".copies" / "a.txt").write_text("copy ")
-    for pattern, text in (("*.txt", "first second third "), ("**/*.txt", "first second third "), (".d*", "hidden ")):
-        assert read(f"{books}/{pattern}") == text
-    assert read(f"{books}/.copies/*") == "copy "
+    fsspec.filesystem("memory").pipe({f"/several/{name}.txt": name.encode() for name in "ba"})
+    for path, text in (
+        ([b, a, b], "second first second "),  # in the order given
+        ([a, f"{books}/b*"], "first second "),
+        (f"{books}/*.txt", "first second third "),  # sorted by name
+        (f"file://{books}/**/*.txt", "first second third "),
+        ("memory://several/*.txt", "ab"),
+        (f"{books}/c[1].txt", "third "),  # a name without a *
+        (f"{books}/.d*", "hidden "),
+        (f"{books}/.copies/*", "copy "),
+    ):
+        assert read(path) == text
     monkeypatch.chdir(books.parent)
     for path, says in (
         (f"{books}/nothing*", r"nothing\*: no file matches this pattern"),
         (f"{books}", r"books: is a directory; for the files in it: .*books/\*'"),
         (f"{books}/none.txt", "^books/none.txt: no such file"),  # relative to the working directory
-        ("books/none.txt", "^books/none.txt: no such file"),
     ):
         with pytest.raises(UserError, match=says):
             read(path)
@@ -145,19 +146,18 @@ def test_characters_and_errors_across_piece_boundaries(size, tmp_path, monkeypat
 
 
 def test_every_file_is_decoded_on_its_own(tmp_path):
-    paths = [str(tmp_path / f"{i}.txt") for i in range(3)]
+    paths = [tmp_path / f"{i}.txt" for i in range(3)]
     for contents, expected in (
         ((b"\xef\xbb\xbffirst ", b"\xef\xbb\xbfcaf\xc3\xa9", b""), "first café"),  # byte order marks
         ((b"\xef\xbb\xbffirst ", b"\xef\xbb\xbf\xff", b""), "1.txt: not UTF-8: byte 0xff at offset 3"),
         ((b"caf\xc3", b"\xa9 au lait", b""), "0.txt: not UTF-8: byte 0xc3 at offset 3"),  # a character in two files
     ):
         for path, content in zip(paths, contents, strict=True):
-            Path(path).write_bytes(content)
-        if "not UTF-8" not in expected:
-            assert read(paths) == expected
-        else:
-            with pytest.raises(UserError, match=expected):
-                read(paths)
+            path.write_bytes(content)
+        try:
+            assert read([*map(str, paths)]) == expected
+        except UserError as error:
+            assert expected in str(error)
 
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -205,28 +205,21 @@ def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_pa
         assert text_files.open_text(config).vocabulary == letter
 
 
-def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path, caplog):
-    path = str(tmp_path / "pipe")
-    os.mkfifo(path)
-
-    def prepared(text: str, path: str | list[str]) -> DataConfig:
-        writer = threading.Thread(target=Path(tmp_path / "pipe").write_text, args=(text,))
-        writer.start()
-        with caplog.at_level(logging.INFO, "gpt"):
-            config = prepare_text(DataConfig(path=path, cache_dir=str(tmp_path / "cache"), block_size=2))
-        writer.join()
-        return config
-
-    config = prepared(TEXT, path)
-    assert f"reading     {path}, which has no size, until it ends" in caplog.messages
-    for _ in range(2):  # ranks
-        data = CharDataset(config)
-        assert data.decode(data.data) == TEXT
+def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path):
+    pipe, cache_dir = tmp_path / "pipe", str(tmp_path / "cache")
+    os.mkfifo(pipe)
     (tmp_path / "a.txt").write_text("first ")
-    config = prepared(TEXT, [str(tmp_path / "a.txt"), path])  # the same text has the same name again
-    assert read(config.path) == "first " + TEXT and len(list(tmp_path.glob("cache/*[0-9a-f]"))) == 1
+    for path, text in ((str(pipe), TEXT), ([str(tmp_path / "a.txt"), str(pipe)], "first " + TEXT)):
+        writer = threading.Thread(target=pipe.write_text, args=(TEXT,))
+        writer.start()
+        config = prepare_text(DataConfig(path=path, cache_dir=cache_dir, block_size=2))
+        writer.join()
+        for _ in range(2):  # ranks
+            data = CharDataset(config)
+            assert data.decode(data.data) == text
+    assert len(list(tmp_path.glob("cache/*[0-9a-f]"))) == 1  # the same text has the same name again
     with pytest.raises(UserError, match=r"data.path=/dev/null: the text is empty"):
-        prepare_text(DataConfig(path="/dev/null", cache_dir=str(tmp_path / "cache")))
+        prepare_text(DataConfig(path="/dev/null", cache_dir=cache_dir))
 
 
 # --- downloads ---
@@ -382,17 +375,17 @@ def test_with_encoding_bytes_every_byte_is_a_character(num_repeats, make):
     assert data.decode(ids) == "é 1" and data.decode(ids[:1]) == "\ufffd"
 
 
-@pytest.mark.parametrize("shuffle", ["lines", "paragraphs", "files"])
+@pytest.mark.parametrize("shuffle, separator", [("lines", "\n"), ("paragraphs", "\n\n"), ("files", "")])
 @pytest.mark.parametrize("limit", [1000, 2**20])
-def test_items_are_shuffled_whole_after_truncation_and_reproducibly(limit, shuffle, make, monkeypatch, tmp_path):
+def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
+    limit, shuffle, separator, make, monkeypatch, tmp_path
+):
     monkeypatch.setattr(text_files, "LARGE", limit)
-    separator = {"lines": "\n", "paragraphs": "\n\n", "files": ""}[shuffle]
     items = [f"<item {i}, a line{separator and '.' * (i % 7)}>{separator}" for i in range(90)]
     if shuffle == "paragraphs":
         items = [item.replace(",", "\n") for item in items]
-    if shuffle == "files":
-        for i, item in enumerate(items):
-            (tmp_path / f"{i:02}.part").write_text(item)
+    for i, item in enumerate(items):
+        (tmp_path / f"{i:02}.part").write_text(item)
     config = make("".join(items), shuffle=shuffle, truncate=0.9)
     if shuffle == "files":
         config.path = str(tmp_path / "*.part")
@@ -415,7 +408,7 @@ def test_items_end_where_a_file_ends(tmp_path, shuffle, separator):
     assert sorted(items) == sorted(f"{name}{i}" for name in "abc" for i in range(9))
     config.path = str(tmp_path / "one.txt")
     Path(config.path).write_text("one item " * 20)
-    with pytest.raises(UserError, match=rf"data\.shuffle={shuffle}: the text has fewer than two {shuffle}; they end"):
+    with pytest.raises(UserError, match=rf"data\.shuffle={shuffle}, .*: the text has fewer than two {shuffle}$"):
         CharDataset(config)
 
 
@@ -475,7 +468,7 @@ def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
             file.truncate(2 * memory)
         except OSError as error:
             pytest.skip(f"no file may be that large here: {error.strerror}")
-    record = {"vocabulary": "ab", "type": "uint8", "characters": 2 * memory, "digest": "0"}
+    record = {"vocabulary": "ab", "type": "uint8", "digest": "0"}
     record["checksum"] = text_files.checksum(record, f"{stem}.ids")
     Path(f"{stem}.json").write_text(json.dumps(record))
     monkeypatch.setattr("char_dataset.open_text", lambda *_: load_cached(stem))
@@ -490,24 +483,18 @@ def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
         (b"x" * 2000 + b"caf\xe9 ", {}, "not UTF-8: byte 0xe9 at offset 2003"),
         (b"x" * 2000, {"sha256": "0" * 64}, "SHA-256 is"),
         (b"x" * 2000, {"truncate": 1e-5}, ": the text is empty, with data.truncate=1e-05"),
-        (
-            b"x" * 2000,
-            {"truncate": 0.004},
-            "has 8 characters (data.truncate=0.004 leaves out the rest), but a window n",
-        ),
+        (b"x" * 2000, {"truncate": 0.004}, "has 8 characters (data.truncate=0.004 leaves out the rest), but a win"),
     ],
 )
-def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, make, monkeypatch):
+@pytest.mark.parametrize("limit", [1000, 10**6])
+def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, limit, make, monkeypatch):
+    monkeypatch.setattr(text_files, "LARGE", limit)
     config = make("", **settings)
-    with open(config.path, "wb") as file:
-        file.write(content)
-    for limit in (1000, 10**6):
-        monkeypatch.setattr(text_files, "LARGE", limit)
-        for _ in range(2):  # a cache must not hide it
-            with pytest.raises(UserError) as refused:
-                CharDataset(config)
-            assert says in str(refused.value)
-    assert not [name for name in os.listdir(config.cache_dir) if name.endswith(".tmp")]
+    Path(config.path).write_bytes(content)
+    for _ in range(2):  # a cache must not hide it
+        with pytest.raises(UserError, match=re.escape(says)):
+            CharDataset(config)
+    assert not list(Path(config.cache_dir).glob("*.tmp"))
 
 
 def test_a_cache_directory_that_cannot_be_written_is_named(make, tmp_path):
@@ -595,16 +582,11 @@ def test_several_files_train_and_resume_as_one(tmp_path):
     (tmp_path / "1.txt").write_text(text[:500])
     (tmp_path / "2.gz").write_bytes(gzip.compress(text[500:].encode()))
     (tmp_path / "whole.txt").write_text(text)
-    for steps, path in (
-        (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]"),
-        (3, f"'{tmp_path}/[12].*'"),
-        (4, str(tmp_path / "whole.txt")),
-    ):
+    for steps, path in (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]"), (3, str(tmp_path / "whole.txt")):
         run = [f"data.path={path}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}"]
         result = start(*UNREAD, "data.block_size=16", *run)
         assert result.returncode == 0, result.stderr
-        assert steps == 2 or f"gpt_snapshot.pt, step {steps - 1}" in result.stdout
-    assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3]
 
 
 @pytest.mark.slow
