@@ -13,13 +13,6 @@ from omegaconf import OmegaConf
 from char_dataset import IGNORE, CharDataset, DataConfig, window_order
 from engine.errors import UserError
 
-
-def dataset(text: str, tmp_path, **config) -> CharDataset:
-    path = tmp_path / "some.txt"
-    path.write_bytes(text.encode())
-    return CharDataset(DataConfig(path=str(path), **config))
-
-
 # --- the tutorial's names ---
 
 
@@ -156,8 +149,10 @@ def test_a_billion_windows_are_mixed_without_repeats(stride):
     "length, train_split, part", [(16, 0.5, "training part"), (80, 0.9, "held-out part"), (8, 0.5, "text")]
 )
 def test_a_part_shorter_than_a_window_is_refused_by_name(length, train_split, part, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a" * length)
     with pytest.raises(UserError, match=f"data.block_size=8: the {part}.* has 8 characters"):
-        dataset("a" * length, tmp_path, block_size=8, train_split=train_split).split()
+        CharDataset(DataConfig(path=str(path), block_size=8, train_split=train_split)).split()
 
 
 def test_paths_are_kept_as_plain_text():

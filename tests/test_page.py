@@ -20,21 +20,26 @@ LETTERS = "\n abcdefghijklmnopqrstuvwxyz<>&{}$`é漢"
 BYTES = "".join(map(chr, range(256)))
 # The architectures that the page has.
 MODELS = {
-    "gpt2": ("gpt2", {}),
-    "nanogpt": ("gpt2", {"bias": False, "n_embd": 36}),
-    "untied": ("gpt2", {"tie_weights": False}),
-    "modern": ("modern", {}),
-    "shifted": ("modern", {"token_shift": True}),
-    "n-grams": ("modern", {"token_shift": True, "ngram_rows": 50}),
+    "gpt2": {"arch": "gpt2"},
+    "nanogpt": {"arch": "gpt2", "bias": False, "n_embd": 36},
+    "untied": {"arch": "gpt2", "tie_weights": False},
+    "modern": {"arch": "modern"},
+    "shifted": {"arch": "modern", "token_shift": True},
+    "n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
 }
 HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>&amp;"
 
 
 def snapshot_of(name, vocabulary=LETTERS):
-    arch, settings = MODELS[name]
-    snapshot = model_snapshot(vocabulary, arch, **settings)
-    snapshot.config |= {"run_name": f"{name} {HOSTILE}"}
+    snapshot = model_snapshot(vocabulary, **MODELS[name])
+    snapshot.config["run_name"] = f"{name} {HOSTILE}"
     return snapshot
+
+
+def loaded(snapshot):
+    """The model of a snapshot, with the weights that a page has."""
+    weights = page.round_to_float16(snapshot.model_state)
+    return load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
 
 
 def write(tmp_path, *snapshots) -> list[str]:
@@ -80,11 +85,9 @@ def test_a_page_replaces_only_a_page(tmp_path):
 
 def test_the_page_of_the_default_recipe_is_small(tmp_path):
     recipe = compose(["experiment=shakespeare_cpu"])
-    names = ("n_layer", "n_head", "n_embd", "token_shift", "ngram_rows")
-    sizes = {name: recipe.model[name] for name in names}
-    sizes["block_size"] = recipe.data.block_size
+    sizes = {name: recipe.model[name] for name in ("n_layer", "n_head", "n_embd", "token_shift", "ngram_rows")}
     vocabulary = LETTERS + "".join(map(chr, range(200, 226)))
-    write(tmp_path, model_snapshot(vocabulary, recipe.model.arch, **sizes))
+    write(tmp_path, model_snapshot(vocabulary, recipe.model.arch, block_size=recipe.data.block_size, **sizes))
     assert (tmp_path / "page.html").stat().st_size < 8e6
 
 
@@ -110,8 +113,9 @@ class Page:
 
         return WebDriverWait(self.browser, 60, 0.05).until(lambda _: true())
 
-    def set(self, name, value):
-        self.browser.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
+    def set(self, **values):
+        for name, value in values.items():
+            self.browser.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
 
     def press(self, name):
         self.all(f"#{name}")[0].click()
@@ -156,8 +160,7 @@ def test_a_page_computes_as_pytorch_and_shows_that(browser, served):
     fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert not [name for name in fetched if not name.startswith(("blob:", "data:"))]
     for number, snapshot in enumerate(snapshots):
-        weights = page.round_to_float16(snapshot.model_state)
-        model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
+        model = loaded(snapshot)
         ids = torch.randint(len(LETTERS), (20,))
         looked = opened.ask(number, {"kind": "look", "ids": ids.tolist(), "layer": 1, "head": 2}, "looked")
         logits, attention = last_attention(model, ids, layer=1, head=2)
@@ -169,14 +172,12 @@ def test_greedy_text_equals_that_of_sample_py(browser, served):
     path, snapshots = served
     opened = Page(browser, path)
     prompt = "the cat\n"
-    for name, value in {"prompt": prompt, "count": 200, "temperature": 0}.items():
-        opened.set(name, value)
+    opened.set(prompt=prompt, count=200, temperature=0)
     opened.press("generate")
     opened.wait(lambda: all(s.startswith("200 ") for s in opened.texts(".status")))
     texts = opened.texts(".text")
     for text, snapshot in zip(texts, snapshots, strict=False):
-        weights = page.round_to_float16(snapshot.model_state)
-        model = load_model(dataclasses.replace(snapshot, model_state=weights), "cpu")
+        model = loaded(snapshot)
         ids = torch.tensor([[LETTERS.index(c) for c in prompt]])
         assert text == "".join(LETTERS[i] for i in model.generate(ids, 200)[0])
     opened.browser.execute_script("models.forEach(model => model.look(150))")
@@ -190,8 +191,7 @@ def test_generating_stopping_and_inspecting_on_the_page(browser, tmp_path):
     snapshot.config |= {"run_name": HOSTILE}
     write(tmp_path, snapshot)
     opened = Page(browser, tmp_path / "page.html")
-    for name, value in {"prompt": "a", "count": 20_000, "temperature": 1}.items():
-        opened.set(name, value)
+    opened.set(prompt="a", count=20_000, temperature=1)
     opened.press("generate")
     opened.wait(lambda: len(opened.texts(".text")[0]) > 50)
     opened.press("halt")
@@ -205,10 +205,10 @@ def test_generating_stopping_and_inspecting_on_the_page(browser, tmp_path):
     assert len(opened.texts(".text")[0]) == length < 20_000
     text = opened.texts(".text")[0]
     stop = text[30:32]
-    opened.set("stop", stop)
+    opened.set(stop=stop)
     opened.press("generate")  # the same text, for the same seed
     opened.wait(lambda: opened.texts(".text")[0] == text[: text.index(stop, 1)])
-    opened.set("prompt", "A")
+    opened.set(prompt="A")
     opened.press("generate")
     assert opened.texts(".status") == ['Prompt: the model does not know "A".']
     assert opened.texts(".text") == [""]
@@ -217,8 +217,7 @@ def test_generating_stopping_and_inspecting_on_the_page(browser, tmp_path):
 
 def test_text_of_bytes_is_shown_as_characters(browser, served):
     opened = Page(browser, served[0])
-    for name, value in {"prompt": "é漢a", "count": 1, "stop": ""}.items():
-        opened.set(name, value)
+    opened.set(prompt="é漢a", count=1, stop="")
     opened.press("generate")
     opened.wait(lambda: opened.texts(".status")[-1].startswith("1 bytes"))
     assert opened.texts(".text")[-1].startswith("é漢a")
