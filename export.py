@@ -68,32 +68,25 @@ def main(arguments: list[str]) -> None:
     snapshots = {path: load_full(path) for path in paths}
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        written = write_page(snapshots, out) if config.page else write_model(paths[0], snapshots[paths[0]], out)
+        if config.page:
+            said = write_page(snapshots, out)
+        elif out.endswith(".pt"):
+            with atomic_write(out, "w+b") as file:
+                snapshots[paths[0]].write(file)
+            said = "one file"
+        else:
+            said = export(snapshots[paths[0]], paths[0], out)
     except OSError as error:
         raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
-    print(f"{out}: {written}")
-
-
-def write_model(path: str, snapshot: Snapshot, out: str) -> str:
-    """Writes a snapshot, read from `path`, to `out`: as a snapshot, or for Transformers. Returns a description."""
-    if not out.endswith(".pt"):
-        return f"{path}, {snapshot}; {export(snapshot, path, out)}"
-    with atomic_write(out, "w+b") as file:
-        snapshot.write(file)
-    return f"{path}, {snapshot}"
+    print(f"{out}: {'; '.join(f'{path}, {snapshot}' for path, snapshot in snapshots.items())}; {said}")
 
 
 def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
-    """Writes a page that runs the models of `snapshots`, by path. Returns a description. Raises `UserError`."""
-    models = {path: page_model(snapshot, path) for path, snapshot in snapshots.items()}
-    names = [model["name"] for model in models.values()]
-    for path, model in models.items():
-        if names.count(model["name"]) > 1:  # snapshots of one run
-            model["name"] += f" ({path})"
-    content = page.render([*models.values()])
+    """Writes a page that runs the models of `snapshots`, by path. Returns its size. Raises `UserError`."""
+    content = page.render([page_model(snapshot, path) for path, snapshot in snapshots.items()])
     with atomic_write(out) as file:
         file.write(content)
-    return f"{', '.join(models)}; {len(content) / 1e6:.1f} MB"
+    return f"{len(content) / 1e6:.1f} MB"
 
 
 @torch.no_grad()

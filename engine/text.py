@@ -169,8 +169,7 @@ def download(url: str, path: str, sha256: str | None) -> None:
     """Atomic download: into a temporary file beside `path`, checked against `sha256`, renamed. One process at a time
     downloads; an existing file is kept.
 
-    Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256 or a `path`
-    that cannot be written.
+    Raises `Unreadable` for a `url` that cannot be read, `UserError` for a wrong SHA-256.
     """
     files = find_files(url)
     if len(files) > 1:
@@ -221,8 +220,8 @@ def read_text(files: list[OpenFile], sha256: str | None = None, encoding: str = 
     """Yields the text of `files` in pieces, decoded from UTF-8, without byte order marks; with the
     `encoding` "bytes", each byte as the character of its number. `FILE_END` follows each file.
 
-    Raises `UserError` for a file that cannot be read or is not UTF-8 (naming the byte), and at the
-    end if the SHA-256 of the content differs from `sha256`.
+    Raises `UserError` for a file that is not UTF-8 (naming the byte), and at the end if the SHA-256 of the content
+    differs from `sha256`.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -320,10 +319,7 @@ def is_small_local_file(path: str | list[str]) -> bool:
 
 def open_text(config: DataConfig) -> EncodedText:
     """Encodes the text that a `DataConfig` names: in memory if it is small, otherwise in `cache_dir`, until one of its
-    files or a setting changes.
-
-    Raises `UserError` for a text that cannot be read, is empty or not UTF-8, or whose SHA-256 is not
-    `sha256`, and for a cache that cannot be used.
+    files or a setting changes. Raises `UserError` for a text or a cache that cannot be used.
     """
     path, sha256, encoding = config.path, config.sha256, config.encoding
     if is_small_local_file(path):
@@ -375,8 +371,7 @@ def prepare_text(config: DataConfig, recorded_path: str | list[str] | None = Non
             if config.url != SHAKESPEARE_URL:
                 raise
             log.warning(
-                "%s; training on %s, which comes with Python, instead. To train on Shakespeare, put "
-                "it at %s",
+                "%s; training on %s, which comes with Python, instead. To train on Shakespeare, put it at %s",
                 error, PYDOC, os.path.abspath(config.path),
             )  # fmt: skip
             return pydoc

@@ -18,7 +18,6 @@ from engine.interop import transformers
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import run_on_rank_0
 from engine.run.directory import choose_snapshot
-from engine.snapshots import storage
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 from engine.text import real_files
@@ -64,15 +63,11 @@ def read_pretrained(source: str) -> Snapshot:
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
         path = choose_snapshot(source, None)
         found = load_full(path)
-        earlier = found.config.get("init_from")
-        chain = f"; itself fine-tuned, from {earlier}, whose training text is not compared" if earlier else ""
-        log.info("init_from   %s, %s%s", path, found, chain)
+        log.info("init_from   %s, %s", path, found)
         settings = found.config | {"model": found.model_config}  # SnapshotError if it has none
         return dataclasses.replace(found, optimizer_state={}, config=settings)
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"snapshot={source}: ")
-        if storage.is_local(source) and not os.path.exists(source):
-            what = "no such snapshot, run directory, or directory that export.py wrote"
         raise UserError(f"init_from={source}: {what}") from error
 
 
