@@ -159,10 +159,8 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
 
 def training_text(snapshot: Snapshot) -> str:
     """The text that a model was trained on. Raises `UserError` if it is missing or has changed."""
-    if "data" not in snapshot.config:
-        raise UserError("copied=true: the snapshot does not say which text it was trained on")
     known = {field.name for field in fields(DataConfig)}  # an older run may have others
-    settings = {name: v for name, v in snapshot.config["data"].items() if name in known}
+    settings = {name: v for name, v in snapshot.config.get("data", {}).items() if name in known}
     try:
         data = CharDataset(DataConfig(**settings))
     except UserError as error:
@@ -178,7 +176,7 @@ def copied_share(texts: list[str], source: str) -> float:
     `source`, or in a shorter line of it.
     """
     short_lines = {line for line in source.splitlines() if len(line) < COPIED}
-    copied = []
+    copied: list[bool] = []
     for text in texts:
         is_copied = np.zeros(len(text), bool)
         for line in re.finditer(r".+\n?", text):
@@ -187,7 +185,7 @@ def copied_share(texts: list[str], source: str) -> float:
         for start in range(len(text) - COPIED + 1):
             if text[start : start + COPIED] in source:
                 is_copied[start : start + COPIED] = True
-        copied.extend(is_copied)
+        copied.extend(is_copied.tolist())
     return float(np.mean(copied)) if copied else 0.0
 
 

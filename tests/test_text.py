@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import http.server
-import io
 import json
 import logging
 import lzma
@@ -193,14 +192,11 @@ def test_an_archive_is_not_text_but_files_in_it_are(tmp_path):
 
 def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_path):
     for name, letter in (("one.zip", "a"), ("two.zip", "b"), ("one.zip", "c"), ("one.tar", "a"), ("one.tar", "b")):
-        if name.endswith("zip"):
-            with zipfile.ZipFile(tmp_path / name, "w") as archive:
-                archive.writestr("text", letter)
-        else:  # which says of a file in it only the size and the time
-            with tarfile.open(tmp_path / name, "w") as archive:
-                member = tarfile.TarInfo("text")
-                member.size = 1
-                archive.addfile(member, io.BytesIO(letter.encode()))
+        (tmp_path / "text").write_text(letter)
+        os.utime(tmp_path / "text", (1e9, 1e9))  # of a file in it, a tar archive says only the size and the time
+        archive = zipfile.ZipFile(tmp_path / name, "w") if "zip" in name else tarfile.open(tmp_path / name, "w")
+        with archive:
+            (archive.write if "zip" in name else archive.add)(tmp_path / "text", "text")
         config = DataConfig(path=f"{name[-3:]}://text::{tmp_path / name}", cache_dir=str(tmp_path / "c"))
         assert text_files.open_text(config).vocabulary == letter
 
@@ -369,7 +365,7 @@ def test_with_encoding_bytes_every_byte_is_a_character(num_repeats, make):
     Path(config.path).write_bytes(content)
     data = CharDataset(config)
     assert data.vocabulary.encode("latin-1") == bytes(range(1, 256)) and data.unit == "byte"
-    assert "".join(data.itos[int(i)] for i in data.data).encode("latin-1") == content
+    assert bytes(ord(data.itos[int(i)]) for i in data.data) == content
     ids = data.encode("é 1")
     assert bytes(ord(data.itos[int(i)]) for i in ids) == "é 1".encode()
     assert data.decode(ids) == "é 1" and data.decode(ids[:1]) == "\ufffd"
@@ -414,15 +410,16 @@ def test_items_end_where_a_file_ends(tmp_path, shuffle, separator):
 
 @pytest.mark.parametrize("name, is_cached", [("small.txt", False), ("small.gz", True), ("memory://small.txt", True)])
 def test_only_small_plain_local_files_are_encoded_in_memory(name, is_cached, make, passes):
-    config = make("short text " * 9, name.removeprefix("memory://"))
+    text = "short text " * 9
+    fsspec.filesystem("memory").pipe_file("/small.txt", text.encode())
+    config = make(text, name.removeprefix("memory://"))
     if name.startswith("memory"):
-        fsspec.filesystem("memory").pipe_file("/small.txt", b"short text " * 9)
         config.path = name
     assert prepare_text(config) == config
     assert len(passes) == len(cached(config)) == is_cached
     for _ in range(2):  # ranks
         data = CharDataset(config)
-        assert data.decode(data.data) == "short text " * 9
+        assert data.decode(data.data) == text
     assert len(passes) == (1 if is_cached else 2)
 
 
@@ -513,10 +510,8 @@ def test_two_processes_encode_a_text_once(make, passes, spawn):
     config = make(TEXTS["mixed"])
     os.makedirs(config.cache_dir)
     script = (
-        "import logging, sys; from char_dataset import CharDataset, DataConfig\n"
-        "from engine import text as text_files\n"
-        "logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s')\n"
-        "text_files.LARGE = 1000\n"
+        "import sys; from char_dataset import CharDataset, DataConfig; from engine import text\n"
+        "from engine.run.console import log_to_console; log_to_console(); text.LARGE = 1000\n"
         "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"
     )
     with file_lock(os.path.join(config.cache_dir, ".cache.lock")):
