@@ -9,7 +9,7 @@ python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
 python sample.py score=book.txt stride=64                   in windows that overlap: more context for each character
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of their ensemble
-python sample.py num_samples=20 stop=$'\\n'                texts of one line
+python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and the share that is copied
 """
 
 from engine import signals
@@ -22,15 +22,17 @@ import itertools
 import logging
 import math
 import operator
+import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from char_dataset import encode
+from char_dataset import CharDataset, DataConfig, encode
 from engine.config.arguments import Text, parse, run_program
 from engine.config.settings import as_typed
 from engine.errors import UserError, check_only_one, check_range, one_line
@@ -46,6 +48,7 @@ from model import GPT, GPTConfig
 log = logging.getLogger("gpt")
 
 BATCH_CHARACTERS = 8192  # per batch, context included
+COPIED = 32  # length of a copied substring, characters
 
 
 @dataclass
@@ -57,6 +60,7 @@ class SampleConfig:
     num_samples: int = 1  # number of texts
     max_new_tokens: int = 500  # characters per text, at most
     stop: Text | None = None  # end a text before this string; by default never
+    copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
@@ -71,7 +75,7 @@ class SampleConfig:
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
         if self.score is not None:
-            for name in ["num_samples", "max_new_tokens", "stop", "temperature", "top_k", "top_p", "seed"]:
+            for name in ["num_samples", "max_new_tokens", "stop", "copied", "temperature", "top_k", "top_p", "seed"]:
                 if (value := getattr(self, name)) != getattr(SampleConfig, name):
                     raise UserError(f"{name}={as_typed(value)}: has no effect with score=; leave it out")
         for name in ("snapshots", "stride"):
@@ -151,6 +155,38 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
             yield held[0]
             held = held[1:]
     yield from held
+
+
+def training_text(snapshot: Snapshot) -> str:
+    """The text that a model was trained on. Raises `UserError` if it is missing or has changed."""
+    known = {field.name for field in fields(DataConfig)}  # an older run may have others
+    settings = {name: v for name, v in snapshot.config.get("data", {}).items() if name in known}
+    try:
+        data = CharDataset(DataConfig(**settings))
+    except UserError as error:
+        raise UserError(f"copied=true: needs the training text, as named when training started: {error}") from error
+    if data.digest != snapshot.text_digest:
+        raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
+    train, _ = data.split()
+    return train.decode(train.data.tolist())
+
+
+def copied_share(texts: list[str], source: str) -> float:
+    """The share of the characters of `texts` that are copied: in a substring of length `COPIED` of the training text
+    `source`, or in a shorter line of it.
+    """
+    short_lines = {line for line in source.splitlines() if len(line) < COPIED}
+    copied: list[bool] = []
+    for text in texts:
+        is_copied = np.zeros(len(text), bool)
+        for line in re.finditer(r".+\n?", text):
+            if line[0].rstrip("\r\n") in short_lines:
+                is_copied[line.start() : line.end()] = True
+        for start in range(len(text) - COPIED + 1):
+            if text[start : start + COPIED] in source:
+                is_copied[start : start + COPIED] = True
+        copied.extend(is_copied.tolist())
+    return float(np.mean(copied)) if copied else 0.0
 
 
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
@@ -267,18 +303,30 @@ def main(arguments: list[str]) -> None:
         print_score(config, snapshots)
         return
     [snapshot] = snapshots.values()
-    print_texts(sample(config, snapshot), "" if config.stop == "\n" else "-" * 40)
+    source = training_text(snapshot) if config.copied else ""
+    texts = print_texts(sample(config, snapshot), "" if config.stop == "\n" else "-" * 40)
+    if config.copied:
+        share = copied_share(texts, source)
+        where = f"from the training text, in pieces of {COPIED} characters or whole lines"
+        print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]], separator: str) -> None:
-    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty."""
+def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[str]:
+    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty;
+    returns what follows the prompt of each.
+    """
+    printed = []
     for i, text in enumerate(texts):
         if i and separator:
             print(separator)
-        for j, piece in enumerate(text):
-            if j or piece != "\n":  # the default prompt
+        pieces: list[str] = []
+        for piece in text:
+            if pieces or piece != "\n":  # the default prompt
                 print(piece, end="", flush=sys.stdout.isatty())
+            pieces.append(piece)
         print(flush=True)
+        printed.append("".join(pieces[1:]))
+    return printed
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from conftest import TINY, command, model_snapshot, start
 
 import sample as sampling
+from char_dataset import CharDataset, DataConfig
 from engine import text as text_files
 from engine.errors import UserError
 from engine.run import directory as run_directory
@@ -282,6 +283,28 @@ def test_a_text_ends_before_the_stop_string(run_dir):
         texts(stop="€")
 
 
+def test_the_copied_share_is_of_the_training_text(run_dir):
+    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
+    snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
+    source = sampling.training_text(snapshot)
+    assert sampling.copied_share([train.decode(train.data[100:150]), "#" * 50], source) == 0.5
+    assert sampling.copied_share([held_out.decode(held_out.data[:100])], source) == 0
+    snapshot.text_digest = "0" * 64
+    with pytest.raises(UserError, match="is not the text that was trained on"):
+        sampling.training_text(snapshot)
+    snapshot.config["data"]["path"] = "gone.txt"
+    with pytest.raises(UserError, match=r"needs the training text, .*gone\.txt: no such file"):
+        sampling.training_text(snapshot)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_short_lines_are_copied_as_a_whole(end):
+    source = end.join(["Ada", "Grace", "Edith"] * 40)
+    for texts, share in ((["Ada", "Dith"], 3 / 7), (["Ada\r"], 1), (["Ada\nEhe\nGrace\n"], 10 / 14), ([""], 0)):
+        assert sampling.copied_share(texts, source) == share
+
+
 def test_a_byte_model_reads_and_writes_text(tmp_path):
     book = tmp_path / "book.bin"
     book.write_bytes("größer ".encode() * 400 + b"\xff")
@@ -301,5 +324,5 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
 
 def test_names_are_printed_one_per_line(capsys):
     texts = [("\n", "A", "da"), ("\n", "E", "ve")]
-    sampling.print_texts(texts, "")
+    assert sampling.print_texts(texts, "") == ["Ada", "Eve"]
     assert capsys.readouterr().out == "Ada\nEve\n"
