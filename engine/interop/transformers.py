@@ -75,6 +75,8 @@ FIELDS = {
 }
 # The architecture that an export can represent.
 EXPORTED = {"arch", "bias", "token_shift", "ngram_rows", *FIELDS["gpt2"]}
+# Fields of GPT-2 that an export leaves out, as Transformers has the right defaults.
+GPT2_DEFAULTS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
 def is_shifted(config: dict[str, Any]) -> bool:
@@ -269,8 +271,9 @@ def read_model_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "ngram_rows": given.get("ngram_rows", 0)}
     config["token_shift"] = given.get("token_shift", shift)  # older exports do not say it
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
-    for name, value in fixed_fields(config).items():
-        if given.get(name) != value:
+    optional = GPT2_DEFAULTS if arch == "gpt2" else {}
+    for name, value in (fixed_fields(config) | optional).items():
+        if given.get(name, optional.get(name)) != value:
             raise UserError(f"{name}={given.get(name)}: models of this application have {value}")
     return config | {"vocab_size": vocab_size}
 
