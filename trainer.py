@@ -3,11 +3,9 @@
     Trainer(config, model, optimizer, train_dataset, test_dataset).train()
 
 It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)` and ignores targets of -1; a dataset is a
-`CharDataset` or has the same `len`, `batch`, `eval_windows`, `num_eval_windows`, `data`, `block_size`,
-`vocabulary` and `digest`.
+`CharDataset`, or a map-style data set of `(x, y)`, whose items are stacked.
 """
 
-import collections
 import contextlib
 import logging
 import math
@@ -25,19 +23,19 @@ from engine.config.schema import OptimizerConfig, TrainerConfig
 from engine.config.settings import as_plain, defaults_of, flatten
 from engine.errors import UserError
 from engine.generation import draw_samples
-from engine.machine.hardware import count_flops, is_out_of_memory
+from engine.machine.hardware import count_flops
 from engine.optim import set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import report_unresponsive_ranks
 from engine.precision import resolve
 from engine.run import memory
 from engine.run.cuda_graph import WARM_UP, CapturedStep, can_capture
-from engine.run.dataset import HeldOutText, TrainingText
+from engine.run.dataset import HeldOutText, TrainingText, as_text
 from engine.run.directory import HISTORY
 from engine.run.evaluation import Evaluation, evaluate
 from engine.run.log import RunLog
 from engine.run.plan import MicroBatch, Plan
-from engine.run.progress import Clock, advance, expected_steps
+from engine.run.progress import Clock, advance, change_time_limit, expected_steps
 from engine.run.requests import Requests
 from engine.signals import SAVE, Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
@@ -59,7 +57,7 @@ class Trainer:
     Args:
         model: bare, wrapped in DDP, or sharded (`sharding.build`); with several processes a bare one is wrapped in DDP.
         optimizer: over the model's parameters; a group's `initial_lr` (or else `lr`) is its peak learning rate.
-        train_dataset: a small one is moved to the GPU in place, as is `test_dataset`.
+        train_dataset: a small `CharDataset` is moved to the GPU in place, as is `test_dataset`.
         test_dataset: None for no evaluation.
         schedule: learning-rate multiplier, called with (step, total steps); constant by default.
         run_dir: where the files of the run go.
@@ -87,36 +85,33 @@ class Trainer:
         run_config: dict[str, Any] | None = None,
         snapshots: SnapshotManager | None = None,
     ):
-        if not hasattr(train_dataset, "batch"):
-            raise UserError(
-                f"train_dataset: a {type(train_dataset).__name__} has no batch(); split with CharDataset.split()"
-            )
         if config.patience is not None and test_dataset is None:
             raise UserError(f"trainer.patience={config.patience}: there is nothing to evaluate")
         distributed.init(config.device, config.threads, config.timeout_s)
         device = distributed.device()
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
-        self.train_dataset, self.test_dataset = train_dataset, test_dataset
+        self.train_dataset = train_dataset = as_text(train_dataset)
+        self.test_dataset = test_dataset = None if test_dataset is None else as_text(test_dataset)
         self.model = sharding.wrap(model, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         configs: dict[str, Any] = {"trainer": config, "optimizer": {"class": type(optimizer).__name__}}
         for group, part in (("model", bare), ("data", train_dataset)):
             if is_dataclass(own := getattr(part, "config", None)):
                 configs[group] = own
         self.run_config = as_plain(configs | (run_config or {}))
-        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, distributed.size())
         self.snapshots = snapshots or SnapshotManager(config, run_dir)
-        found = self.snapshots.found
+        self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, distributed.size())
         self.state = State(minutes=config.max_minutes)
-        if found:
+        earlier: dict[str, Any] = {}
+        if found := self.snapshots.found:
             defaults = defaults_of(configs | {"optimizer": OptimizerConfig})
             changes = check_can_resume(found, self.snapshots.path, self.run_config, defaults, train_dataset.digest)
             log_changes(found, changes)
-            self.state = found.state()
-            self._change_time_limit(config.max_minutes)
+            self.state, earlier = found.state(), found.earlier_choices(device.type)
+            change_time_limit(self.state, config.max_minutes)
         flops = self.plan.total_steps * self.plan.step_characters * count_flops(bare)
-        flops /= distributed.size() if device.type == "cuda" else 1
-        self.precision = resolve(config, device, flops, found.earlier_choices(device.type) if found else {})
+        self.precision = resolve(config, device, flops / (distributed.size() if device.type == "cuda" else 1), earlier)
         self.precision.compile_at_first_step(bare)
         self.state.choices = asdict(self.precision)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision.amp_dtype == "float16")
@@ -124,16 +119,16 @@ class Trainer:
             move_if_small([part for part in (train_dataset, test_dataset) if part is not None], device)
         if config.micro_batch_size is None:
             is_known = found and (found.processes, found.choices.get("device")) == (distributed.size(), device.type)
-            if is_known and self.state.micro_batch_size:
-                self.plan = self.plan.with_micro_batch(self.state.micro_batch_size)
-            self._set_plan(memory.fit_micro_batch(self.plan, bare, train_dataset, self.precision))
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            limit = self.state.micro_batch_size if is_known else None
+            plan = self.plan.with_micro_batch(limit) if limit else self.plan
+            self.plan = memory.fit_micro_batch(plan, bare, train_dataset, self.precision)
+            self.state.micro_batch_size = self.plan.micro_batch_size
+        self.batches = MicroBatches(
+            train_dataset, config.seed, self.plan, distributed.rank(), config.data_loader_workers, device
+        )
         self.clock = Clock(self.state)
         self.requests = Requests(lambda: time.monotonic() >= self.snapshots.due_at, self.clock.read)
         self.requests.share = self.clock.read()
-        self.batches = self._micro_batches()
-        self.is_updating = False  # the weights; a step that fails then cannot be repeated
-        self.queued: collections.deque[torch.cuda.Event] = collections.deque()  # steps that a GPU may not have done
         self.log = RunLog(
             config,
             self.plan,
@@ -180,7 +175,7 @@ class Trainer:
                     self.log.complete()
                 is_evaluated = self._evaluation_is_due(is_over)
                 if is_evaluated:
-                    self._evaluate()
+                    self._record_evaluation()
                 is_over = self._is_over()  # also of patience
                 self._save_if_due(is_over, is_evaluated)
                 if is_over:
@@ -204,7 +199,11 @@ class Trainer:
     def _running(self, on_start: Callable[[], None]) -> Iterator[None]:
         """A context for the loop: opens and closes the files of the run, and serves requests to stop."""
         state, snapshots = self.state, self.snapshots
-        with self.requests, report_unresponsive_ranks(lambda: f"after step {state.step}"), self.precision.determinism():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.requests)
+            stack.enter_context(report_unresponsive_ranks(lambda: f"after step {state.step}"))
+            stack.enter_context(memory.report_exhausted(self.plan))
+            stack.enter_context(self.precision.determinism())
             try:
                 distributed.run_on_rank_0(self._open_files)
                 distributed.run_on_rank_0(on_start)
@@ -236,20 +235,12 @@ class Trainer:
         state = self.state
         factor = self.schedule(state.step, expected_steps(state, self.plan.total_steps))
         set_learning_rate(self.optimizer, factor)
-        while True:
-            distributed.seed_step(self.config.seed, state.step)
-            try:
-                with self.precision.tf32():
-                    loss, norm = self.train_step(self._step_inputs())
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._halve_micro_batch(error)
+        distributed.seed_step(self.config.seed, state.step)
+        with self.precision.tf32():
+            loss, norm = self.train_step(self._step_inputs())
         state.step += 1
-        self._wait_for_earlier_steps()
         if not isinstance(self.train_step, CapturedStep) or self.train_step.calls > WARM_UP:
-            self.clock.start()
+            self.clock.count_step()
         group = self.optimizer.param_groups[0]
         return loss, norm, group["initial_lr"] * factor
 
@@ -266,12 +257,10 @@ class Trainer:
             loss = loss * weight
             self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.is_updating = True
         self.scaler.unscale_(self.optimizer)  # clip the true gradients
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_norm_clip or math.inf)
         norm = sharding.full_tensor(norm).to(distributed.device())
         self.scaler.step(self.optimizer)
-        self.is_updating = False
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
@@ -299,46 +288,6 @@ class Trainer:
             self.requests.check()
             yield self.batches[i]
 
-    def _micro_batches(self) -> MicroBatches:
-        config = self.config
-        return MicroBatches(
-            self.train_dataset,
-            config.seed,
-            self.plan,
-            distributed.rank(),
-            config.data_loader_workers,
-            distributed.device(),
-        )
-
-    def _halve_micro_batch(self, error: Exception) -> None:
-        """Halves the micro-batch so that a step that ran out of memory can be repeated; see `memory.halved`."""
-        may_repeat = distributed.size() == 1 and not self.is_updating
-        self._set_plan(memory.halved(self.plan, self.state.step + 1, may_repeat, error))
-        self.batches.close()
-        self.batches, self.train_step = self._micro_batches(), self._make_step()
-        self.optimizer.zero_grad()
-
-    def _set_plan(self, plan: Plan) -> None:
-        self.plan, self.state.micro_batch_size = plan, plan.micro_batch_size
-
-    def _wait_for_earlier_steps(self) -> None:
-        """With a time limit on a GPU: waits until all steps but two are done, as the host runs ahead of the clock."""
-        has_limit = self.state.limit_s is not None or self.clock.deadline is not None
-        if not has_limit or distributed.device().type != "cuda":
-            return
-        event = torch.cuda.Event()
-        event.record()
-        self.queued.append(event)
-        if len(self.queued) > 2:
-            self.queued.popleft().synchronize()
-
-    def _change_time_limit(self, minutes: float | None) -> None:
-        """Another time limit than that of the snapshot scales the seconds in proportion, as sizing does the steps."""
-        state = self.state
-        if state.limit_s is not None and minutes != state.minutes:
-            state.limit_s = state.limit_s * minutes / state.minutes if minutes and state.minutes else None
-        state.minutes = minutes
-
     # --- evaluation ---
 
     def _evaluation_is_due(self, is_over: bool) -> bool:
@@ -356,8 +305,8 @@ class Trainer:
         is_halfway = interval >= total >= MIN_STEPS_FOR_HALFWAY and (state.loss_step or 0) < total // 2 <= state.step
         return is_over or is_halfway or plan.is_due(state.step, every_steps, None if every_steps else 1)
 
-    def _evaluate(self) -> None:
-        """Evaluates this step, and records the loss."""
+    def _record_evaluation(self) -> None:
+        """Evaluates this step, logs the loss and records it in the state."""
         with self.log.paused():
             self.log.check_finite()
             self.snapshots.wait(self.state)  # the best is the lowest loss whose snapshot was written

@@ -31,7 +31,7 @@ from engine.signals import REQUESTS, Stopped
 from engine.snapshots.snapshot import SnapshotError
 from engine.snapshots.state import State
 from engine.snapshots.storage import SnapshotStorage, load
-from model import GPT, GPTConfig, OptimizerConfig, create_optimizer
+from model import GPT, OptimizerConfig, create_optimizer
 from sample import load_model
 from trainer import Trainer, TrainerConfig
 
@@ -280,11 +280,25 @@ def test_float32_on_a_gpu_takes_tf32_for_steps_alone(parts, tmp_path, device, ro
     assert seen == {(True, rounds), (False, False)}
 
 
-def test_the_tutorials_random_split_is_refused_with_its_replacement(parts):
-    model = GPT(GPTConfig(model_type="gpt-nano", vocab_size=parts[0].vocab_size, block_size=8))
-    subset = torch.utils.data.Subset(parts[0], range(100))
-    with pytest.raises(UserError, match=r"a Subset has no batch\(\); split .*\.split\(\)"):
-        Trainer(TrainerConfig(), model, create_optimizer(model, OptimizerConfig()), subset)
+def test_any_map_style_data_set_trains_its_items_stacked(parts, tmp_path, caplog):
+    """As PyTorch's tutorial has them: `random_split` of the windows, and a `TensorDataset`."""
+    whole = CharDataset(dataclasses.replace(parts[0].config))
+    x, y = zip(*(whole[i] for i in range(len(whole))), strict=True)
+    tensors = torch.utils.data.TensorDataset(torch.stack(x), torch.stack(y))
+    losses = []
+    for name, dataset in (("windows", whole), ("tensors", tensors)):
+        halves = torch.utils.data.random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(1))
+        model = small_gpt("gpt2", 0.0, vocab_size=whole.vocab_size, block_size=8)
+        optimizer = create_optimizer(model, OptimizerConfig(learning_rate=1e-2))
+        trainer = Trainer(TrainerConfig(**SETTINGS), model, optimizer, *halves, run_dir=str(tmp_path / name))
+        losses.append(trainer.train())
+        assert trainer.evaluate().characters == 8 * len(halves[1])
+    assert losses[0] == losses[1] < 4
+    assert caplog.text.count("windows of the training and the held-out part overlap") == 2
+    assert load(str(tmp_path / "windows" / "gpt_snapshot.pt")).vocabulary == whole.vocabulary
+    for other in ([1, 2], torch.utils.data.TensorDataset(torch.zeros(3))):
+        with pytest.raises(UserError, match="the Trainer takes a CharDataset, or a map-style data set"):
+            Trainer(TrainerConfig(**SETTINGS), model, optimizer, other)
 
 
 def test_switches_accept_python_booleans(parts, tmp_path):
@@ -784,36 +798,23 @@ def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp
     make(parts, tmp_path / "enough").train()
     assert max(memory.evaluated) > 12  # without gradients, and as many as keep the device busy
     memory.limit = 0
-    with pytest.raises(UserError, match=r"a window of data\.block_size=8 does not fit in memory"):
+    with pytest.raises(UserError, match=r"one window of data\.block_size=8 does not fit"):
         make(parts, tmp_path / "none")
 
 
-def test_a_step_that_runs_out_of_memory_is_repeated_with_half_the_micro_batch(parts, tmp_path, monkeypatch, caplog):
+def test_a_step_that_runs_out_of_memory_names_the_setting_with_which_the_run_resumes(parts, tmp_path, monkeypatch):
     messages = "CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
     assert all(is_out_of_memory(error) for error in (torch.OutOfMemoryError(), *map(RuntimeError, messages)))
-    given = make(parts, tmp_path / "given", micro_batch_size=3)
-    given.train()
     memory = Refusing(monkeypatch, limit=12)
-    trainer = make(parts, tmp_path / "halved")
-    memory.limit, memory.error = 5, MemoryError("of a kernel")
-    trainer.train()
-    assert "step 1: out of memory with 12 windows at once; retrying with 6" in caplog.text
-    assert torch.equal(weights(trainer), weights(given))
-    assert load(str(tmp_path / "halved" / "gpt_snapshot.pt")).micro_batch_size == 3
-    monkeypatch.setattr("engine.run.memory.RAISES_OUT_OF_MEMORY", set())  # as on a CPU
-    resumed = make(parts, tmp_path / "halved", max_steps=8)
-    assert resumed.plan.micro_batch_size == resumed.state.micro_batch_size == 3
-
-
-def test_an_update_that_runs_out_of_memory_is_not_repeated(parts, tmp_path, monkeypatch):
-    trainer = make(parts, tmp_path)
-
-    def refuse(*_):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(trainer.optimizer, "step", refuse)
-    with pytest.raises(UserError, match=r"step 1: out of memory .* trainer\.micro_batch_size=6"):
-        trainer.train()
+    for windows, says in (
+        (12, r"with 12 windows .* trainer\.micro_batch_size=6"),
+        (1, r"data\.block_size=8 does not fit"),
+    ):
+        memory.limit = 12
+        trainer = make(parts, tmp_path, micro_batch_size=windows)
+        memory.limit, memory.error = 0, MemoryError("of a kernel")
+        with pytest.raises(UserError, match=f"out of memory .*{says}"):
+            trainer.train()
 
 
 def test_minutes_without_steps_are_refused_outside_main(parts, tmp_path):

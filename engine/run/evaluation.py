@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from engine.kernels.ops import IGNORE
 from engine.parallel import distributed
 from engine.precision import evaluating
 from engine.run.dataset import HeldOutText
@@ -50,12 +51,12 @@ def evaluate(
             loss = model(x.to(device), y.to(device))[1]
             if start < end:
                 losses.append(loss)
-                scored_to = min(end * dataset.block_size, len(dataset.data) - 1)
-                counts.append(scored_to - start * dataset.block_size)
-    # Summed in Python's floats: not every device has float64.
+                counts.append((y != IGNORE).sum())
+    # Summed in Python's numbers: not every device has float64.
+    scored = torch.stack(counts).tolist() if counts else []
     means = torch.stack(losses).tolist() if losses else []
-    total = sum(mean * count for mean, count in zip(means, counts, strict=True))
-    results = distributed.all_gather((total, sum(counts)))
+    total = sum(mean * count for mean, count in zip(means, scored, strict=True))
+    results = distributed.all_gather((total, sum(scored)))
     characters = sum(count for _, count in results)
     rank_losses = [loss / count if count else None for loss, count in results]
     return Evaluation(sum(loss for loss, _ in results) / characters, characters, rank_losses)

@@ -1,4 +1,4 @@
-"""Memory: the largest micro-batch that fits on a GPU; a step that ran out of memory, repeated with half of it."""
+"""Memory: the largest micro-batch that fits on a GPU; exhausted memory as a one-line error."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ def fit_micro_batch(plan: Plan, model: nn.Module, dataset: TrainingText, precisi
             return plan
         log.info("memory      a micro-batch of %d windows does not fit on the GPU", plan.micro_batch_size)
         if plan.micro_batch_size == 1:
-            raise UserError(too_large_message(plan))
+            raise UserError(f"out of memory: {advice(plan)}")
         plan = plan.with_micro_batch(plan.micro_batch_size // 2)
 
 
@@ -67,38 +67,31 @@ def _fits(plan: Plan, model: nn.Module, dataset: TrainingText, precision: Precis
     return True
 
 
-def too_large_message(plan: Plan) -> str:
-    return (
-        f"a window of data.block_size={plan.block_size} does not fit in memory: set a smaller one, a "
-        "smaller model, or model.activation_checkpointing=true"
-    )
-
-
-def halved(plan: Plan, step: int, may_repeat: bool, error: Exception) -> Plan:
-    """The plan with half the micro-batch, after `step` ran out of memory. Raises `UserError` for a single window, or if
-    the step may not be repeated (`may_repeat`): with several ranks, or once the optimizer has changed a weight.
-    """
-    windows = plan.micro_batch_size
-    if windows == 1:
-        raise UserError(f"step {step}: out of memory: {too_large_message(plan)}") from error
-    smaller = plan.with_micro_batch(windows // 2)
-    what = f"step {step}: out of memory with {windows} windows at once"
-    if not may_repeat:
-        setting = f"trainer.micro_batch_size={smaller.micro_batch_size}"
-        raise UserError(f"{what}; the same command with {setting} resumes from the newest snapshot") from error
-    log.warning("%s; retrying with %d", what, smaller.micro_batch_size)
-    return smaller
-
-
 @contextlib.contextmanager
-def report_exhausted() -> Iterator[None]:
-    """Turns an out-of-memory error in the block, on a GPU or a CPU, into a `UserError`."""
+def report_exhausted(plan: Plan | None = None) -> Iterator[None]:
+    """Turns an out-of-memory error in the block, on a GPU or a CPU, into a `UserError`. With the `plan` of a run in
+    progress, it names a micro-batch that needs half the memory.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not hardware.is_out_of_memory(error):
             raise
-        raise UserError(
-            f"out of memory ({one_line(error)[:200]}): reduce model.n_layer, model.n_embd, "
-            "trainer.micro_batch_size or, for a large text, data.truncate"
-        ) from error
+        raise UserError(f"out of memory ({one_line(error)[:200]}): {advice(plan)}") from error
+
+
+def advice(plan: Plan | None) -> str:
+    """What needs less memory."""
+    if plan is None:
+        return "reduce model.n_layer, model.n_embd, trainer.micro_batch_size or, for a large text, data.truncate"
+    windows = plan.micro_batch_size
+    if windows == 1:
+        return (
+            f"one window of data.block_size={plan.block_size} does not fit: set a smaller one, a smaller model, or "
+            "model.activation_checkpointing=true"
+        )
+    smaller = plan.with_micro_batch(windows // 2).micro_batch_size
+    return (
+        f"with {windows} windows at once; the same command with trainer.micro_batch_size={smaller} resumes from the "
+        "newest snapshot"
+    )

@@ -1,7 +1,11 @@
 """Progress of a run from 0 to 1: of its steps or, if there is a time limit, of the time, whichever is further."""
 
+import collections
 import time
 
+import torch
+
+from engine.parallel import distributed
 from engine.snapshots.state import State
 
 MANY_STEPS = 100  # in runs of so many, the clock moves progress by at most MOST a step: a laptop may have slept
@@ -17,9 +21,18 @@ class Clock:
     def __init__(self, state: State, deadline: float | None = None):
         self.state, self.deadline = state, deadline
         self.started: float | None = None
+        self.queued: collections.deque[torch.cuda.Event] = collections.deque()  # steps that a GPU may not have done
 
-    def start(self) -> None:
-        """Starts the clock, once."""
+    def count_step(self) -> None:
+        """Called after each step: the first starts the clock. With a time limit on a GPU, waits until all steps but two
+        are done, as the host runs ahead of the GPU.
+        """
+        if distributed.device().type == "cuda" and (self.state.limit_s, self.deadline) != (None, None):
+            event = torch.cuda.Event()
+            event.record()
+            self.queued.append(event)
+            if len(self.queued) > 2:
+                self.queued.popleft().synchronize()
         if self.started is None:
             now = time.monotonic()
             self.started = now - self.state.seconds
@@ -45,3 +58,12 @@ def expected_steps(state: State, steps: int) -> int:
     if state.progress <= state.step / steps:
         return steps
     return max(state.step + 1, round(state.step / state.progress))
+
+
+def change_time_limit(state: State, minutes: float | None) -> None:
+    """Sets the time limit of a run that resumes: another one than before scales the seconds in proportion, as sizing
+    does the steps.
+    """
+    if state.limit_s is not None and minutes != state.minutes:
+        state.limit_s = state.limit_s * minutes / state.minutes if minutes and state.minutes else None
+    state.minutes = minutes
