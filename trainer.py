@@ -170,10 +170,7 @@ class Trainer:
         self.model.train()
         with self._running(on_start):
             while True:
-                is_over = self._is_over()
-                if is_over:
-                    self.log.complete()
-                is_evaluated = self._evaluation_is_due(is_over)
+                is_evaluated = self._evaluation_is_due(self._is_over())
                 if is_evaluated:
                     self._record_evaluation()
                 is_over = self._is_over()  # also of patience
@@ -181,8 +178,8 @@ class Trainer:
                 if is_over:
                     break
                 loss, grad_norm, lr = self.step()
-                self.log.step(loss, grad_norm, lr)
                 advance(state, self.plan.total_steps, self.requests.share)
+                self.log.step(loss, grad_norm, lr)
             self._save_last(*LAST_SAVE)
         if state.progress < 1:
             log.info("stopped by trainer.patience=%d: no lower held-out loss", config.patience)

@@ -49,17 +49,14 @@ class RunLog:
         scaler: torch.amp.GradScaler,
         sample: Callable[[], list[str]] | None,
     ):
-        self.config, self.plan, self.state, self.unit, self.scaler, self.sample = (
-            config, plan, state, unit, scaler, sample
-        )  # fmt: skip
-        self.flops_per_character = flops_per_character
+        self.config, self.plan, self.state = config, plan, state
+        self.flops_per_character, self.unit, self.scaler, self.sample = flops_per_character, unit, scaler, sample
         self.metrics: MetricsFile | None = None  # on rank 0, while open
         self.trackers: dict[str, Tracker] = {}
         device = distributed.device()
         # (step, this rank's loss, gradient norm, learning rate) of the step that diverged; step -1: none.
         self.diverged = torch.full((4,), -1.0, device=device)
         self.in_a_row = torch.zeros((), device=device)  # steps without a finite gradient
-        self.first_step = self.logged_step = state.step
         self.lr: float | None = None  # of the last step
 
     # --- start and end ---
@@ -145,25 +142,20 @@ class RunLog:
         allowed = MOST_SKIPPED if self.scaler.is_enabled() else 1
         has_diverged = (self.in_a_row >= allowed) & (self.diverged[0] < 0)
         self.diverged = torch.where(has_diverged, noted, self.diverged)
-        if step == self.plan.total_steps or step % self.config.log_every_steps == 0:
-            self.line(is_last=step == self.plan.total_steps)
+        if self.state.progress >= 1 or step % self.config.log_every_steps == 0:
+            self._line()
         elif step == self.first_step + 1:  # includes compilation: restart the clock
             loss = self._mean(rank_loss)
             seconds = time.perf_counter() - self.lap_started
             log.info(f"{self._progress()} | loss {loss:.4f} | first step took {seconds:.1f} s")
             self.logged_step, self.lap_started = step, time.perf_counter()
 
-    def complete(self) -> None:
-        """Logs the line of the last step of a run that the clock ends, unless it has one."""
-        if self.logged_step < self.state.step:
-            self.line(is_last=True)
-
-    def line(self, is_last: bool) -> None:
+    def _line(self) -> None:
         """Logs the line of this step, with the loss averaged over the ranks, nats per character."""
         plan, state, step = self.plan, self.state, self.state.step
         rank_loss, grad_norm = self.last
         self.check_finite()
-        samples = self._draw_samples(is_last)
+        samples = self._draw_samples()
         loss = self._mean(rank_loss)
         seconds = (time.perf_counter() - self.lap_started) / max(step - self.logged_step, 1)
         self.logged_step, self.lap_started = step, time.perf_counter()
@@ -193,11 +185,11 @@ class RunLog:
             # A byte model may sample control characters, which affect a terminal.
             log.info("sampled     %s", re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", shown))
 
-    def _draw_samples(self, is_last: bool) -> list[str]:
+    def _draw_samples(self) -> list[str]:
         """Texts for the lines 1, 4, 16, 64, ... and the last."""
         line = self.state.step // self.config.log_every_steps
         is_power_of_4 = line.bit_count() == 1 and line.bit_length() % 2 == 1
-        if self.sample is None or not (is_power_of_4 or is_last):
+        if self.sample is None or not (is_power_of_4 or self.state.progress >= 1):
             return []
         with self.paused(recurs=False):
             return self.sample()
@@ -215,10 +207,8 @@ class RunLog:
         if not self.metrics:
             return
         state = self.state
-        progress = round(min(max(state.progress, state.step / self.plan.total_steps), 1.0), 6)
-        record = self.metrics.log(
-            state.step, self.plan.epoch(state.step), split, loss, state.seconds, progress=progress, **values
-        )
+        values["progress"] = round(min(state.progress, 1.0), 6)
+        record = self.metrics.log(state.step, self.plan.epoch(state.step), split, loss, state.seconds, **values)
         numbers = {
             f"{split}/{name}": value
             for name, value in record.items()
