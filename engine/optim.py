@@ -3,6 +3,7 @@
 The module knows parameters by name and shape, not the model they belong to.
 """
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
@@ -25,16 +26,19 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
 
     Weight decay is decoupled. It applies to the matrices inside the blocks, to the head (tied or not),
     and with `decay_embeddings` to the embeddings; not to biases, norms and token shifts. N-gram embeddings have
-    `ngram_decay`. `model` may be wrapped; only the names of its parameters count.
+    `ngram_decay`. `model` may be wrapped; only the names of its parameters count. `load_state_dict` also takes a
+    snapshot's `optimizer_state`, which is by name.
     """
     hidden: list[nn.Parameter] = []  # for Muon
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     ngrams: list[nn.Parameter] = []
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    names = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        names[parameter] = name.removeprefix("module.")  # of DDP
         in_block = ".blocks." in f".{name}"
         if ".ngrams." in f".{name}":
             ngrams.append(parameter)
@@ -54,12 +58,25 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "fused": True}
-    if config.name == "adamw":
-        return AdamW(groups, **adamw)
+    optimizer: torch.optim.Optimizer
     muon = {name: getattr(config, name) for name in ("momentum", "weight_decay")}
-    if not hidden:
+    if config.name == "adamw":
+        optimizer = AdamW(groups, **adamw)
+    elif hidden:
+        optimizer = MuonWithAdamW(hidden, groups, {"lr": config.learning_rate, **muon}, adamw)
+    else:
         raise UserError("optimizer.name=muon: the model has no matrices in `blocks`; set optimizer.name=adamw")
-    return MuonWithAdamW(hidden, groups, {"lr": config.learning_rate, **muon}, adamw)
+    in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.register_load_state_dict_pre_hook(functools.partial(numbered, in_order))
+    return optimizer
+
+
+def numbered(names: list[str], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state that torch's `load_state_dict` takes, from one by name; `names` are in the optimizer's order."""
+    if "param_groups" in state:
+        return state
+    by_number = {i: state[name] for i, name in enumerate(names) if name in state}
+    return {"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

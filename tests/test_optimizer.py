@@ -4,9 +4,11 @@ import pytest
 import torch
 from conftest import small_gpt
 
+from char_dataset import CharDataset, DataConfig
 from engine import optim
 from engine.machine import hardware
 from engine.optim import Muon, OptimizerConfig, create_optimizer
+from trainer import Trainer, TrainerConfig
 
 
 @pytest.mark.parametrize("bfloat16, tolerance", [(True, 2e-4), (False, 2e-3)])
@@ -100,3 +102,20 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest():
     for name, parameter in model.named_parameters():
         hidden = name.startswith("blocks.") and "edited" not in name
         assert ("momentum_buffer" in optimizer.state[parameter]) == hidden, name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_tutorials_line_loads_the_optimizer_state_of_a_snapshot(name, text_file, tmp_path):
+    train, _ = CharDataset(DataConfig(path=str(text_file), block_size=8)).split()
+    sizes = {"vocab_size": train.vocab_size, "block_size": 8}
+    model = small_gpt("gpt2", 0.0, **sizes)
+    trained = create_optimizer(model, OptimizerConfig(name=name))
+    config = TrainerConfig(max_steps=2, batch_size=4, threads=1, trackers=[])
+    Trainer(config, model, trained, train, run_dir=str(tmp_path)).train()
+    snapshot = torch.load(tmp_path / "gpt_snapshot.pt", weights_only=True)
+    loaded = create_optimizer(small_gpt("gpt2", 0.0, **sizes), OptimizerConfig(name=name))
+    loaded.load_state_dict(snapshot["optimizer_state"])
+    a, b = trained.state_dict()["state"], loaded.state_dict()["state"]
+    assert a.keys() == b.keys() and a
+    assert all(torch.equal(a[i][key], b[i][key]) for i in a for key in a[i])
+    loaded.load_state_dict(trained.state_dict())

@@ -60,7 +60,7 @@ class StackedItems:
             self.block_size, size = len(x), len(dataset)
         except (TypeError, ValueError, LookupError, NotImplementedError) as error:
             raise UserError(
-                f"{type(dataset).__name__}: the Trainer takes a CharDataset, or a map-style data set of (x, y) of equal "
+                f"{type(dataset).__name__}: the Trainer takes a CharDataset or a map-style data set of (x, y) of equal "
                 "lengths"
             ) from error
         source = dataset.dataset if isinstance(dataset, Subset) else dataset
