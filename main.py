@@ -43,6 +43,7 @@ from engine.errors import UserError, one_line
 from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.parallel import distributed, sharding
 from engine.precision import resolve_amp_dtype
+from engine.repeats import repeated_share
 from engine.reports.history import Run
 from engine.reports.problems import loss_warning
 from engine.reports.sweep import check_sweep
@@ -64,6 +65,7 @@ from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
+REPEATS_S = 2.0  # seconds to search for held-out text in the training text, or 3 % of the time limit if that is less
 
 
 def configure(*overrides: str) -> DictConfig:
@@ -103,6 +105,7 @@ def run_training(config: Config, started: float) -> float | None:
 
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
+        repeated = distributed.run_on_rank_0(lambda: find_repeats(config, *split))
         trainer = build(config, split, pretrained)
         log_parts(config, trainer, *split)
         facts = {
@@ -112,6 +115,7 @@ def run_training(config: Config, started: float) -> float | None:
             "parameters": sum(parameter.numel() for parameter in trainer.parameters),
             "text_sha256": text.digest,
             "unigram_loss": split[1].unigram_loss(split[0]),
+            "repeated_share": repeated,
         }
         record = functools.partial(record_start, config.run_dir, trainer.run_config, trainer.state.step, facts)
         loss = trainer.train(deadline, on_start=record)
@@ -158,6 +162,20 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     check_ranks_agree(config, text.digest)
     config.model.vocab_size = text.vocab_size
     return text
+
+
+def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset) -> float:
+    """The share of the held-out text that stands word for word in the training text: logged from 1 % on, with a warning
+    from a half on. Logs, tables and code share a tenth.
+    """
+    seconds = min(REPEATS_S, 0.03 * 60 * (config.trainer.max_minutes or math.inf))
+    share, searched = repeated_share(held_out, train_text, seconds)
+    of = f", of which {searched:.0%} were searched" if searched < 1 else ""
+    if share >= 0.01:
+        log.info("repeats     %.0f %% of the held-out text stand word for word in the training text%s", 100 * share, of)
+    if share >= 0.5:
+        log.warning("the held-out loss is mostly that of text trained on: is a text in data.path twice?")
+    return share
 
 
 def log_parts(config: Config, trainer: Trainer, train_text: CharDataset, held_out: CharDataset) -> None:

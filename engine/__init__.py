@@ -10,6 +10,7 @@ imports a program of the root (tests/test_architecture.py):
     precision                dtype, torch.compile, determinism: the `auto` settings
     text                     sources of a text, and its encoding as ids
     parallel                 processes: ranks, sharding, launchers, clusters
+    repeats                  held-out text that stands in the training text
     optim                    AdamW, Muon
     generation               sampling from a model, with a KV cache
     snapshots                the state of a run: saved atomically, verified, restored
