@@ -31,12 +31,12 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import report
 from char_dataset import CharDataset
-from config import Config, check_ranks_agree, check_typed, compose, help_text, validate
+from config import CONF, Config, check_ranks_agree, check_typed, compose, help_text, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe
 from engine.errors import UserError, one_line
@@ -52,6 +52,7 @@ from engine.run.directory import REPORT, is_run, open_run, shell_path
 from engine.run.evaluation import evaluate
 from engine.run.memory import report_exhausted
 from engine.run.metrics import MetricsFile
+from engine.run.plan import Plan
 from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
@@ -108,6 +109,7 @@ def run_training(config: Config, started: float) -> float | None:
         repeated = distributed.run_on_rank_0(lambda: find_repeats(config, *split))
         trainer = build(config, split, pretrained)
         log_parts(config, trainer, *split)
+        log_consequences(config, trainer.plan)
         facts = {
             "total_steps": trainer.plan.total_steps,
             "precision": trainer.precision.amp_dtype,
@@ -193,6 +195,31 @@ def log_parts(config: Config, trainer: Trainer, train_text: CharDataset, held_ou
         "optimizer   %s, %s schedule, learning rate %g, weight decay %g%s",
         optimizer.name, optimizer.schedule, optimizer.learning_rate, optimizer.weight_decay, ngrams,
     )  # fmt: skip
+
+
+def log_consequences(config: Config, plan: Plan) -> None:
+    """Logs what overrides entail that one may not expect: a compressed warm-up; with another batch than the recipe's,
+    more passes over the text at the same learning rate.
+    """
+    if config.optimizer.warmup_steps > plan.total_steps:
+        log.warning("optimizer.warmup_steps=%d: the run has only %d", config.optimizer.warmup_steps, plan.total_steps)
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    if hydra is None or hydra.runtime.choices.get("experiment") is None:
+        return
+    typed = {override.partition("=")[0] for override in hydra.overrides.task}
+    recipe = os.path.join(CONF, "experiment", f"{hydra.runtime.choices['experiment']}.yaml")
+    usual = OmegaConf.select(OmegaConf.load(recipe), "trainer.batch_size")
+    if usual not in (None, plan.batch_size) and not typed & {
+        "optimizer.learning_rate",
+        "optimizer",
+        "trainer.max_steps",
+    }:
+        passes = plan.total_steps * plan.step_characters / plan.windows
+        log.warning(
+            "trainer.batch_size=%d, in the recipe %d: the learning rate stays %g, and the text is passed over %.3g "
+            "times, not %.3g; see optimizer.learning_rate and trainer.max_steps",
+            plan.batch_size, usual, config.optimizer.learning_rate, passes, passes * usual / plan.batch_size,
+        )  # fmt: skip
 
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
