@@ -297,7 +297,7 @@ def test_any_map_style_data_set_trains_its_items_stacked(parts, tmp_path, caplog
     assert caplog.text.count("windows of the training and the held-out part overlap") == 2
     assert load(str(tmp_path / "windows" / "gpt_snapshot.pt")).vocabulary == whole.vocabulary
     for other in ([1, 2], torch.utils.data.TensorDataset(torch.zeros(3))):
-        with pytest.raises(UserError, match="the Trainer takes a CharDataset, or a map-style data set"):
+        with pytest.raises(UserError, match="the Trainer takes a CharDataset or a map-style data set"):
             Trainer(TrainerConfig(**SETTINGS), model, optimizer, other)
 
 
