@@ -14,7 +14,7 @@ from conftest import TINY, equal, free_port, metrics, some_snapshot, start
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.state import State
-from engine.snapshots.storage import SnapshotStorage, load, set_aside
+from engine.snapshots.storage import SnapshotStorage, load, rename
 from trainer import TrainerConfig
 
 fsspec = pytest.importorskip("fsspec")
@@ -147,9 +147,9 @@ def test_a_store_gets_the_same_files_as_a_disk(files):
     for step in (1, 2, 3):
         write(files, step, is_best=step == 2)
     assert names() == ["s.best.pt", "s.prev.pt", "s.pt", "s.step00000002.pt", "s.step00000003.pt"]
-    assert [load(path).step for path in files.all()] == [3, 2, 2, 3, 2]
+    assert [load(path).step for path in files.all()] == [3, 2, 2, 2, 3]
     assert equal(load(files.path), some_snapshot(3))
-    assert set_aside(files.all())[0] == "s3://bucket/lr=[1]*/s.old1.pt"
+    assert rename(files.all())[0] == "s3://bucket/lr=[1]*/s.old1.pt"
 
 
 def test_a_damaged_object_is_set_aside_and_the_one_before_used(network, caplog):

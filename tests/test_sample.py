@@ -235,14 +235,6 @@ def test_a_text_that_cannot_be_scored_is_refused(text, says, tmp_path):
 # --- runs and errors ---
 
 
-@pytest.mark.parametrize("name, size", [("n_layer", 200_000), ("n_embd", 60_000), ("vocab_size", 10**9)])
-def test_sizes_that_the_weights_do_not_have_are_refused_before_a_model_is_built(name, size):
-    snapshot = model_snapshot(VOCABULARY)
-    snapshot.config["model"][name] = size
-    with pytest.raises(UserError, match=rf"declares model\.{name}={size}, but its weights have"):
-        sampling.load_model(snapshot, "cpu")
-
-
 def test_the_snapshot_of_a_run_is_found_by_its_configuration(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text("trainer:\n  snapshot_path: in/other.pt\n")
     with pytest.raises(UserError, match=r"there is no snapshot at .*in/other\.pt"):

@@ -15,7 +15,7 @@ from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full, remove_unused_shards
 from engine.snapshots.state import State
-from engine.snapshots.storage import beside, check_shards, load, set_aside
+from engine.snapshots.storage import beside, load, rename
 from trainer import TrainerConfig
 
 MUON = ["optimizer=muon", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
@@ -199,15 +199,15 @@ def test_runs_in_one_folder_keep_their_own_shards(tmp_path, snapshots, name):
     for each in (snapshots, other):
         storage = each.storage
         for path in storage.all():
-            check_shards(path, load(path))
-        assert storage.all() == [storage.path, storage.previous_path, storage.best_path]
+            load(path)
+        assert storage.all() == [storage.path, storage.best_path, storage.previous_path]
 
 
-def test_numbered_snapshots_and_those_set_aside_keep_their_shards(snapshots):
+def test_numbered_snapshots_and_renamed_ones_keep_their_shards(snapshots):
     snapshots.storage.keep = 1
     for step in (1, 2):
         save(snapshots, step)
-    set_aside(snapshots.storage.all())
+    rename(snapshots.storage.all())
     for step in (3, 4, 5):
         save(snapshots, step)
     assert kept(snapshots) == [1, 2, 4, 5]

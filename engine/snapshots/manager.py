@@ -19,12 +19,13 @@ import torch.nn as nn
 
 from engine.config.schema import TrainerConfig
 from engine.errors import UserError, one_line
+from engine.files import atomic_write
 from engine.machine.hardware import is_out_of_memory
 from engine.parallel import distributed, sharding
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
-from engine.snapshots.snapshot import Snapshot, not_finite
+from engine.snapshots.snapshot import Snapshot
 from engine.snapshots.state import State
-from engine.snapshots.storage import SnapshotStorage, set_aside, snapshot_path
+from engine.snapshots.storage import SnapshotStorage, rename, snapshot_path
 
 log = logging.getLogger("gpt")
 RETRY_S = 30.0  # seconds after which a failed save is tried again
@@ -33,8 +34,7 @@ RETRY_S = 30.0  # seconds after which a failed save is tried again
 class SaveInProgress(NamedTuple):
     """A save between `save` and `wait`."""
 
-    step: int
-    best_loss: float | None  # if it is the best
+    state: State
     written: Future[None]  # on rank 0
 
     def error(self) -> str:
@@ -96,13 +96,13 @@ class SnapshotManager:
         self.storage.prepare()
         self._set_due(self.interval_s)
         if self.saved_step is not None or state.step > 0:
-            self.storage.set_later_aside(state.step)
+            self.storage.rename_later(state.step)
             return
         is_asked = self.config.resume == "never"
         why = "trainer.resume=never" if is_asked else f"there is no snapshot at {self.path}"
         files = [os.path.join(self.run_dir, name) for name in history]
         if earlier := [*self.storage.all(), *filter(os.path.exists, files)]:
-            moved = ", ".join(set_aside(earlier))
+            moved = ", ".join(rename(earlier))
             log.warning("%s: training from scratch; earlier files are renamed to %s", why, moved)
 
     def recover_best(self, state: State) -> None:
@@ -150,7 +150,7 @@ class SnapshotManager:
                 raise
             raise UserError(
                 f"{self.path}: cannot be restored into this model; start another run with "
-                "run_name=NEW_NAME, or set this one aside with trainer.resume=never: "
+                "run_name=NEW_NAME, or rename this one's snapshots with trainer.resume=never: "
                 f"{one_line(error)[:300]}"
             ) from error
         self.saved_step = snapshot.step
@@ -165,22 +165,13 @@ class SnapshotManager:
         Does nothing unless the weights and `loss`, computed with them, are finite on every rank; returns which of both
         is not: "weights", "loss" or None.
         """
-        own = {name: sharding.local_tensor(tensor) for name, tensor in snapshot.model_state.items()}
-        finite = distributed.all_gather((not_finite(own, snapshot.parameters) is None, math.isfinite(loss)))
+        own = (sharding.local_tensor(snapshot.model_state[name]) for name in snapshot.parameters)
+        finite = distributed.all_gather((all(bool(tensor.isfinite().all()) for tensor in own), math.isfinite(loss)))
         if not all(map(all, finite)):
             self._set_due(RETRY_S)
             return "loss" if all(weights for weights, _ in finite) else "weights"
-        is_best, written = snapshot.is_best, Future[None]()
+        state, written = snapshot.state(), Future[None]()
         self.due_at = math.inf
-
-        def write() -> None:
-            try:
-                self.storage.write(snapshot.to_bytes(), snapshot.step, is_best, is_numbered)
-                self._set_due(self.interval_s)
-            except Exception:
-                self._set_due(RETRY_S)
-                raise
-
         try:
             if self.config.snapshot_format == "sharded":  # each rank writes its own tensors
                 distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
@@ -188,11 +179,13 @@ class SnapshotManager:
             snapshot = snapshot.map_tensors(self._to_host)
         except (OSError, UserError) as error:  # of shards, raised on every rank
             written.set_exception(error)
-            self._set_due(RETRY_S)
         else:
             if distributed.is_rank_0():
-                written = self._thread.submit(write)
-        self._saving = SaveInProgress(snapshot.step, snapshot.loss if is_best else None, written)
+                written = self._thread.submit(
+                    lambda: self.storage.write(snapshot.to_bytes(), state.step, state.is_best, is_numbered)
+                )
+        written.add_done_callback(lambda done: self._set_due(RETRY_S if done.exception() else self.interval_s))
+        self._saving = SaveInProgress(state, written)
         return None
 
     def _set_due(self, seconds: float) -> None:
@@ -206,7 +199,7 @@ class SnapshotManager:
     @property
     def saving_step(self) -> int | None:
         """The step whose save is in progress."""
-        return self._saving.step if self._saving else None
+        return self._saving.state.step if self._saving else None
 
     def wait(self, state: State) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged. If the best snapshot was
@@ -215,12 +208,12 @@ class SnapshotManager:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        step, is_best = saving.step, saving.best_loss is not None
+        step = saving.state.step
         self.last_error, is_best = distributed.run_on_rank_0(
-            lambda: (saving.error(), is_best and self.storage.best_step == step)
+            lambda: (saving.error(), saving.state.is_best and self.storage.best_step == step)
         )
         if is_best:
-            state.best_loss, state.best_step = saving.best_loss, step
+            state.best_loss, state.best_step = saving.state.loss, step
         if self.last_error:
             self._log_failure(step, self.last_error)
         else:
@@ -237,15 +230,10 @@ class SnapshotManager:
         copied = snapshot.map_tensors(self._to_host)
 
         def write() -> str:
-            with tempfile.NamedTemporaryFile(prefix="gpt_snapshot.", suffix=".pt", delete=False) as file:
-                try:
-                    file.write(copied.to_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                except BaseException:
-                    os.remove(file.name)
-                    raise
-            return file.name
+            path = os.path.join(tempfile.mkdtemp(prefix="gpt_snapshot."), "gpt_snapshot.pt")
+            with atomic_write(path, "w+b") as file:
+                copied.write(file)
+            return path
 
         return distributed.run_on_rank_0(write)
 
@@ -253,7 +241,7 @@ class SnapshotManager:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
         if saving is not None and distributed.is_rank_0() and (error := saving.error()):
-            self._log_failure(saving.step, error)
+            self._log_failure(saving.state.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
         intact = "" if self.saved_step is None else "; the snapshots saved before are intact"

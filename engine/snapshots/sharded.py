@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
-from engine.parallel import distributed, sharding
+from engine.parallel import distributed
 from engine.parallel.distributed import all_gather, run_on_rank_0
-from engine.snapshots.snapshot import Snapshot, SnapshotError, not_finite
-from engine.snapshots.storage import SnapshotStorage, load, shards_folder
+from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.storage import SnapshotStorage, load, read, shards_folder
 
 log = logging.getLogger("gpt")
 
@@ -77,7 +77,7 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
     """(model state, optimizer state) in the shards of the `snapshot` at `path`; all ranks take part.
 
     The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that
-    is not in it are plain. Raises `SnapshotError` for a file that is damaged, or of a run that diverged.
+    is not in it are plain. Raises `SnapshotError` for a file that is damaged.
     """
     from torch.distributed import checkpoint
 
@@ -110,9 +110,6 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
             optimizer_state.setdefault(name, {})[key[0]] = tensor
     with checkpoint_errors(folder):
         checkpoint.load(state, storage_reader=reader, no_dist=distributed.size() == 1)
-    own = {name: sharding.local_tensor(tensor) for name, tensor in model_state.items()}
-    if bad := next(filter(None, all_gather(not_finite(own, snapshot.parameters))), None):
-        raise SnapshotError(f"{folder}: {bad} is not finite: the run diverged")
     return model_state, optimizer_state
 
 
@@ -130,7 +127,7 @@ def digests(names: list[str], folder: str) -> dict[str, list[Any] | None]:
 
 
 def remove_unused_shards(storage: SnapshotStorage) -> None:
-    """Removes the shards that no snapshot of the run refers to, including those set aside. If one of these cannot be
+    """Removes the shards that no snapshot of the run refers to, including renamed ones. If one of these cannot be
     read, nothing is removed: any of the shards may belong to it.
     """
     name = shards_name(storage.path)
@@ -138,9 +135,9 @@ def remove_unused_shards(storage: SnapshotStorage) -> None:
     if not os.path.isdir(parent):  # nor is one in an object store
         return
     used = set()
-    for path in storage.present(r"(\.(?!tmp|check|shards)\w+)*"):
+    for path in storage.present(r"(\.(?!tmp|shards)\w+)*"):
         try:
-            used.add(load(path).shards.get("folder"))
+            used.add(Snapshot.from_bytes(read(path), path).shards.get("folder"))
         except UserError as error:
             log.warning("%s; shards in %s are kept until that file is moved away", error, parent)
             return

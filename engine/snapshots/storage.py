@@ -2,7 +2,7 @@
 
 The files of a run lie side by side: the latest (`gpt_snapshot.pt`), the one before it (`.prev`), the
 one with the lowest held-out loss (`.best`) and the numbered ones (`.step00001000`). Every write goes to
-a temporary name, is read back, and then replaces the old file in one operation.
+a temporary name, and then replaces the old file in one operation.
 """
 
 import contextlib
@@ -11,19 +11,18 @@ import logging
 import os
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import UserError, one_line
-from engine.files import is_local
+from engine.files import atomic_write, is_local
 from engine.snapshots.snapshot import Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 NUMBERED = r"\.step\d+"
-PIECE = 2**18  # bytes read back at once; a piece stays in the processor's cache
+KINDS = rf"|\.prev|\.best|{NUMBERED}"  # the first is the latest
 
 
 def beside(path: str, kind: str) -> str:
@@ -83,39 +82,52 @@ def read(path: str) -> bytes:
 
 def load(path: str) -> Snapshot:
     """The verified snapshot at a path or URL. Raises what `read` raises, or `SnapshotError`, naming it."""
-    return Snapshot.from_bytes(read(path), path)
+    snapshot = Snapshot.from_bytes(read(path), path)
+    for name, (size, _) in snapshot.shards.get("files", {}).items():
+        file = os.path.join(shards_folder(path, snapshot.shards["folder"]), name)
+        if not os.path.exists(file) or os.path.getsize(file) != size:
+            raise SnapshotError(f"{path}: {file} is missing or cut off")
+    return snapshot
 
 
-def set_aside(paths: list[str], word: str = "old") -> list[str]:
+def shards_folder(path: str, folder: str) -> str:
+    """The path of a snapshot's shards `folder`, in the folder of the snapshots."""
+    return os.path.join(os.path.dirname(os.path.abspath(path)), folder)
+
+
+def move(source: str, target: str) -> None:
+    """Moves a file; in a store, copies and removes it. At every moment, `target` has its old or its new content."""
+    if is_local(source):
+        os.replace(source, target)
+        return
+    file_system, inner = locate(source)
+    file_system.cp_file(inner, locate(target)[1])
+    file_system.rm_file(inner)
+
+
+def rename(paths: list[str], word: str = "old") -> list[str]:
     """Renames files to `NAME.old1.pt`, with the first number that is free for all; returns the new names."""
     candidates = ([beside(path, f"{word}{n}") for path in paths] for n in itertools.count(1))
-    moved = next(names for names in candidates if not any(map(exists, names)))
-    for old, new in zip(paths, moved, strict=True):
+    names = next(names for names in candidates if not any(map(exists, names)))
+    for old, new in zip(paths, names, strict=True):
         with storage_errors(old, "renamed"):
-            if is_local(old):
-                os.rename(old, new)
-            else:
-                file_system, inner = locate(old)
-                file_system.cp_file(inner, locate(new)[1])
-                file_system.rm_file(inner)
-    return moved
+            move(old, new)
+    return names
 
 
 class SnapshotStorage:
     """The snapshot files of one run, the latest of which is at `path`, a path or URL.
 
-    `keep` numbered snapshots are kept, the newest ones; None for none. Raises `UserError` for a URL
-    that fsspec cannot open here.
+    `keep` numbered snapshots are kept, the newest ones; None for none. Raises `UserError` for a URL that fsspec cannot
+    open here.
     """
 
     def __init__(self, path: str, keep: int | None = None):
         self.path, self.keep = path, keep
-        try:
+        with storage_errors(f"trainer.snapshot_path={path}"):
             self.file_system, _ = locate(path)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"trainer.snapshot_path={path}: {one_line(error)}") from error
         self.previous_path, self.best_path = beside(path, "prev"), beside(path, "best")
-        self.temporary_path = beside(path, "new.tmp")
+        self.temporary_path = f"{path}.tmp"
         self.best_step: int | None = None  # of the best snapshot, if it was written here
 
     def numbered_path(self, step: int) -> str:
@@ -130,13 +142,11 @@ class SnapshotStorage:
         with storage_errors(self.path, "written"):
             if is_local(self.path):
                 os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            for leftover in self.present(r"(\.\w+)?\.tmp|\.check"):
-                self._remove(leftover)
-            copy = beside(self.path, "check")
+            self._remove_temporary()
+            check = f"{self.path}.check.tmp"
             self._put(self.temporary_path, b"-")
-            self._copy(self.temporary_path, copy)
-            self._remove(copy)
-            self._remove(self.temporary_path)
+            move(self.temporary_path, check)
+            self._remove(check)
 
     def write(self, content: bytes | memoryview, step: int, is_best: bool, is_numbered: bool) -> None:
         """Atomic write: makes `content` the latest snapshot, and also the best or a numbered one.
@@ -145,7 +155,6 @@ class SnapshotStorage:
         """
         try:
             self._put(self.temporary_path, content)
-            self._verify_written(self.temporary_path, content)
             if is_best:  # before the latest, which records that this is the best
                 self._copy(self.temporary_path, self.best_path)
                 self.best_step = step
@@ -154,82 +163,66 @@ class SnapshotStorage:
                 for path in self.present(NUMBERED)[: -self.keep]:
                     self._remove(path)
             if exists(self.path):
-                self._copy(self.path, self.previous_path, link=True)
-            self._copy(self.temporary_path, self.path, link=True)
+                self._keep_latest()
+            move(self.temporary_path, self.path)
         finally:
-            with contextlib.suppress(Exception):  # never created, or the store is unreachable
-                self._remove(self.temporary_path)
+            with contextlib.suppress(Exception):  # the store is unreachable
+                self._remove_temporary()
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         if not is_local(path):
             self.file_system.pipe_file(locate(path)[1], bytes(content))
             return
-        Path(path).unlink(missing_ok=True)  # after a failed removal it is a hard link to a snapshot
-        with open(path, "xb") as file:
+        with open(path, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
 
-    def _verify_written(self, path: str, content: bytes | memoryview) -> None:
-        self.file_system.invalidate_cache()
-        pieces = (content[first : first + PIECE] for first in range(0, len(content), PIECE))
-        with self.file_system.open(locate(path)[1], "rb") as file:
-            # Comparing a memoryview would take ten times as long.
-            if any(file.read(len(piece)) != bytes(piece) for piece in pieces) or file.read(1):
-                raise OSError(f"{path}: differs from what was written")
-
-    def _copy(self, source: str, target: str, link: bool = False) -> None:
-        """Copies atomically: `target` keeps its content, or has all of the new one. `link`: by a hard link where
-        possible, only if `source` is replaced or removed next: a change of one would change the other.
-        """
+    def _copy(self, source: str, target: str) -> None:
+        """Copies atomically: `target` keeps its content, or has all of the new one."""
         if not is_local(source):
             self.file_system.cp_file(locate(source)[1], locate(target)[1])
             return
-        temporary = beside(target, "tmp")
-        Path(temporary).unlink(missing_ok=True)
-        try:
+        with atomic_write(target, "wb") as file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file)
+
+    def _keep_latest(self) -> None:
+        """Makes the latest snapshot, which is replaced next, also the one before it: by a hard link where possible."""
+        link = f"{self.path}.link.tmp"
+        if is_local(self.path):
             with contextlib.suppress(OSError):  # a file system without hard links
-                if link:
-                    os.link(source, temporary)
-            if not os.path.exists(temporary):
-                shutil.copyfile(source, temporary)
-                with open(temporary, "rb") as file:
-                    os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:  # after a success, too: rename(2) does nothing if both names are the same file
-            Path(temporary).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not every file system can sync a folder
-            folder = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY)
-            try:
-                os.fsync(folder)  # or a power cut could undo the rename
-            finally:
-                os.close(folder)
+                os.link(self.path, link)
+                os.replace(link, self.previous_path)
+                return
+        self._copy(self.path, self.previous_path)
+
+    def _remove_temporary(self) -> None:
+        for path in self.present(KINDS, r"(\.link|\.check)?\.tmp"):
+            self._remove(path)
 
     def _remove(self, path: str) -> None:
         self.file_system.rm_file(locate(path)[1])
 
     # --- finding ---
 
-    def present(self, kind: str) -> list[str]:
-        """The existing snapshots whose kind matches the regular expression `kind`, sorted."""
-        name = self.path.rpartition("/")[2]
+    def present(self, kind: str, suffix: str = "") -> list[str]:
+        """The existing snapshots whose kind matches the regular expression `kind`, sorted. `suffix`: of their names."""
+        name = os.path.basename(self.path)
         root, extension = os.path.splitext(name)
-        pattern = re.compile(rf"{re.escape(root)}(?:{kind}){re.escape(extension)}")
+        pattern = re.compile(rf"{re.escape(root)}(?:{kind}){re.escape(extension)}{suffix}")
         with storage_errors(self.path):
             self.file_system.invalidate_cache()
             try:
-                parent = locate(self.path)[1].rpartition("/")[0] or "/"
-                listing = self.file_system.ls(parent, detail=False)
+                listing = self.file_system.ls(os.path.dirname(locate(self.path)[1]), detail=False)
             except FileNotFoundError:
                 return []
-        names = sorted(path.rpartition("/")[2] for path in listing)
+        names = sorted(map(os.path.basename, listing))
         folder = self.path.removesuffix(name)
         return [folder + other for other in names if pattern.fullmatch(other)]
 
     def all(self) -> list[str]:
-        """Every snapshot of the run: the latest, the one before it, the numbered ones, the best."""
-        found = self.present(rf"|\.prev|\.best|{NUMBERED}")  # one listing: a bucket bills each
-        return sorted(found, key=lambda path: (path != self.path, path != self.previous_path, path == self.best_path))
+        """Every snapshot of the run, the latest first."""
+        return sorted(self.present(KINDS), key=lambda path: path != self.path)
 
     def find(self) -> tuple[Snapshot, str] | None:
         """Recovery: the latest snapshot and its path, or those of the newest undamaged one, which becomes the latest;
@@ -243,7 +236,6 @@ class SnapshotStorage:
         for path in self.all():
             try:
                 snapshot = load(path)
-                check_shards(path, snapshot)
             except SnapshotError as error:
                 damaged[path] = str(error)
                 continue
@@ -259,7 +251,7 @@ class SnapshotStorage:
                 "trainer.resume=never, which keeps the files, or set run_name=NEW_NAME"
             )
         snapshot, path = newest
-        for why, moved in zip(damaged.values(), set_aside([*damaged], "damaged"), strict=True):
+        for why, moved in zip(damaged.values(), rename([*damaged], "damaged"), strict=True):
             log.warning("%s; renamed to %s; using %s instead", why, moved, path)
         if path != self.path:  # a finished run would not write it again
             with storage_errors(self.path, "written"):
@@ -268,10 +260,10 @@ class SnapshotStorage:
 
     # --- after the user went back to an earlier snapshot, or a save was cut off ---
 
-    def set_later_aside(self, step: int) -> None:
+    def rename_later(self, step: int) -> None:
         """Renames the numbered snapshots of later steps than the latest one's, `step`."""
         if later := [path for path in self.present(NUMBERED) if path > self.numbered_path(step)]:
-            moved = ", ".join(set_aside(later))
+            moved = ", ".join(rename(later))
             log.warning("%s is of step %d: later ones are renamed to %s", self.path, step, moved)
 
     def recover_best(self, loss: float, step: int) -> bool:
@@ -282,7 +274,7 @@ class SnapshotStorage:
         found = next((path for path in copies if is_snapshot_of(path, loss, step)), None)
         if found == self.best_path:
             return True
-        renamed = f"renamed to {set_aside([self.best_path])[0]}, and " if exists(self.best_path) else ""
+        renamed = f"renamed to {rename([self.best_path])[0]}, and " if exists(self.best_path) else ""
         instead = f"replaced by a copy of {found}" if found else "replaced after the next evaluation"
         log.warning("%s is not the best snapshot of this run, of step %d: %s%s", self.best_path, step, renamed, instead)
         if found:
@@ -295,20 +287,6 @@ def is_snapshot_of(path: str, loss: float, step: int) -> bool:
     """Whether the snapshot at `path` is that of `step`, with the held-out `loss`; False if it is damaged or missing."""
     try:
         snapshot = load(path)
-        check_shards(path, snapshot)
     except SnapshotError:
         return False
     return (snapshot.loss, snapshot.loss_step, snapshot.step) == (loss, step, step)
-
-
-def shards_folder(path: str, folder: str) -> str:
-    """The path of a snapshot's shards `folder`, in the folder of the snapshots."""
-    return os.path.join(os.path.dirname(os.path.abspath(path)), folder)
-
-
-def check_shards(path: str, snapshot: Snapshot) -> None:
-    """Raises `SnapshotError` if a file that a sharded snapshot refers to is missing or cut off."""
-    for name, (size, _) in snapshot.shards.get("files", {}).items():
-        file = os.path.join(shards_folder(path, snapshot.shards["folder"]), name)
-        if not os.path.exists(file) or os.path.getsize(file) != size:
-            raise SnapshotError(f"{path}: {file} is missing or cut off")
