@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -52,14 +51,8 @@ def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        warn_without_locks()
+        log.warning("%s: the file system has no locks; a second start would not be noticed", path)
         return contextlib.nullcontext()
-
-
-@functools.cache
-def warn_without_locks() -> None:
-    """Logs the warning, once."""
-    log.warning("the file system has no locks: a second start of the same run would not be noticed")
 
 
 def is_page_of(path: str, program: str) -> bool:

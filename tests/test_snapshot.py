@@ -1,12 +1,10 @@
 """Snapshot format: snapshots round-trip, and other files are refused."""
 
-import contextlib
 import dataclasses
 import io
 import os
 import pickle
 import random
-import resource
 import zipfile
 
 import pytest
@@ -18,16 +16,10 @@ from engine.snapshots import snapshot as module
 from engine.snapshots.snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
 
 
-def test_a_snapshot_round_trips():
-    assert equal(Snapshot.from_bytes(some_snapshot().to_bytes(), "s.pt"), some_snapshot())
-
-
-def test_torch_load_reads_a_snapshot_with_weights_only(tmp_path):
-    path = tmp_path / "s.pt"
-    path.write_bytes(some_snapshot().to_bytes())
-    fields = torch.load(path, weights_only=True)
-    assert set(fields) == {f.name for f in dataclasses.fields(Snapshot)}
-    assert torch.equal(fields["model_state"]["b"], some_snapshot().model_state["b"])
+def test_a_snapshot_round_trips_also_by_torch_load_with_weights_only():
+    content = some_snapshot().to_bytes()
+    assert equal(Snapshot.from_bytes(content, "s.pt"), some_snapshot())
+    assert equal(Snapshot(**torch.load(io.BytesIO(content), weights_only=True)), some_snapshot())
 
 
 def test_a_tensor_of_two_names_is_stored_once():
@@ -39,22 +31,14 @@ def test_a_tensor_of_two_names_is_stored_once():
     assert torch.equal(read["a"], weight) and torch.equal(read["b"], weight)
 
 
-def test_any_flipped_bit_is_found():
-    content = some_snapshot().to_bytes()
+def test_any_flipped_bit_or_truncation_is_found():
+    content = bytes(some_snapshot().to_bytes())
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 1 << (position % 8)
-        with pytest.raises(SnapshotError):
-            verify(bytes(damaged), "x.pt")
-
-
-def test_any_truncation_is_found():
-    content = bytes(some_snapshot().to_bytes())
-    for length in range(len(content)):
-        with pytest.raises(SnapshotError):
-            verify(content[:length], "x.pt")
-    with pytest.raises(SnapshotError):
-        verify(content + b"x", "x.pt")
+        for changed in (bytes(damaged), content[:position]):
+            with pytest.raises(SnapshotError):
+                verify(changed, "x.pt")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a snapshot", os.urandom(5000), b"PK\x03\x04" * 50])
@@ -111,24 +95,6 @@ def test_code_in_a_snapshot_is_not_run(tmp_path):
     assert not victim.exists()
 
 
-@contextlib.contextmanager
-def little_memory(more: int):
-    """This process may take `more` bytes than it has, and no others."""
-    with open("/proc/self/statm") as file:
-        has = int(file.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (has + more, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def grow(data: bytes) -> bytes:
-    """A pickle in which every number of 12, the size of a tensor here, is 2^30."""
-    return data.replace(b"K\x0c", b"J\x00\x00\x00\x40")
-
-
 def swell(name: str, data: bytes) -> bytes:
     """An entry with 16 MiB of zeros, which compress to 16 KiB."""
     return data + bytes(2**24 if name.endswith("/version") else 0)
@@ -138,22 +104,14 @@ def swell(name: str, data: bytes) -> bytes:
     "content, says",
     [
         (lambda: archive(swell, zipfile.ZIP_DEFLATED), "declare more bytes than the file has"),
-        (lambda: with_pickle(grow(some_pickle())), "record size"),
         (lambda: saved(extra=1), "unexpected keyword argument 'extra'"),
         (lambda: with_pickle(b"\x80\x02]."), "list"),
-        (lambda: with_pickle(b""), "EOFError"),
         (lambda: saved(format=1), "snapshot format 1; this application reads 4, 5, 6"),
     ],
 )
-def test_another_type_of_file_is_refused_without_allocating_its_claimed_size(content, says):
-    content = content()
-    with little_memory(2**29), pytest.raises(UserError, match=f"^s.pt: .*{says}"):
-        Snapshot.from_bytes(content, "s.pt")
-
-
-def some_pickle() -> bytes:
-    source = zipfile.ZipFile(io.BytesIO(some_snapshot().to_bytes()))
-    return source.read(next(n for n in source.namelist() if n.endswith("data.pkl")))
+def test_another_type_of_file_is_refused(content, says):
+    with pytest.raises(UserError, match=f"^s.pt: .*{says}"):
+        Snapshot.from_bytes(content(), "s.pt")
 
 
 def test_garbage_with_a_valid_digest_is_refused():

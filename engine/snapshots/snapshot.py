@@ -147,16 +147,15 @@ class Snapshot(State):
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Snapshot":
         """A snapshot with `change(tensor)` for each tensor; tied tensors stay tied, unless they are sharded."""
-        seen: dict[tuple, torch.Tensor] = {}
+        seen: dict[Any, torch.Tensor] = {}
 
         def visit(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: visit(inner) for key, inner in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
-            if is_dtensor(value):  # an empty shard has no address
-                return change(value)
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            # An empty shard has no address.
+            key = id(value) if is_dtensor(value) else (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if key not in seen:
                 seen[key] = change(value)
             return seen[key]

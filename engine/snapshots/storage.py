@@ -142,11 +142,9 @@ class SnapshotStorage:
         with storage_errors(self.path, "written"):
             if is_local(self.path):
                 os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            self._remove_temporary()
-            check = f"{self.path}.check.tmp"
             self._put(self.temporary_path, b"-")
-            move(self.temporary_path, check)
-            self._remove(check)
+            move(self.temporary_path, f"{self.path}.check.tmp")
+            self._remove_temporary()
 
     def write(self, content: bytes | memoryview, step: int, is_best: bool, is_numbered: bool) -> None:
         """Atomic write: makes `content` the latest snapshot, and also the best or a numbered one.
@@ -285,8 +283,7 @@ class SnapshotStorage:
 
 def is_snapshot_of(path: str, loss: float, step: int) -> bool:
     """Whether the snapshot at `path` is that of `step`, with the held-out `loss`; False if it is damaged or missing."""
-    try:
+    with contextlib.suppress(SnapshotError):
         snapshot = load(path)
-    except SnapshotError:
-        return False
-    return (snapshot.loss, snapshot.loss_step, snapshot.step) == (loss, step, step)
+        return (snapshot.loss, snapshot.loss_step, snapshot.step) == (loss, step, step)
+    return False
