@@ -73,9 +73,9 @@ def scored(step: int, loss: float = 1.5) -> Snapshot:
     "present, source",
     [
         ({"best": scored(1), "prev": scored(1), "latest": scored(2)}, "best"),
-        ({"latest": scored(1)}, "latest"),
-        ({"best": scored(3), "prev": scored(1), "latest": scored(2)}, "prev"),  # killed between the best and the latest
-        ({"best": scored(3), "latest": scored(2), "step00000001": scored(1)}, "step00000001"),  # went back to 2
+        ({"latest": scored(1)}, "latest"),  # killed between the latest and the best
+        ({"best": scored(3), "prev": scored(1), "latest": scored(2)}, "prev"),  # went back to 2
+        ({"best": scored(3), "latest": scored(2), "step00000001": scored(1)}, "step00000001"),
         ({"best": scored(1, loss=1.4), "latest": scored(1)}, "latest"),  # of the same step, but another branch
         ({"best": scored(3), "latest": scored(2), "step00000001": scored(1, loss=1.4)}, None),
         ({"best": some_snapshot(1), "latest": scored(2)}, None),
@@ -339,36 +339,21 @@ def test_a_save_writes_the_state_at_the_moment_of_the_call(path):
 
 
 def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch, caplog):
-    snapshots = manager(path)
-    put = snapshots.storage._put
-
-    state = State()
-
-    def save(step: int, fails: bool, is_best: bool = False) -> None:
-        monkeypatch.setattr(snapshots.storage, "_put", no_space if fails else put)
+    snapshots, state = manager(path), State()
+    for step, is_best, fails in ((1, False, ""), (2, True, "_put"), (3, True, ""), (4, True, "_copy"), (5, False, "")):
         own = {"loss": 9.0 - step, "loss_step": step, "since_best": 1 - is_best}
-        best = {"best_loss": state.best_loss, "best_step": state.best_step}
-        if is_best:
-            best = {"best_loss": 9.0 - step, "best_step": step}
-        snapshots.save(dataclasses.replace(some_snapshot(step), **own, **best), True, loss=1.0)
-        snapshots.wait(state)
-        assert ("No space left" in snapshots.last_error) == fails
-
-    def best() -> tuple:
-        return snapshots.saved_step, state.best_loss, state.best_step
-
-    save(1, fails=False)
-    save(2, fails=True, is_best=True)
-    assert best() == (1, None, None)
-    assert "step 2: the snapshot was not written" in caplog.text and load(path).step == 1
-    save(3, fails=False)
-    assert (load(path).best_loss, load(path).best_step) == (None, None)  # that of step 2 is lost
-    save(3, fails=False, is_best=True)
-    assert (load(path).best_loss, load(path).best_step) == (6.0, 3)
-    assert best() == (3, 6.0, 3)
-    save(4, fails=True, is_best=True)
-    assert best() == (3, 6.0, 3)
-    assert load(path).step == 3
+        before = {"best_loss": state.best_loss, "best_step": state.best_step}
+        best = {"best_loss": 9.0 - step, "best_step": step} if is_best else before
+        with monkeypatch.context() as full:
+            if fails:
+                full.setattr(snapshots.storage, fails, no_space)
+            snapshots.save(dataclasses.replace(some_snapshot(step), **own, **best), True, loss=1.0)
+            snapshots.wait(state)
+        assert ("No space left" in snapshots.last_error) == bool(fails) and snapshots.saved_step == step - bool(fails)
+        assert vars(state) == vars(State()) | (before if fails else best)
+        assert (f"step {step}: the snapshot was not written" in caplog.text) == bool(fails)
+        assert load(path).step == (1 if step == 2 else step)
+    assert (load(path).best_step, load(snapshots.storage.best_path).step) == (3, 3)
 
 
 @pytest.mark.parametrize("weight, loss, bad", [(1.0, math.nan, "loss"), (math.inf, 1.0, "weights")])
@@ -380,23 +365,6 @@ def test_a_state_that_is_not_finite_is_not_saved(path, weight, loss, bad):
         assert snapshots.save(snapshot, True, loss=then) == (bad if step == 2 else None)
         snapshots.wait(State())
     assert load(path).step == load(snapshots.storage.best_path).step == 1
-
-
-def test_a_best_snapshot_counts_although_the_latest_could_not_be_written(path, monkeypatch):
-    snapshots = manager(path)
-    state = State()
-
-    def save(step: int, loss: float) -> None:
-        snapshots.save(dataclasses.replace(some_snapshot(step), loss=loss, loss_step=step), True, loss=1.0)
-        snapshots.wait(state)
-
-    save(1, loss=1.5)
-    with monkeypatch.context() as full:
-        full.setattr("engine.snapshots.storage.move", no_space)
-        save(2, loss=1.4)
-    assert snapshots.last_error and snapshots.saved_step == 1
-    assert (state.best_loss, state.best_step) == (1.4, 2)
-    assert (load(path).step, load(snapshots.storage.best_path).step) == (1, 2)
 
 
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):

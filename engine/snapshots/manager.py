@@ -202,22 +202,19 @@ class SnapshotManager:
         return self._saving.state.step if self._saving else None
 
     def wait(self, state: State) -> None:
-        """Waits for the save in progress; every rank learns its result. A failure is logged. If the best snapshot was
-        written, even if the latest was not, it becomes that of `state`.
+        """Waits for the save in progress; every rank learns its result. A failure is logged. If it was written and is
+        the best, it becomes that of `state`.
         """
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        step = saving.state.step
-        self.last_error, is_best = distributed.run_on_rank_0(
-            lambda: (saving.error(), saving.state.is_best and self.storage.best_step == step)
-        )
-        if is_best:
-            state.best_loss, state.best_step = saving.state.loss, step
+        self.last_error = distributed.run_on_rank_0(saving.error)
         if self.last_error:
-            self._log_failure(step, self.last_error)
-        else:
-            self.saved_step = step
+            self._log_failure(saving.state.step, self.last_error)
+            return
+        self.saved_step = saving.state.step
+        if saving.state.is_best:
+            state.best_loss, state.best_step = saving.state.loss, saving.state.step
 
     def finish(self) -> None:
         """After the last save: removes what no snapshot refers to."""

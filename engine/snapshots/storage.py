@@ -128,7 +128,6 @@ class SnapshotStorage:
             self.file_system, _ = locate(path)
         self.previous_path, self.best_path = beside(path, "prev"), beside(path, "best")
         self.temporary_path = f"{path}.tmp"
-        self.best_step: int | None = None  # of the best snapshot, if it was written here
 
     def numbered_path(self, step: int) -> str:
         return beside(self.path, f"step{step:08d}")
@@ -153,16 +152,15 @@ class SnapshotStorage:
         """
         try:
             self._put(self.temporary_path, content)
-            if is_best:  # before the latest, which records that this is the best
-                self._copy(self.temporary_path, self.best_path)
-                self.best_step = step
-            if is_numbered and self.keep:
-                self._copy(self.temporary_path, self.numbered_path(step))
-                for path in self.present(NUMBERED)[: -self.keep]:
-                    self._remove(path)
             if exists(self.path):
                 self._keep_latest()
             move(self.temporary_path, self.path)
+            if is_best:  # after the latest, from which `recover_best` can copy it
+                self._copy(self.path, self.best_path)
+            if is_numbered and self.keep:
+                self._copy(self.path, self.numbered_path(step))
+                for path in self.present(NUMBERED)[: -self.keep]:
+                    self._remove(path)
         finally:
             with contextlib.suppress(Exception):  # the store is unreachable
                 self._remove_temporary()
