@@ -135,8 +135,8 @@ class SnapshotStorage:
     # --- writing ---
 
     def prepare(self) -> None:
-        """Creates the folder of the snapshots, and removes the temporary files of a killed writer. Raises
-        `UserError` if a file cannot be written or copied there; not every kind of store can copy.
+        """Creates the folder of the snapshots, and removes the temporary files of a killed writer. Raises `UserError`
+        if a file cannot be written or copied there; not every kind of store can copy.
         """
         with storage_errors(self.path, "written"):
             if is_local(self.path):
@@ -146,21 +146,20 @@ class SnapshotStorage:
             self._remove_temporary()
 
     def write(self, content: bytes | memoryview, step: int, is_best: bool, is_numbered: bool) -> None:
-        """Atomic write: makes `content` the latest snapshot, and also the best or a numbered one.
-
-        At every moment, each file has its old or its new content. Raises what the file system raises.
+        """Atomic write: makes `content` the latest snapshot, and also the best or a numbered one. At every moment, each
+        file has its old or its new content. Raises what the file system raises.
         """
         try:
             self._put(self.temporary_path, content)
+            if is_numbered and self.keep:
+                self._copy(self.temporary_path, self.numbered_path(step))
+                for path in self.present(NUMBERED)[: -self.keep]:
+                    self._remove(path)
             if exists(self.path):
                 self._keep_latest()
             move(self.temporary_path, self.path)
-            if is_best:  # after the latest, from which `recover_best` can copy it
+            if is_best:  # if a kill prevents it, `recover_best` copies the latest
                 self._copy(self.path, self.best_path)
-            if is_numbered and self.keep:
-                self._copy(self.path, self.numbered_path(step))
-                for path in self.present(NUMBERED)[: -self.keep]:
-                    self._remove(path)
         finally:
             with contextlib.suppress(Exception):  # the store is unreachable
                 self._remove_temporary()
@@ -222,9 +221,7 @@ class SnapshotStorage:
 
     def find(self) -> tuple[Snapshot, str] | None:
         """Recovery: the latest snapshot and its path, or those of the newest undamaged one, which becomes the latest;
-        None without any.
-
-        Damaged snapshots are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
+        None without any. Damaged ones are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
         """
         damaged: dict[str, str] = {}
@@ -270,9 +267,9 @@ class SnapshotStorage:
         found = next((path for path in copies if is_snapshot_of(path, loss, step)), None)
         if found == self.best_path:
             return True
-        renamed = f"renamed to {rename([self.best_path])[0]}, and " if exists(self.best_path) else ""
-        instead = f"replaced by a copy of {found}" if found else "replaced after the next evaluation"
-        log.warning("%s is not the best snapshot of this run, of step %d: %s%s", self.best_path, step, renamed, instead)
+        if exists(self.best_path):
+            [moved] = rename([self.best_path])
+            log.warning("%s is not that of step %d, the best of this run: renamed to %s", self.best_path, step, moved)
         if found:
             with storage_errors(self.best_path, "written"):
                 self._copy(found, self.best_path)
