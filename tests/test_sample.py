@@ -318,3 +318,11 @@ def test_names_are_printed_one_per_line(capsys):
     texts = [("\n", "A", "da"), ("\n", "E", "ve")]
     assert sampling.print_texts(texts, "") == ["Ada", "Eve"]
     assert capsys.readouterr().out == "Ada\nEve\n"
+
+
+@pytest.mark.parametrize("name, size", [("n_layer", 200_000), ("n_embd", 60_000), ("vocab_size", 10**9)])
+def test_sizes_that_the_weights_do_not_have_are_refused_before_a_model_is_built(name, size):
+    snapshot = model_snapshot(VOCABULARY)
+    snapshot.config["model"][name] = size
+    with pytest.raises(UserError, match=rf"declares model\.{name}={size}, but its weights have"):
+        sampling.load_model(snapshot, "cpu")

@@ -373,3 +373,30 @@ def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monk
     snapshots.save(some_snapshot(1), True, loss=1.0)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text
+
+
+def test_a_write_that_reads_back_different_is_noticed(path, monkeypatch):
+    files = SnapshotStorage(path)
+    write(files, 1)
+    put = files._put
+    monkeypatch.setattr(files, "_put", lambda path, content: put(path, content[:-1]))
+    with pytest.raises(OSError, match="differs from what was written"):
+        write(files, 2)
+    assert load(path).step == 1
+
+
+@pytest.mark.parametrize(
+    "names, value, is_refused",
+    [(["b"], math.inf, True), (["a.weight"], math.inf, False), ([], math.inf, False), ([], math.nan, True)],
+)
+def test_a_snapshot_with_a_parameter_that_is_not_finite_is_refused_and_passed_over(
+    path, caplog, names, value, is_refused
+):
+    files = SnapshotStorage(path)
+    write(files, 1)
+    snapshot = dataclasses.replace(some_snapshot(2), parameters=names)
+    snapshot.model_state["b"][0] = value  # a buffer, unless named
+    files.write(snapshot.to_bytes(), 2, False, True)
+    found, _ = files.find()
+    assert found.step == (1 if is_refused else 2)
+    assert ("b is not finite: the run diverged" in caplog.text) == is_refused

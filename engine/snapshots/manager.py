@@ -23,7 +23,7 @@ from engine.files import atomic_write
 from engine.machine.hardware import is_out_of_memory
 from engine.parallel import distributed, sharding
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
-from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.snapshot import Snapshot, not_finite
 from engine.snapshots.state import State
 from engine.snapshots.storage import SnapshotStorage, rename, snapshot_path
 
@@ -165,8 +165,8 @@ class SnapshotManager:
         Does nothing unless the weights and `loss`, computed with them, are finite on every rank; returns which of both
         is not: "weights", "loss" or None.
         """
-        own = (sharding.local_tensor(snapshot.model_state[name]) for name in snapshot.parameters)
-        finite = distributed.all_gather((all(bool(tensor.isfinite().all()) for tensor in own), math.isfinite(loss)))
+        own = {name: sharding.local_tensor(tensor) for name, tensor in snapshot.model_state.items()}
+        finite = distributed.all_gather((not_finite(own, snapshot.parameters) is None, math.isfinite(loss)))
         if not all(map(all, finite)):
             self._set_due(RETRY_S)
             return "loss" if all(weights for weights, _ in finite) else "weights"

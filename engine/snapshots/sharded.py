@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
-from engine.parallel import distributed
+from engine.parallel import distributed, sharding
 from engine.parallel.distributed import all_gather, run_on_rank_0
-from engine.snapshots.snapshot import Snapshot, SnapshotError
+from engine.snapshots.snapshot import Snapshot, SnapshotError, not_finite
 from engine.snapshots.storage import SnapshotStorage, load, read, shards_folder
 
 log = logging.getLogger("gpt")
@@ -77,7 +77,7 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
     """(model state, optimizer state) in the shards of the `snapshot` at `path`; all ranks take part.
 
     The tensors of a parameter are sharded as it is in the state dict `model`; those of a parameter that
-    is not in it are plain. Raises `SnapshotError` for a file that is damaged.
+    is not in it are plain. Raises `SnapshotError` for a file that is damaged, or of a run that diverged.
     """
     from torch.distributed import checkpoint
 
@@ -110,6 +110,9 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
             optimizer_state.setdefault(name, {})[key[0]] = tensor
     with checkpoint_errors(folder):
         checkpoint.load(state, storage_reader=reader, no_dist=distributed.size() == 1)
+    own = {name: sharding.local_tensor(tensor) for name, tensor in model_state.items()}
+    if bad := next(filter(None, all_gather(not_finite(own, snapshot.parameters))), None):
+        raise SnapshotError(f"{folder}: {bad} is not finite: the run diverged")
     return model_state, optimizer_state
 
 

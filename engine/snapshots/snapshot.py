@@ -91,8 +91,8 @@ class Snapshot(State):
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
         """The inverse of `to_bytes`, tensors on the CPU.
 
-        Runs no code in the file. Raises `SnapshotError`, naming it `name`, if it is damaged, and another `UserError` if
-        it has another format or is no snapshot.
+        Runs no code in the file. Raises `SnapshotError`, naming it `name`, if it is damaged or of a run that diverged,
+        and another `UserError` if it has another format or is no snapshot.
         """
         verify(content, name)
         try:
@@ -106,6 +106,8 @@ class Snapshot(State):
         if snapshot is None:
             readable = ", ".join(map(str, READABLE_FORMATS))
             raise UserError(f"{name}: snapshot format {loaded.get('format')}; this application reads {readable}")
+        if bad := not_finite(snapshot.model_state, snapshot.parameters):
+            raise SnapshotError(f"{name}: {bad} is not finite: the run diverged")
         return snapshot
 
     def __str__(self) -> str:
@@ -127,13 +129,24 @@ class Snapshot(State):
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """`config["model"]`, from which the model is rebuilt. Raises `SnapshotError` if another program saved none."""
+        """`config["model"]`, from which the model is rebuilt. Raises `SnapshotError` if another program saved none, or
+        if it declares other sizes than the weights have: to build such a model could take hours.
+        """
         if not self.config.get("model"):
             raise SnapshotError(
                 "the snapshot does not record the size of its model: the Trainer was given a model "
                 "without a config, and no run_config"
             )
-        return self.config["model"]
+        model, weights = self.config["model"], self.model_state
+        layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+        found = {"n_layer": len(layers)} if layers else {}
+        for name, sizes in (("tok_emb.weight", ("vocab_size", "n_embd")), ("pos_emb.weight", ("block_size",))):
+            if name in weights:
+                found |= zip(sizes, weights[name].shape, strict=False)
+        for name, size in found.items():
+            if model.get(name) not in (None, size):
+                raise SnapshotError(f"the snapshot declares model.{name}={model[name]}, but its weights have {size}")
+        return model
 
     @property
     def encoding(self) -> str:
@@ -182,6 +195,17 @@ def verify(content: bytes | memoryview, name: str) -> None:
     digest = hashlib.sha256(memoryview(content)[:-DIGEST_LENGTH]).hexdigest()
     if digest.encode() != content[-DIGEST_LENGTH:]:
         raise SnapshotError(f"{name}: damaged: its SHA-256 differs from when it was written")
+
+
+def not_finite(model_state: dict[str, torch.Tensor], parameters: list[str]) -> str | None:
+    """The first of `parameters` that is not finite. A buffer, such as a mask, may be infinite; without `parameters`, in
+    older snapshots, it is the first tensor with a nan.
+    """
+    for name in parameters or model_state:
+        value = model_state.get(name)
+        if isinstance(value, torch.Tensor) and not (value.isfinite() if parameters else ~value.isnan()).all():
+            return name
+    return None
 
 
 def check_can_resume(

@@ -2,7 +2,7 @@
 
 The files of a run lie side by side: the latest (`gpt_snapshot.pt`), the one before it (`.prev`), the
 one with the lowest held-out loss (`.best`) and the numbered ones (`.step00001000`). Every write goes to
-a temporary name, and then replaces the old file in one operation.
+a temporary name, is read back, and then replaces the old file in one operation.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from engine.snapshots.snapshot import Snapshot, SnapshotError
 
 log = logging.getLogger("gpt")
 NUMBERED = r"\.step\d+"
+PIECE = 2**18  # bytes read back at once; a piece stays in the processor's cache
 KINDS = rf"|\.prev|\.best|{NUMBERED}"  # the first is the latest
 
 
@@ -151,6 +152,7 @@ class SnapshotStorage:
         """
         try:
             self._put(self.temporary_path, content)
+            self._read_back(content)
             if is_numbered and self.keep:
                 self._copy(self.temporary_path, self.numbered_path(step))
                 for path in self.present(NUMBERED)[: -self.keep]:
@@ -172,6 +174,15 @@ class SnapshotStorage:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+
+    def _read_back(self, content: bytes | memoryview) -> None:
+        """Raises OSError unless the temporary file has the `content`: not every disk reports what it loses."""
+        self.file_system.invalidate_cache()
+        pieces = (content[first : first + PIECE] for first in range(0, len(content), PIECE))
+        with self.file_system.open(locate(self.temporary_path)[1], "rb") as file:
+            # Comparing a memoryview would take ten times as long.
+            if any(file.read(len(piece)) != bytes(piece) for piece in pieces) or file.read(1):
+                raise OSError(f"{self.temporary_path}: differs from what was written")
 
     def _copy(self, source: str, target: str) -> None:
         """Copies atomically: `target` keeps its content, or has all of the new one."""
