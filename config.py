@@ -17,9 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.config.arguments import field_table
-from engine.config.overrides import GROUPS, check_overrides, explain
-from engine.config.schema import ARCHITECTURE, Config, GPTConfig
-from engine.config.settings import as_typed, flatten
+from engine.config.overrides import FOLDERS, check_overrides, explain
+from engine.config.schema import Config, GPTConfig, as_typed, flatten
 from engine.errors import UserError
 from engine.files import is_local
 from engine.parallel.distributed import all_gather
@@ -27,21 +26,14 @@ from engine.parallel.distributed import all_gather
 log = logging.getLogger("gpt")
 CONF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 
-
 BASE = OmegaConf.structured(Config)
 BASE.model = OmegaConf.structured(GPTConfig)  # of the class, as an instance fills in its null sizes
-KEYS = [*flatten(cast(dict, OmegaConf.to_container(BASE)))]  # dotted
 ConfigStore.instance().store(name="base_config", node=BASE)
-
-
-def check_typed(overrides: list[str]) -> None:
-    """Raises `UserError` for overrides as they were typed: see `check_overrides`."""
-    check_overrides(overrides, KEYS, {f"model.{name}" for name in (*ARCHITECTURE, "model_type")})
 
 
 def compose(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes from `conf/` and `overrides`. Raises `UserError`."""
-    check_typed(overrides)
+    check_overrides(overrides)
     try:
         with hydra.initialize_config_dir(CONF, version_base="1.3"):
             return hydra.compose("config", overrides)
@@ -96,7 +88,7 @@ def check_ranks_agree(config: Config, text_digest: str) -> None:
 def help_text() -> str:
     """Every group and field with type, default and meaning, for `python main.py --help`."""
     lines = ["Groups, and their files in conf/ (python main.py GROUP=FILE):", ""]
-    for group in GROUPS:
+    for group in FOLDERS:
         files = sorted(os.listdir(os.path.join(CONF, group)))
         lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
     lines.append(

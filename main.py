@@ -36,9 +36,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import report
 from char_dataset import CharDataset
-from config import CONF, Config, check_ranks_agree, check_typed, compose, help_text, validate
+from config import CONF, Config, check_ranks_agree, compose, help_text, validate
 from engine import portable
-from engine.config.overrides import add_default_recipe
+from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
 from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.parallel import distributed, sharding
@@ -100,7 +100,9 @@ def run_training(config: Config, started: float) -> float | None:
         # These three resolve the null fields of `config`.
         pretrained = read_init_weights(config, found)
         text = load_text(config, recorded)
-        deadline = choose_sizes(config, text, recorded, started, build)
+        deadline = choose_sizes(
+            config, len(text.data), recorded, started, lambda timed: build(timed, text.with_config(timed.data).split())
+        )
         if found:  # before a changed setting makes the split fail
             check_can_resume(found, snapshots.path, dataclasses.asdict(config), {}, text.digest)
 
@@ -310,7 +312,7 @@ def run() -> None:
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)
         sys.argv[1:] = add_default_recipe(arguments)
-        check_typed(sys.argv[1:])
+        check_overrides(sys.argv[1:])
         portable.patch_argparse()
         main()
     distributed.leave(0)

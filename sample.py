@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from char_dataset import CharDataset, DataConfig, encode
 from engine.config.arguments import Text, parse, run_program
-from engine.config.settings import as_typed
+from engine.config.schema import as_typed
 from engine.errors import UserError, check_only_one, check_range, one_line
 from engine.generation import default_prompt, enough_threads
 from engine.machine.hardware import check_device

@@ -19,8 +19,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatches, move_if_small
-from engine.config.schema import OptimizerConfig, TrainerConfig
-from engine.config.settings import as_plain, defaults_of, flatten
+from engine.config.schema import OptimizerConfig, TrainerConfig, as_plain, defaults_of, flatten
 from engine.errors import UserError
 from engine.generation import draw_samples
 from engine.machine.hardware import count_flops

@@ -12,16 +12,17 @@ import os
 import shlex
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the application
 
-from config import KEYS
+
 from engine.config.arguments import parse, run_program
-from engine.config.overrides import override_key, without
-from engine.config.settings import IRRELEVANT, is_fixed
+from engine.config.overrides import override_key
+from engine.config.schema import IRRELEVANT, KEYS, is_fixed
 from engine.errors import UserError
 from engine.files import atomic_write
 from engine.reports.history import Run
@@ -49,6 +50,11 @@ class Arguments:
 
     run_dirs: list[str] | None = None  # a list, a pattern, or the directory of a sweep over seeds
     reference: str = REFERENCES  # the file to update, or to compare with
+
+
+def without(overrides: Iterable[str], *prefixes: str) -> list[str]:
+    """The overrides that do not start with one of `prefixes`, such as `run_dir=`."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(prefixes)]
 
 
 def main(arguments: list[str]) -> int:

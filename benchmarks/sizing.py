@@ -17,8 +17,10 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import main
 import sample
-from config import validate
+from config import Config, validate
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError
 from engine.sizing import rule
-from engine.sizing.choose import choose_model, choose_rates
-from engine.sizing.draft import CHOSEN, Draft
+from engine.sizing.choose import CHOSEN, choose_model, choose_rates, step_characters, useful_steps
 from engine.snapshots.sharded import load_full
 
 RESULTS = Path(__file__).resolve().parent / "sizing.jsonl"
@@ -72,34 +73,21 @@ class Arguments:
 Line = dict[str, Any]  # of sizing.jsonl: a cell, a seed, a kind, the fields of `CHOSEN` and the results
 
 
-class Reference:
-    """Instead of a `Trial`: the reference model trains on a character per second, for so many `characters`."""
-
-    def __init__(self, characters: float):
-        self.characters = characters
-
-    def seconds_left(self) -> float:
-        return self.characters
-
-    def seconds_per_step(self, draft: Draft) -> float:
-        return draft.step_characters
-
-
 def chosen(text: str, characters: int, millions: float) -> Line:
     """The rule's choice."""
-    config: Any = validate(main.configure("data=text", f"data.path={text}", "trainer.max_minutes=1"))
+    config = validate(main.configure("data=text", f"data.path={text}", "trainer.max_minutes=1"))
     config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
-    draft = Draft(config, characters)
-    choose_model(draft, Reference(1e6 * millions))
-    trained = 1e6 * millions / cost(draft)
-    config.trainer.max_steps = min(round(trained / draft.step_characters), draft.useful_steps)
-    choose_rates(draft)
-    return values(draft)
+    # The reference model trains on a character per second.
+    choose_model(config, characters, time.monotonic() + 1e6 * millions, step_characters)
+    trained = 1e6 * millions / cost(config)
+    config.trainer.max_steps = min(round(trained / step_characters(config)), useful_steps(config, characters))
+    choose_rates(config, characters)
+    return values(config)
 
 
-def values(draft: Draft) -> Line:
+def values(config: Config) -> Line:
     """The fields of `CHOSEN` with their values."""
-    return {key: draft.get(key) for key in CHOSEN}
+    return {key: attrgetter(key)(config) for key in CHOSEN}
 
 
 def neighbours(choice: Line) -> list[Line]:
@@ -124,14 +112,14 @@ def neighbours(choice: Line) -> list[Line]:
     return [choice | change for change in changes]
 
 
-def cost(draft: Draft) -> float:
+def cost(config: Config) -> float:
     """Seconds for a character of training, relative to the reference model. Fitted to 16 models on a core of a Zen 4,
     within 6 %.
     """
-    model, width = draft.config.model, draft.config.model.n_embd
-    in_layers = model.n_layer * (72 * width**2 + 12 * width * draft.config.data.block_size) / 6.4e6
+    model, width = config.model, config.model.n_embd
+    in_layers = model.n_layer * (72 * width**2 + 12 * width * config.data.block_size) / 6.4e6
     narrow = 1.3 if width <= 64 else 1.1 if width < 128 else 1.0
-    small_steps = (3072 / draft.step_characters) ** 0.22
+    small_steps = (3072 / step_characters(config)) ** 0.22
     dropout = 1.05 if model.resid_pdrop else 1.0
     return in_layers * narrow * small_steps * dropout + width * (0.13 / 128 + 6 * model.vocab_size / 6.4e6)
 
@@ -155,10 +143,9 @@ def train(job: tuple[str, Line]) -> Line:
         own += ["data=text", f"data.path={folder}/text.txt", "trainer.max_minutes=null"]
         config = validate(main.configure(*own, "trainer.max_steps=1"))
         config.model.vocab_size = len(known)
-        draft = Draft(config, characters)
-        steps = round(1e6 * line["millions"] / cost(draft) / draft.step_characters)
+        steps = round(1e6 * line["millions"] / cost(config) / step_characters(config))
         if line["kind"] != "recipe":
-            steps = min(steps, draft.useful_steps)
+            steps = min(steps, useful_steps(config, characters))
         composed = main.configure(
             *(*own, f"trainer.max_steps={steps}", f"trainer.eval_every_steps={max(1, steps // 10)}"),
             *("trainer.save_every_steps=null", "samples=false", "report=false", "trainer.trackers=[]"),
@@ -176,7 +163,7 @@ def train(job: tuple[str, Line]) -> Line:
 def lines_of(cell: Line, text: str, seeds: int, done: list[Line]) -> list[Line]:
     """The lines of a cell, without their results."""
     choice = chosen(text, cell["characters"], cell["millions"])
-    recipe = values(Draft(validate(main.configure("experiment=shakespeare_cpu")), 0))
+    recipe = values(validate(main.configure("experiment=shakespeare_cpu")))
     again = [choice | {"kind": "choice"}, recipe | {"kind": "recipe"}]
     first = again + [other | {"kind": "other"} for other in neighbours(choice)]
     best = best_other([line for line in done if line.items() >= cell.items()], choice)

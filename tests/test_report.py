@@ -15,8 +15,8 @@ from conftest import TINY, metrics, start
 import report
 from benchmarks import reference
 from benchmarks.reference import band, changes, compare, load_references, make_reference
-from config import KEYS, compose
-from engine.config.settings import FIXED, FREE, HIDDEN, IRRELEVANT, is_fixed
+from config import compose
+from engine.config.schema import FIXED, FREE, HIDDEN, IRRELEVANT, KEYS, is_fixed
 from engine.errors import UserError
 from engine.generation import draw_samples
 from engine.reports.history import Run

@@ -15,13 +15,12 @@ from conftest import equal, metrics, patched_main, read_until, start
 
 from config import Config, validate
 from engine.config.overrides import text_name
-from engine.config.settings import flatten
+from engine.config.schema import flatten
 from engine.errors import UserError
 from engine.parallel import distributed
 from engine.sizing import choose as sizing
-from engine.sizing import draft, rule, trial
-from engine.sizing.draft import Draft
-from engine.sizing.recall import recall
+from engine.sizing import rule
+from engine.sizing.choose import restore_choice
 from engine.snapshots.storage import load
 from main import configure
 
@@ -31,8 +30,9 @@ SMALL = ["data.block_size=16", "model.n_layer=1", "model.n_embd=16"]
 
 
 @pytest.fixture(autouse=True)
-def device_of_its_own(monkeypatch):
+def cpu_whose_clock_stands_still(monkeypatch):
     monkeypatch.setattr(distributed, "_device", torch.device("cpu"))
+    monkeypatch.setattr(sizing, "seconds_left", lambda deadline: deadline)
 
 
 @functools.cache
@@ -45,43 +45,44 @@ def settings(*overrides: str, recipe: str = "auto") -> Config:
     return copy.deepcopy(compose(f"experiment={recipe}", *own, *overrides))
 
 
-class FakeTrial:
-    """A machine of so many floating-point operations a second, whose clock stands still. Records the
-    `trainer.compile` of the steps that were timed.
+def choose_for(
+    config: Config, characters: int, minutes: float = 1.5, flops: float = 1e11, device: str = "cpu"
+) -> tuple[dict, list[str], list[str]]:
+    """The settings chosen on a machine of so many floating-point operations a second, the overrides that choose them,
+    and the `trainer.compile` of the steps that were timed.
     """
+    compiled = []
 
-    def __init__(self, flops: float, minutes: float, device: str = "cpu"):
-        self.flops, self.deadline, self.timed = flops, 60 * minutes, []
-        distributed._device = torch.device(device)
+    def time_step(config: Config) -> float:
+        compiled.append(config.trainer.compile)
+        seconds = sizing.step_characters(config) * sizing.flops_per_character(config) / flops
+        return seconds * (0.7 if compiled[-1] == "true" else 1)
 
-    def seconds_left(self) -> float:
-        return self.deadline
-
-    def seconds_per_step(self, draft: Draft) -> float:
-        compiled = draft.config.trainer.compile
-        self.timed.append(compiled)
-        seconds = draft.step_characters * draft.flops_per_character / self.flops
-        return seconds * (0.7 if compiled == "true" else 1)
-
-
-def choose(
-    *overrides: str,
-    characters: int = 200_000,
-    minutes: float = 1.5,
-    flops: float = 1e11,
-    device: str = "cpu",
-    machine: FakeTrial | None = None,
-) -> tuple[dict, list[str]]:
-    """The settings chosen, and the overrides that choose them."""
-    config = settings(f"trainer.max_minutes={minutes:g}", *overrides)
+    distributed._device = torch.device(device)
     config.model.vocab_size = 65
-    overrides, _ = sizing.choose(Draft(config, characters), machine or FakeTrial(flops, minutes, device))
-    return flatten(dataclasses.asdict(config)), overrides
+    overrides, _ = sizing.choose(config, characters, 60 * minutes, time_step)
+    return flatten(dataclasses.asdict(config)), overrides, compiled
+
+
+def choose(*overrides: str, characters: int = 200_000, minutes: float = 1.5, **machine) -> dict:
+    """The settings chosen."""
+    config = settings(f"trainer.max_minutes={minutes:g}", *overrides)
+    return choose_for(config, characters, minutes, **machine)[0]
+
+
+def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
+    """Seconds of a step and of an evaluation."""
+    layers, width = chosen["model.n_layer"], chosen["model.n_embd"]
+    context = chosen["data.block_size"]
+    character_s = (72 * layers * width**2 + 12 * layers * width * context + 390 * width) / flops
+    held_out = characters - int(characters * chosen["data.train_split"])
+    step_s = chosen["trainer.batch_size"] * context * character_s
+    return step_s, held_out * sizing.SCORING_COST * character_s
 
 
 def test_everything_is_chosen_and_the_printed_overrides_repeat_it():
-    chosen, overrides = choose()
-    assert [key for key in (*draft.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
+    chosen, overrides, _ = choose_for(settings(), 200_000)
+    assert [key for key in (*sizing.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
     again = flatten(dataclasses.asdict(settings(*overrides)))
     differ = {key for key in chosen if chosen[key] != again[key]}
     # The time is null; the others follow from the text and data.block_size.
@@ -97,14 +98,14 @@ def test_everything_is_chosen_and_the_printed_overrides_repeat_it():
     ],
 )  # fmt: skip
 def test_given_values_are_kept(key, value):
-    chosen, _ = choose(f"{key}={value}")
+    chosen = choose(f"{key}={value}")
     assert chosen[key] == value
     assert chosen["model.n_embd"] % (2 * chosen["model.n_head"]) == 0
-    assert None not in [chosen[key] for key in draft.CHOSEN]
+    assert None not in [chosen[key] for key in sizing.CHOSEN]
 
 
 def test_steps_and_rates_follow_a_given_width():
-    narrow, wide = (choose(f"model.n_embd={width}")[0] for width in (128, 512))
+    narrow, wide = (choose(f"model.n_embd={width}") for width in (128, 512))
     assert wide["trainer.max_steps"] < narrow["trainer.max_steps"] / 8
     assert wide["optimizer.learning_rate"] != narrow["optimizer.learning_rate"]
     assert wide["optimizer.weight_decay"] != narrow["optimizer.weight_decay"]
@@ -114,17 +115,14 @@ def test_steps_and_rates_follow_a_given_width():
 @pytest.mark.parametrize("minutes", [0.2, 1.5, 60])
 @pytest.mark.parametrize("flops", [1e10, 1e12, 1e14])
 def test_steps_and_evaluations_fit_into_the_time(characters, minutes, flops):
-    chosen, _ = choose(characters=characters, minutes=minutes, flops=flops)
-    steps, every = chosen["trainer.max_steps"], chosen["trainer.eval_every_steps"]
-    context, batch = chosen["data.block_size"], chosen["trainer.batch_size"]
-    layers, width = chosen["model.n_layer"], chosen["model.n_embd"]
-    character_s = (72 * layers * width**2 + 12 * layers * width * context) / flops
-    held_out = characters * (1 - chosen["data.train_split"])
-    seconds = steps * batch * context * character_s
-    evaluations_s = -(-steps // every) * held_out * draft.SCORING_COST * character_s
-    assert seconds + evaluations_s <= 60 * minutes
-    assert evaluations_s <= 0.1 * (seconds + evaluations_s) or steps < 50
-    assert held_out > context  # a window fits into the held-out part
+    chosen = choose(characters=characters, minutes=minutes, flops=flops)
+    step_s, evaluation_s = costs(chosen, characters, flops)
+    steps, context = chosen["trainer.max_steps"], chosen["data.block_size"]
+    evaluations_s = -(-steps // chosen["trainer.eval_every_steps"]) * evaluation_s
+    seconds = steps * step_s + evaluations_s
+    assert seconds <= 60 * minutes
+    assert evaluations_s <= 0.1 * seconds or steps < 50
+    assert characters * (1 - chosen["data.train_split"]) > context  # a window fits into the held-out part
 
 
 @pytest.mark.parametrize("characters", [2_000, 25_000, 60_000, 300_000, 2_000_000, 10**8])
@@ -135,26 +133,16 @@ def test_more_time_gives_no_smaller_a_model(characters):
     assert sizes[0] != sizes[-1]
 
 
-def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
-    """Seconds of a step and of an evaluation."""
-    layers, width = chosen["model.n_layer"], chosen["model.n_embd"]
-    context = chosen["data.block_size"]
-    character_s = (72 * layers * width**2 + 12 * layers * width * context + 390 * width) / flops
-    held_out = characters - int(characters * chosen["data.train_split"])
-    step_s = chosen["trainer.batch_size"] * context * character_s
-    return step_s, held_out * draft.SCORING_COST * character_s
-
-
 def test_the_evaluation_halfway_fits_into_the_time():
     typed = ("data.train_split=0.5", "trainer.eval_every_steps=100000")
-    chosen, _ = choose(*typed, characters=10_000_000, minutes=3, flops=1e12)
+    chosen = choose(*typed, characters=10_000_000, minutes=3, flops=1e12)
     step_s, evaluation_s = costs(chosen, 10_000_000, 1e12)
     used = chosen["trainer.max_steps"] * step_s + 2 * evaluation_s
     assert 100 < used <= 180 and evaluation_s > 20
 
 
 def test_given_steps_are_evaluated_as_often_as_they_pay_for():
-    chosen, _ = choose("trainer.max_steps=200", characters=1_000_000, minutes=60)
+    chosen = choose("trainer.max_steps=200", characters=1_000_000, minutes=60)
     step_s, evaluation_s = costs(chosen, 1_000_000, 1e11)
     evaluations_s = evaluation_s * -(-200 // chosen["trainer.eval_every_steps"])
     assert evaluations_s < 0.15 * 200 * step_s
@@ -164,18 +152,15 @@ def test_given_steps_are_evaluated_as_often_as_they_pay_for():
     "characters, held_out", [(1000, 100), (10_000, 1000), (30_000, 1500), (300_000, 15_000), (3_000_000, 20_000)]
 )
 def test_a_short_text_keeps_most_of_its_characters_for_training(characters, held_out):
-    chosen, _ = choose(characters=characters, minutes=0.2, flops=1e10)
+    chosen = choose(characters=characters, minutes=0.2, flops=1e10)
     assert characters * (1 - chosen["data.train_split"]) == pytest.approx(held_out, rel=1e-3)
 
 
-def test_a_given_context_fits_into_the_held_out_part():
-    chosen, _ = choose("data.block_size=1024", characters=15_000)
-    assert 1024 < 15_000 - int(15_000 * chosen["data.train_split"]) < 1100
-
-
-def test_the_context_fits_into_a_given_held_out_part():
-    chosen, _ = choose("data.train_split=0.97", characters=3000)
-    assert 1 <= chosen["data.block_size"] < 3000 - int(3000 * 0.97)
+def test_a_window_fits_into_the_held_out_part():
+    context = choose("data.block_size=1024", characters=15_000)
+    assert 1024 < 15_000 - int(15_000 * context["data.train_split"]) < 1100
+    split = choose("data.train_split=0.97", characters=3000)
+    assert 1 <= split["data.block_size"] < 3000 - int(3000 * 0.97)
 
 
 def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(tmp_path, begin):
@@ -190,12 +175,11 @@ def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(tmp_
     process.wait(timeout=30)
     result = start(*command)
     assert result.returncode == 0, result.stderr
-    assert "resuming from" in result.stdout and "to repeat this choice" not in result.stdout
+    assert "resuming from" in result.stdout and "to repeat this run" not in result.stdout
     config = yaml.safe_load((first / "config.yaml").read_text())
     assert config["run_name"] == "a_book" and config["trainer"]["max_steps"] > 30
-    line = next(x for x in out.splitlines() if "to repeat this choice: " in x)
-    arguments = [a for a in shlex.split(line.split(": ", 1)[1])[2:] if not a.startswith("run_dir=")]
-    result = start(*arguments, f"run_dir={second}")
+    [added] = re.findall("to repeat this run, add to its command: (.*) run_name=NEW_NAME", out)
+    result = start(*command, *shlex.split(added), f"run_dir={second}")
     assert result.returncode == 0, result.stderr
     assert metrics(first) == metrics(second)
     snapshots = [load(str(run / "gpt_snapshot.pt")) for run in (first, second)]
@@ -235,14 +219,13 @@ def resumed(chosen: dict, *overrides: str, characters: int = 10**9) -> dict:
         group, _, name = key.partition(".")
         recorded.get(group, {})[name] = value
     config = settings(*overrides)
-    recall(Draft(config, characters), recorded)
+    restore_choice(config, characters, recorded)
     return flatten(dataclasses.asdict(config))
 
 
 def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluations():
     few, many = (
-        choose("trainer.max_minutes=null", f"trainer.max_steps={steps}", characters=1_000_000)[0]
-        for steps in (100, 6000)
+        choose("trainer.max_minutes=null", f"trainer.max_steps={steps}", characters=1_000_000) for steps in (100, 6000)
     )
     # Weights decay by more in all, the more passes there are.
     decayed = [
@@ -259,32 +242,30 @@ def test_steps_that_are_given_without_a_time_decide_the_passes_and_the_evaluatio
 
 
 def test_the_final_part_is_not_training_text_and_its_scoring_time_is_counted():
-    whole, _ = choose(characters=300_000)
-    part, _ = choose("data.final_split=0.4", characters=500_000)
-    for key in draft.SIZES:
+    whole = choose(characters=300_000)
+    part = choose("data.final_split=0.4", characters=500_000)
+    for key in sizing.SIZES:
         assert part[key] == whole[key]
     assert part["data.train_split"] == pytest.approx(0.6 * whole["data.train_split"], abs=1e-6)
     assert part["trainer.max_steps"] < whole["trainer.max_steps"]
-    with pytest.raises(UserError, match=r"x\.txt: 500 characters beside data\.final_split=0\.9 are"):
-        choose("data.final_split=0.9", characters=5000)
 
 
 def test_n_gram_decay_grows_with_the_passes_and_short_texts_have_no_n_grams():
     decays = []
     for minutes, characters in ((1, 300_000), (10, 300_000), (10, 80_000)):
-        chosen, _ = choose(characters=characters, minutes=minutes)
+        chosen = choose(characters=characters, minutes=minutes)
         assert chosen["model.ngram_rows"] > 0
         decays.append(chosen["optimizer.ngram_decay"])
         assert chosen["optimizer.ngram_decay"] * chosen["optimizer.learning_rate"] < 0.75
     assert decays[0] < decays[1] < decays[2]
-    pretrained, _ = choose("init_from=x", characters=300_000, minutes=10)
+    pretrained = choose("init_from=x", characters=300_000, minutes=10)
     assert pretrained["optimizer.ngram_decay"] < decays[0]
     assert pretrained["optimizer.weight_decay"] < chosen["optimizer.weight_decay"]
-    assert choose(characters=30_000)[0]["model.ngram_rows"] == 0
+    assert choose(characters=30_000)["model.ngram_rows"] == 0
 
 
 def test_n_gram_embeddings_are_not_added_to_an_older_run():
-    older, _ = choose(characters=300_000)
+    older = choose(characters=300_000)
     del older["model.ngram_rows"], older["optimizer.ngram_decay"]
     again = resumed(older, "trainer.max_minutes=1.5")
     assert again["model.ngram_rows"] == again["optimizer.ngram_decay"] == 0
@@ -292,17 +273,17 @@ def test_n_gram_embeddings_are_not_added_to_an_older_run():
 
 @pytest.mark.parametrize("limit", [[], ["trainer.max_steps=1000000"], ["trainer.max_epochs=1000"]])
 def test_a_run_that_resumes_keeps_its_choice_and_a_longer_time_trains_on(limit):
-    chosen, _ = choose(*limit)
+    chosen = choose(*limit)
     for minutes in (1.5, 4.5, 1.7, 0.31):
         again = resumed(chosen, f"trainer.max_minutes={minutes}", *limit)
-        assert [key for key in draft.CHOSEN if again[key] != chosen[key]] == []
+        assert [key for key in sizing.CHOSEN if again[key] != chosen[key]] == []
         assert again["trainer.max_steps"] == round(chosen["trainer.max_steps"] * minutes / 1.5)
         same = resumed(again | {"data.path": "x.txt"}, f"trainer.max_minutes={minutes}", *limit)
         assert same == again
 
 
 def test_a_longer_time_adds_no_passes_that_overfit():
-    chosen, _ = choose(characters=200_000)
+    chosen = choose(characters=200_000)
     again = resumed(chosen, "trainer.max_minutes=60", characters=200_000)
     trained = again["trainer.max_steps"] * again["trainer.batch_size"] * again["data.block_size"]
     passes = trained / (200_000 * again["data.train_split"])
@@ -316,9 +297,9 @@ def test_a_longer_time_adds_no_passes_that_overfit():
 
 def test_the_steps_of_a_run_with_a_time_limit_are_raised_without_it(caplog):
     caplog.set_level("INFO", "gpt")
-    chosen, _ = choose("trainer.max_steps=7")
+    chosen = choose("trainer.max_steps=7")
     assert resumed(chosen, "trainer.max_minutes=1.5", "trainer.max_steps=9")["trainer.max_steps"] == 7
-    assert "keeps its 7 steps; to train longer, set trainer.max_minutes=null" in caplog.text
+    assert "7 steps; to train longer, set trainer.max_steps and trainer.max_minutes=null" in caplog.text
     assert resumed(chosen, "trainer.max_minutes=null", "trainer.max_steps=9")["trainer.max_steps"] == 9
     epochs = resumed(chosen, "trainer.max_minutes=null", "trainer.max_epochs=300")
     assert epochs["trainer.max_steps"] is None
@@ -328,8 +309,7 @@ def test_the_steps_of_a_run_with_a_time_limit_are_raised_without_it(caplog):
 def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
     config = settings("trainer.max_minutes=1", "trainer.max_epochs=1", recipe="nanogpt_cpu")
     config.trainer.max_steps = config.trainer.eval_every_steps = None
-    config.model.vocab_size = 65
-    sizing.choose(Draft(config, 20_000), FakeTrial(2e12, 1))
+    choose_for(config, 20_000, 1, 2e12)
     windows = int(20_000 * config.data.train_split) - config.data.block_size
     assert config.trainer.max_steps == -(-windows // config.trainer.batch_size)
     assert config.trainer.eval_every_steps < config.trainer.max_steps
@@ -338,7 +318,7 @@ def test_epochs_that_end_sooner_than_the_time_decide_the_steps():
 def test_evaluations_every_epoch_are_not_replaced_by_those_of_an_earlier_start():
     recorded = {"trainer": {"max_steps": 10, "max_minutes": None, "eval_every_steps": 100}}
     config = settings("trainer.eval_every_steps=null", recipe="nanogpt_cpu")
-    recall(Draft(config, 30_000), recorded)
+    restore_choice(config, 30_000, recorded)
     assert config.trainer.eval_every_steps is None
 
 
@@ -347,8 +327,7 @@ def test_max_minutes_with_a_named_recipe_sets_only_the_steps(device):
     config = settings("trainer.max_minutes=1", recipe="nanogpt_cpu")
     config.model.vocab_size = 65
     before = flatten(dataclasses.asdict(config))
-    sizing.choose(Draft(config, 1_000_000), FakeTrial(4e11, 1, device))
-    after = flatten(dataclasses.asdict(config))
+    after, *_ = choose_for(config, 1_000_000, 1, 4e11, device)
     assert {key for key in after if after[key] != before[key]} == {
         "trainer.max_steps",
         *(["trainer.compile"] if device == "cuda" else []),
@@ -358,7 +337,7 @@ def test_max_minutes_with_a_named_recipe_sets_only_the_steps(device):
 
 def test_steps_on_a_gpu_are_larger_where_the_text_and_the_time_allow():
     def step(**where):
-        chosen, _ = choose(**where)
+        chosen = choose(**where)
         return chosen["trainer.batch_size"] * chosen["data.block_size"]
 
     gpu = {"characters": 10_000_000, "minutes": 3, "flops": 1e14}
@@ -381,14 +360,9 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
     characters, minutes, typed, compiled, timed, monkeypatch
 ):
     monkeypatch.setattr(sizing, "missing_to_compile", lambda device: None)
-    machine = FakeTrial(1e13, minutes, "cuda")
-    chosen, overrides = choose(
-        *([] if typed == "auto" else [f"trainer.compile={typed}"]),
-        characters=characters,
-        minutes=minutes,
-        machine=machine,
-    )
-    assert machine.timed == timed
+    config = settings(f"trainer.max_minutes={minutes:g}", f"trainer.compile={typed}")
+    chosen, overrides, tried = choose_for(config, characters, minutes, 1e13, "cuda")
+    assert tried == timed
     assert chosen["trainer.compile"] == compiled
     assert (f"trainer.compile={compiled}" in overrides) == (typed == "auto")
 
@@ -396,33 +370,29 @@ def test_a_gpu_compiles_the_chosen_model_where_the_training_is_long(
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_time_to_sample_is_reserved_on_a_gpu(device):
     gpu = {"characters": 10_000_000, "minutes": 0.5, "flops": 1e13, "device": device}
-    drawn, silent = (choose(f"samples={samples}", **gpu)[0]["trainer.max_steps"] for samples in ("true", "false"))
+    drawn, silent = (choose(f"samples={samples}", **gpu)["trainer.max_steps"] for samples in ("true", "false"))
     assert 0.8 * silent < drawn < 0.95 * silent
 
 
 def test_two_steps_are_timed_if_each_takes_half_a_minute(monkeypatch):
     clock = itertools.chain([0, 90], itertools.cycle([100, 130]))  # the first step takes longer
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(sizing.time, "perf_counter", lambda: next(clock))
     trainer = MagicMock(**{"step.return_value": (torch.zeros(()),), "state.step": 0, "plan.total_steps": 9})
-    assert trial.time_steps(trainer) == 30
+    assert sizing.time_steps(trainer) == 30
 
 
 @pytest.mark.parametrize(
-    "characters, minutes, says",
+    "typed, characters, minutes, says",
     [
-        (999, 1.5, "x.txt: 999 characters are too few to choose a model for"),
-        (100_000, 0.001, "trainer.max_minutes=0.001: too short"),
+        ("report=true", 999, 1.5, "x.txt: 999 characters are too few to choose a model for"),
+        ("data.final_split=0.9", 5000, 1.5, "x.txt: 500 characters beside data.final_split=0.9 are"),
+        ("report=true", 100_000, 0.001, "trainer.max_minutes=0.001: too short"),
+        ("optimizer.name=adamw", 200_000, 1.5, "optimizer.name=adamw: a learning rate is chosen for muon"),
     ],
 )
-def test_too_short_a_text_or_time_gets_one_line(characters, minutes, says):
-    with pytest.raises(UserError, match=says):
-        choose(characters=characters, minutes=minutes)
-
-
-def test_a_learning_rate_is_not_chosen_for_another_optimizer():
-    with pytest.raises(UserError, match=r"optimizer\.name=adamw: a learning rate is chosen for muon"):
-        choose("optimizer.name=adamw")
-    assert choose("optimizer=adamw")[0]["optimizer.learning_rate"] == 3e-4
+def test_what_nothing_can_be_chosen_for_gets_one_line(typed, characters, minutes, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        choose(typed, characters=characters, minutes=minutes)
 
 
 def test_a_run_without_max_minutes_refuses_it_later():
@@ -432,9 +402,9 @@ def test_a_run_without_max_minutes_refuses_it_later():
     for steps in (None, 11):
         config.trainer.max_steps = steps
         with pytest.raises(UserError, match=r"give trainer\.max_steps above 10 or trainer\.max_epochs, and no"):
-            recall(Draft(config, 30_000), recorded)
+            restore_choice(config, 30_000, recorded)
     config.trainer.max_steps = None
-    recall(Draft(config, 30_000), recorded | {"data": {"path": "another.txt"}})  # refused by the Trainer
+    restore_choice(config, 30_000, recorded | {"data": {"path": "another.txt"}})  # refused by the Trainer
     assert config.trainer.max_steps == 10
 
 

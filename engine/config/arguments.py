@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from engine import portable
-from engine.config.settings import as_typed
+from engine.config.schema import as_typed
 from engine.errors import UserError
 
 T = TypeVar("T")

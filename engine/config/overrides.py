@@ -1,59 +1,49 @@
-"""Command-line overrides, `KEY=VALUE`: the default recipe, the command that repeats a run, one-line errors."""
+"""Command-line overrides, `KEY=VALUE`: the default recipe, names that follow from overrides, one-line errors."""
 
 import difflib
 import hashlib
-import itertools
 import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.config.arguments import explain_value
-from engine.config.settings import HIDDEN
+from engine.config.schema import ARCHITECTURE, HIDDEN, KEYS
 from engine.errors import UserError, one_line
 from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
-GROUPS = ("data", "model", "optimizer", "experiment")
-# Names in other trainers that are unlike the ones here, or nearer to a wrong one.
-USUAL_NAMES = {
-    "amp": "trainer.amp_dtype",
+FOLDERS = ("data", "model", "optimizer", "experiment")  # of conf/
+# Names in other trainers that are unlike the ones here.
+ALIASES = {
+    "batch": "trainer.batch_size",
     "depth": "model.n_layer",
     "dropout": "model.resid_pdrop, model.embd_pdrop and model.attn_pdrop",
     "eval_interval": "trainer.eval_every_steps",
+    "file": "data.path",
     "gradient_accumulation_steps": "trainer.micro_batch_size",
     "heads": "model.n_head",
+    "hidden_size": "model.n_embd",
     "log_interval": "trainer.log_every_steps",
+    "lr": "optimizer.learning_rate",
     "max_iters": "trainer.max_steps",
     "num_workers": "trainer.data_loader_workers",
     "output_dir": "run_dir",
     "report_to": "trainer.trackers",
-    "wd": "optimizer.weight_decay",
-    **dict.fromkeys(("batch", "bs"), "trainer.batch_size"),
-    **dict.fromkeys(("context", "seq_len"), "data.block_size"),
-    **dict.fromkeys(("d_model", "hidden_size", "width"), "model.n_embd"),
-    **dict.fromkeys(("dataset", "file", "text"), "data.path"),
-    **dict.fromkeys(("lr", "max_lr", "rate"), "optimizer.learning_rate"),
+    "seq_len": "data.block_size",
 }
 
 
 def override_key(override: str) -> str:
     """`trainer.seed` of `+trainer.seed=1`."""
     return override.split("=", 1)[0].lstrip("+~")
-
-
-def without(overrides: Iterable[str], *prefixes: str) -> list[str]:
-    """The overrides that do not start with one of `prefixes`, such as `run_dir=`."""
-    return [o for o in overrides if not o.lstrip("+~").startswith(prefixes)]
 
 
 def add_default_recipe(arguments: list[str]) -> list[str]:
@@ -72,16 +62,12 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
         added += [f"{end}=null" for end in ends]
     elif has_end and recipe in ("auto", "auto_gpu") and "trainer.max_minutes" not in typed:
         added.append("trainer.max_minutes=null")
-    # null is the default, and not an override that Hydra has.
-    given = [as_text(argument) for argument in arguments if argument != "experiment=null"]
     # Hydra needs all overrides together, so flags and their values go first. conf/config.yaml cannot choose the
     # recipe: an interpolated group may not override other groups.
-    flags: list[str] = []
-    overrides: list[str] = []
-    for before, argument in itertools.pairwise(["", *given]):
-        is_flag = argument.startswith("-") or (before.startswith("-") and "=" not in argument)
-        (flags if is_flag else overrides).append(argument)
-    return [*flags, *added, *overrides]
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    flags = [argument for argument in arguments if argument not in overrides]
+    # null is the default, and not an override that Hydra has.
+    return [*flags, *added, *(as_text(override) for override in overrides if override != "experiment=null")]
 
 
 def as_text(override: str) -> str:
@@ -100,13 +86,10 @@ def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
         recipe = "auto_gpu" if has_own_text else "shakespeare_gpu"
     elif has_own_text:
         recipe = "auto"
-    elif computes_in_bfloat16(torch.device("cpu")):
-        recipe = "shakespeare_cpu"
     else:
-        recipe = "shakespeare_half"
+        recipe = "shakespeare_cpu" if computes_in_bfloat16(torch.device("cpu")) else "shakespeare_half"
     if all(a in ("-m", "--multirun") for a in arguments if a.startswith("-")):  # not with --cfg
-        fits = "your text and this machine" if has_own_text else "this machine"
-        log.info("recipe      %s, which fits %s; --help lists the others", recipe, fits)
+        log.info("recipe      %s, which fits this machine; --help lists the others", recipe)
     return recipe
 
 
@@ -134,29 +117,28 @@ OmegaConf.register_new_resolver("job_name", job_name, replace=True)
 OmegaConf.register_new_resolver("text_name", text_name, replace=True)
 
 
-def check_overrides(arguments: list[str], keys: list[str], architecture: set[str]) -> None:
-    """Raises `UserError` for a key that is not among the dotted `keys`, for a key of the `architecture` given
-    together with init_from=, and for mistakes that Hydra does not explain.
+def check_overrides(arguments: list[str]) -> None:
+    """Raises `UserError` for an unknown key, for one of the architecture together with init_from=, and for mistakes
+    that Hydra does not explain.
     """
-    known = [*keys, *GROUPS]
-    names = {key.rpartition(".")[2]: key for key in reversed(known) if key not in HIDDEN} | USUAL_NAMES
-    pretrained = [a for a in arguments if override_key(a) == "init_from" and not a.endswith("=null")]
+    known = [*KEYS, *FOLDERS]
+    names = {key.rpartition(".")[2]: key for key in reversed(known) if key not in HIDDEN} | ALIASES
+    architecture = {f"model.{name}" for name in (*ARCHITECTURE, "model_type")}
+    is_pretrained = any(override_key(a) == "init_from" and not a.endswith("=null") for a in arguments)
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]
-        if argument.startswith("-"):
-            if meant := names.get(last.replace("-", "_")):
-                raise UserError(f"{argument}: settings have no dashes; did you mean {meant}=?")
-        elif not key or key != key.strip():
-            raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
-        elif key in GROUPS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
-            raise UserError(f"{argument}: must name a file in conf/{key}")
-        elif pretrained and key in architecture and value != "null":
+        if is_pretrained and key in architecture and value != "null":
             raise UserError(f"{argument}: with init_from= the architecture is the pretrained model's; leave it out")
-        elif equals and not key.startswith("hydra"):
-            if any(f"{name}.".startswith(f"{key}.") for name in known):  # a field, or a group of fields
-                continue
-            near = difflib.get_close_matches(last, names, n=1, cutoff=0.63)  # at 0.6, time is timeout_s
+        if argument.startswith("-"):
+            if last in names:
+                raise UserError(f"{argument}: settings have no dashes; did you mean {names[last]}=?")
+        elif not key:
+            raise UserError(f"{argument}: settings are KEY=VALUE, without spaces around the =")
+        elif key in FOLDERS and re.fullmatch("null|true|false|[-+]?[0-9.]+", value.lower()):
+            raise UserError(f"{argument}: must name a file in conf/{key}")
+        elif equals and not key.startswith("hydra") and not any(f"{name}.".startswith(f"{key}.") for name in known):
+            near = difflib.get_close_matches(last, names, n=1)
             hint = f"did you mean {names[near[0]]}?" if near else "python main.py --help lists all"
             raise UserError(f"{key}: unknown key; {hint}")
 
@@ -166,37 +148,18 @@ def quoted(key: str, value: str) -> str:
     return f"{key}={QuotedString(value, Quote.double).with_quotes()}"
 
 
-def repeating_command(overrides: list[str], run_name: str) -> str:
-    """The shell command that repeats a run: what was typed, then the chosen `overrides`. Without Hydra, as in a
-    notebook, the `overrides` alone.
-    """
-    if not HydraConfig.initialized():
-        return shlex.join(overrides)
-    own = (f"{override_key(override)}=" for override in overrides)
-    others = ("run_name=", "run_dir=", "trainer.resume=")
-    typed = without(HydraConfig.get().overrides.task, *own, *others)
-    name = re.sub(r"[^\w-]", "_", run_name) + "_again"
-    named = f"run_name={name}" if name.isascii() else quoted("run_name", name)
-    return shlex.join(["python", "main.py", *typed, *overrides, named])
-
-
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        file = error.missing_cfg_file  # data//a/book.txt for `data=/a/book.txt`
-        group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
+        group, _, name = error.missing_cfg_file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
-    refused = error.override if isinstance(error, OverrideParseException) else ""
-    why = "Hydra cannot read this; a list has no spaces"
-    if ambiguous := re.match("Ambiguous value for argument '(.*)'", str(error)):
-        refused, why = ambiguous[1], "a comma separates the values of a sweep (-m); a list is [A,B]"
-    if refused:
-        key, equals, value = refused.partition("=")
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
         if not equals:
-            return f"{refused}: settings are KEY=VALUE, as in data=text data.path=FILE"
-        text = shlex.quote(quoted(key, value))
-        return f"{refused}: {why}; quote text for Hydra, and all of it for the shell: {text}"
+            return f"{key}: settings are KEY=VALUE, as in data=text data.path=FILE"
+        typed = shlex.quote(quoted(key, value))
+        return f"{key}={value}: Hydra cannot read this; a list has no spaces; a text is quoted twice: {typed}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return explain_value(cause)

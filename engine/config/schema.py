@@ -9,6 +9,7 @@ step no more than rounding or another seed. `--help` does not print those in `HI
 """
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -360,3 +361,58 @@ class Config:
             "architecture %s, layers %d, heads %d, width %d, of the pretrained model; context %d%s",
             source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
         )  # fmt: skip
+
+
+# --- settings by dotted key ---
+
+GROUPS: dict[str, Any] = {
+    **{f"{group.name}.": group.type for group in fields(Config) if dataclasses.is_dataclass(group.type)},
+    "": Config,
+}
+KEYS = [
+    prefix + setting.name
+    for prefix, group in GROUPS.items()
+    for setting in fields(group)
+    if not dataclasses.is_dataclass(setting.type)
+]
+FREE, FIXED, IRRELEVANT, HIDDEN = (
+    {prefix + setting for prefix, group in GROUPS.items() for setting in getattr(group, name, ())}
+    for name in ("FREE", "FIXED", "IRRELEVANT", "HIDDEN")
+)
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a resumed run may not change the setting `key`. Without main.py, there may be others than these."""
+    return key in FIXED or (key.startswith(("data.", "model.", "optimizer.class")) and key not in FREE)
+
+
+def as_plain(value: Any) -> Any:
+    """`value` in JSON's types, which a snapshot can hold: dataclasses as dictionaries, others as text."""
+    text = json.dumps(value, default=lambda x: vars(x) if dataclasses.is_dataclass(x) else str(x))
+    return json.loads(text)
+
+
+def as_typed(value: Any) -> str:
+    """A value in command-line syntax: null and true, not None and True."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def defaults_of(configs: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of dataclasses by dotted key, except None and default factories."""
+    return {
+        f"{name}.{field.name}": field.default
+        for name, config in configs.items()
+        for field in fields(config)
+        if isinstance(field.default, bool | int | float | str)
+    }
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

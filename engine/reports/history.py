@@ -6,7 +6,7 @@ import os
 import statistics
 from typing import Any
 
-from engine.config.settings import IRRELEVANT, flatten
+from engine.config.schema import IRRELEVANT, flatten
 from engine.errors import UserError
 from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS, read_yaml
 from engine.run.metrics import format_loss, parse_lines

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from engine.config.settings import as_typed, flatten
+from engine.config.schema import as_typed, flatten
 from engine.reports.history import Run, best_first, name_runs, seed_means
 from engine.reports.problems import check
 from engine.run.metrics import duration, format_loss

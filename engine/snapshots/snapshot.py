@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from engine.config.schema import GPTConfig
-from engine.config.settings import as_typed, flatten, is_fixed
+from engine.config.schema import GPTConfig, as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.parallel import distributed
 from engine.parallel.sharding import is_dtensor
@@ -236,7 +235,7 @@ def log_changes(snapshot: Snapshot, changes: dict[str, tuple[Any, Any]]) -> None
     changes["processes"] = (snapshot.processes, distributed.size())
     changes["device"] = (snapshot.choices.get("device", distributed.device().type), distributed.device().type)
     for key, (was, now) in changes.items():
-        # The minutes follow from the steps: see engine/sizing/recall.py.
+        # The minutes follow from the steps: see engine/sizing/choose.py.
         if was != now and key not in ("trainer.resume", "trainer.max_minutes"):
             was, now = as_typed(was), as_typed(now)
             log.info("changed since the snapshot: %s was %s, is %s", key, was, now)
