@@ -144,11 +144,11 @@ def test_an_optimizer_that_is_named_comes_with_its_own_settings():
 
 
 def test_the_names_of_the_tutorial_are_accepted():
-    typed = ["max_epochs=2", "save_every=3", "use_amp=false", "amp_dtype=bfloat16", "max_save_failures=1"]
+    typed = ["max_epochs=2", "save_every=3", "use_amp=false", "amp_dtype=bfloat16"]
     trainer = composed("experiment=mingpt_ddp", *(f"trainer.{setting}" for setting in typed)).trainer
     assert (trainer.max_epochs, trainer.save_every, trainer.amp_dtype) == (2, 3, "float32")
     assert dataclasses.replace(trainer) == trainer
-    assert TrainerConfig(use_amp=True, max_save_failures=1).amp_dtype == "auto"
+    assert TrainerConfig(use_amp=True).amp_dtype == "auto"
     assert GPTConfig(model_type="gpt-nano", block_size=7).block_size == 7
 
 
@@ -219,14 +219,11 @@ def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_i
 
 IMPOSSIBLE = [
     *((DataConfig, {"path": path}) for path in (None, "", [], ["a", None], ["a", ["b"]])),
-    (DataConfig, {"train_split": 0.0}),
-    (DataConfig, {"train_split": 1.0}),
-    (DataConfig, {"truncate": 0.0}),
-    (DataConfig, {"truncate": 1.5}),
+    *((DataConfig, {"train_split": share}) for share in (0.0, 1.0)),
+    *((DataConfig, {"truncate": share}) for share in (0.0, 1.5)),
     (DataConfig, {"block_size": 0}),
     (DataConfig, {"url": "c.txt", "path": ["a.txt", "b.txt"]}),
-    (DataConfig, {"cache_dir": ""}),
-    (DataConfig, {"cache_dir": "s3://bucket/cache"}),
+    *((DataConfig, {"cache_dir": path}) for path in ("", "s3://bucket/cache")),
     (GPTConfig, {"arch": "gpt3"}),
     (GPTConfig, {"model_type": "gpt-huge"}),
     (GPTConfig, {"n_embd": 10, "n_head": 3}),  # does not divide
@@ -234,26 +231,18 @@ IMPOSSIBLE = [
     (GPTConfig, {"bias": True, "arch": "modern"}),
     (GPTConfig, {"n_layer": 0}),
     (GPTConfig, {"attn_pdrop": 1.0}),
-    (OptimizerConfig, {"name": "sgd"}),
-    (OptimizerConfig, {"schedule": "step"}),
     *((OptimizerConfig, {"learning_rate": rate}) for rate in (0.0, math.inf, math.nan)),
-    (OptimizerConfig, {"beta2": 1.0}),
-    (OptimizerConfig, {"weight_decay": -0.1}),
-    (OptimizerConfig, {"warmup_steps": -1}),
-    (OptimizerConfig, {"min_lr_ratio": 2.0}),
-    (TrainerConfig, {"amp_dtype": "int8"}),
-    (TrainerConfig, {"compile": "perhaps"}),
-    (TrainerConfig, {"resume": "maybe"}),
-    (TrainerConfig, {"strategy": "zero"}),
+    *((OptimizerConfig, {"name": "sgd"}), (OptimizerConfig, {"schedule": "step"})),
+    *((OptimizerConfig, {"beta2": 1.0}), (OptimizerConfig, {"min_lr_ratio": 2.0})),
+    *((OptimizerConfig, {name: -1}) for name in ("weight_decay", "warmup_steps")),
+    *((TrainerConfig, {name: "perhaps"}) for name in ("amp_dtype", "compile", "resume", "strategy")),
+    *((TrainerConfig, {name: -1}) for name in ("data_loader_workers", "seed")),
     (TrainerConfig, {"batch_size": 2**20 + 1}),
-    (TrainerConfig, {"data_loader_workers": -1}),
-    (TrainerConfig, {"seed": -1}),
     *(
         (TrainerConfig, {name: 0})
         for name in (
-            *("max_epochs", "max_steps", "max_minutes", "batch_size", "micro_batch_size"),
-            *("grad_norm_clip", "save_every", "save_every_steps", "keep_snapshots"),
-            *("eval_every_steps", "patience", "log_every_steps"),
+            *("max_epochs", "max_steps", "max_minutes", "batch_size", "micro_batch_size", "grad_norm_clip"),
+            *("save_every", "save_every_steps", "keep_snapshots", "eval_every_steps", "patience", "log_every_steps"),
             *("threads", "timeout_s"),
         )
     ),
@@ -318,11 +307,9 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("trainer.batch_size=many", "trainer.batch_size: Value 'many' of type 'str' could not be converted to Integer"),
-        ("model=modren", "model=modren: no such file; choose from gpt2, modern"),
         ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
         ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
-        ("trainer.snapshot_path=..", "trainer.snapshot_path=..: must name a file"),
         ("trainer.snapshot_path=./job.yaml", "./job.yaml: must name a file of"),
         ("hydra.run.dir=/proc/nowhere", "/proc/nowhere: No such file or directory"),
     ],
@@ -333,14 +320,9 @@ def test_a_bad_setting_gets_one_line(override, says, tmp_path):
     assert left <= {".lock", ".gpt_snapshot.pt.lock", "main.log"}
 
 
-@pytest.mark.parametrize(
-    "override, says",
-    [
-        ("trainer.batch_size=1", "=1: must be at least the number of processes, 2"),
-    ],
-)
-def test_two_processes_refuse_bad_settings_together_and_exit(override, says, tmp_path):
-    refuse(*TINY, f"run_dir={tmp_path / 'run'}", override, says=says, nproc=2, timeout=60)
+def test_two_processes_refuse_a_bad_setting_together_and_exit(tmp_path):
+    says = "=1: must be at least the number of processes, 2"
+    refuse(*TINY, f"run_dir={tmp_path / 'run'}", "trainer.batch_size=1", says=says, nproc=2, timeout=60)
     assert not (tmp_path / "run").exists()  # nothing was trained
 
 

@@ -1,7 +1,6 @@
 """Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
 import dataclasses
-import difflib
 import inspect
 import os
 import re
@@ -35,10 +34,8 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or name not in types:
-            near = difflib.get_close_matches(name, types, n=1)
             known = ", ".join(f"{other}=" for other in types)
-            hint = f"did you mean {near[0]}=?" if near else f"there are {known}"
-            raise UserError(f"{argument}: not an argument; {hint}")
+            raise UserError(f"{argument}: not an argument; there are {known}")
         if not value:
             raise UserError(f"{argument}: is empty; give a value, or leave it out")
         if Text in types[name]:

@@ -282,15 +282,14 @@ class TrainerConfig:
     resume: str = "auto"  # from snapshot_path: auto (if it exists), must (or fail), never (rename the old files)
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
     use_amp: bool | None = None  # the tutorial's name: false is amp_dtype=float32; null once applied
-    max_save_failures: int | None = None  # accepted, without effect: failed saves are repeated
     # fmt: on
-    HIDDEN: ClassVar = ("use_amp", "max_save_failures")
+    HIDDEN: ClassVar = ("use_amp",)
     FIXED: ClassVar = ("batch_size", "seed")  # other windows
     IRRELEVANT: ClassVar = (
         "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph", "micro_batch_size",
         "data_loader_workers", "log_every_steps", "eval_every_steps", "trackers", "snapshot_path", "snapshot_format",
-        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "max_save_failures",
-        "timeout_s", "patience",  # ends earlier, with the same losses
+        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "timeout_s",
+        "patience",  # ends earlier, with the same losses
     )  # fmt: skip
 
     def __post_init__(self):
@@ -299,7 +298,7 @@ class TrainerConfig:
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16", "float32"))
         if self.use_amp is False:
             self.amp_dtype = "float32"
-        self.use_amp = self.max_save_failures = None
+        self.use_amp = None
         for name in ("compile", "deterministic"):  # True, from Python and from YAML
             setattr(self, name, str(getattr(self, name)).lower())
             check_option(f"trainer.{name}", getattr(self, name), ("auto", "true", "false"))
@@ -350,16 +349,13 @@ class Config:
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies a pretrained model's `architecture`; the context is the smaller of both."""
         source = GPTConfig.recorded(architecture).complete()
-        asked = self.data.block_size
-        block_size = min(asked or source.block_size, source.block_size)
+        block_size = min(self.data.block_size or source.block_size, source.block_size)
         values = {name: getattr(source, name) for name in ARCHITECTURE} | {"block_size": block_size}
         self.model = dataclasses.replace(self.model, model_type=None, **values)
         self.data = dataclasses.replace(self.data, block_size=block_size)
-        differ = asked not in (None, source.block_size)
-        smaller = f", the smaller of {source.block_size} and data.block_size={asked}" * differ
         log.info(
-            "architecture %s, layers %d, heads %d, width %d, of the pretrained model; context %d%s",
-            source.arch, source.n_layer, source.n_head, source.n_embd, block_size, smaller,
+            "architecture %s, layers %d, heads %d, width %d, of the pretrained model; context %d",
+            source.arch, source.n_layer, source.n_head, source.n_embd, block_size,
         )  # fmt: skip
 
 

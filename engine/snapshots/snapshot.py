@@ -180,10 +180,8 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["format"] < 6 and "micro_batch_size" in fields["choices"]:
         fields["micro_batch_size"] = fields["choices"].pop("micro_batch_size")
     trainer = fields["config"].get("trainer", {})
-    if trainer.get("use_amp") is False:
+    if trainer.pop("use_amp", None) is False:  # null in a `TrainerConfig`
         trainer["amp_dtype"] = "float32"
-    for name in {"use_amp", "max_save_failures"} & trainer.keys():  # null in a `TrainerConfig`
-        trainer[name] = None
     return fields
 
 
