@@ -51,7 +51,8 @@ def choose_for(
     """The settings chosen on a machine of so many floating-point operations a second, the overrides that choose them,
     and the `trainer.compile` of the steps that were timed.
     """
-    compiled = []
+    config.model.vocab_size = 65
+    before, compiled = flatten(dataclasses.asdict(config)), []
 
     def time_step(config: Config) -> float:
         compiled.append(config.trainer.compile)
@@ -59,9 +60,10 @@ def choose_for(
         return seconds * (0.7 if compiled[-1] == "true" else 1)
 
     distributed._device = torch.device(device)
-    config.model.vocab_size = 65
-    overrides, _ = sizing.choose(config, characters, 60 * minutes, time_step)
-    return flatten(dataclasses.asdict(config)), overrides, compiled
+    sizing.choose(config, characters, 60 * minutes, time_step)
+    chosen = flatten(dataclasses.asdict(config))
+    overrides = [f"{key}={chosen[key]}" for key in chosen if chosen[key] != before[key]]
+    return chosen, overrides, compiled
 
 
 def choose(*overrides: str, characters: int = 200_000, minutes: float = 1.5, **machine) -> dict:
@@ -83,7 +85,7 @@ def costs(chosen: dict, characters: int, flops: float) -> tuple[float, float]:
 def test_everything_is_chosen_and_the_printed_overrides_repeat_it():
     chosen, overrides, _ = choose_for(settings(), 200_000)
     assert [key for key in (*sizing.CHOSEN, "trainer.max_steps") if chosen[key] is None] == []
-    again = flatten(dataclasses.asdict(settings(*overrides)))
+    again = flatten(dataclasses.asdict(settings(*overrides, "trainer.max_minutes=null")))
     differ = {key for key in chosen if chosen[key] != again[key]}
     # The time is null; the others follow from the text and data.block_size.
     assert differ == {"trainer.max_minutes", "model.vocab_size", "model.block_size"}
@@ -178,7 +180,7 @@ def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(tmp_
     assert "resuming from" in result.stdout and "to repeat this run" not in result.stdout
     config = yaml.safe_load((first / "config.yaml").read_text())
     assert config["run_name"] == "a_book" and config["trainer"]["max_steps"] > 30
-    [added] = re.findall("to repeat this run, add to its command: (.*) run_name=NEW_NAME", out)
+    [added] = re.findall("to repeat this run, add: (.*) run_name=NEW_NAME", out)
     result = start(*command, *shlex.split(added), f"run_dir={second}")
     assert result.returncode == 0, result.stderr
     assert metrics(first) == metrics(second)

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import math
-import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -96,29 +95,29 @@ def choose_sizes(
     if recorded is not None:
         restore_choice(config, characters, recorded)
     elif config.trainer.max_minutes is not None or null_fields(config):
+        before = flatten(dataclasses.asdict(config))
         deadline = started + 60 * (config.trainer.max_minutes or 0.0)
-        overrides, end = choose(config, characters, deadline, functools.partial(seconds_per_step, build))
-        log.info("sizing      to repeat this run, add to its command: %s run_name=NEW_NAME", shlex.join(overrides))
+        end = choose(config, characters, deadline, functools.partial(seconds_per_step, build))
+        after = flatten(dataclasses.asdict(config))
+        chosen = " ".join(f"{key}={value}" for key, value in after.items() if value != before[key])
+        log.info("sizing      to repeat this run, add: %s trainer.max_minutes=null run_name=NEW_NAME", chosen)
     config.model = sized_model(config)
     return end
 
 
-def choose(config: Config, characters: int, deadline: float, time_step: TimeStep) -> tuple[list[str], float | None]:
+def choose(config: Config, characters: int, deadline: float, time_step: TimeStep) -> float | None:
     """Chooses the null fields; given values are kept. `time_step` measures this machine; a time limit ends at
-    `deadline`. Returns overrides that repeat the choice, and when training must end if there is a time limit. Raises
-    `UserError` for a text or a time that is too short.
+    `deadline`. Returns when training must end if there is a time limit. Raises `UserError` for a text or a time that is
+    too short.
     """
-    trainer, chosen, end = config.trainer, null_fields(config), None
-    chooses_model = bool(chosen)
+    trainer, chooses_model, end = config.trainer, bool(null_fields(config)), None
     if chooses_model:
         choose_model(config, characters, deadline, time_step)
     evaluation_steps = scoring_steps(config, held_out_characters(config, characters))
     if trainer.max_minutes is not None:
-        chosen.append("trainer.max_steps")
         most_steps = useful_steps(config, characters) if chooses_model else math.inf
         step_s = time_step(config)
         if distributed.device().type == "cuda" and trainer.compile == "auto":
-            chosen.append("trainer.compile")
             longest_s = step_s * min(most_steps, planned_steps(config, characters))
             step_s = choose_compile(config, min(seconds_left(deadline), longest_s), time_step, step_s)
         if distributed.device().type == "cpu":  # each evaluation may find the best weights yet, which are saved
@@ -126,20 +125,18 @@ def choose(config: Config, characters: int, deadline: float, time_step: TimeStep
         end = choose_steps(config, characters, deadline, step_s, evaluation_steps, most_steps)
     steps = planned_steps(config, characters)
     if trainer.eval_every_steps is None:
-        chosen.append("trainer.eval_every_steps")
         trainer.eval_every_steps = math.ceil(steps / number_of_evaluations(steps / evaluation_steps))
     if chooses_model:
         choose_rates(config, characters)
     if trainer.save_every is None and trainer.save_every_steps is None:
-        chosen.append("trainer.save_every_steps")
         trainer.save_every_steps = trainer.eval_every_steps
-    return [f"{key}={attrgetter(key)(config)}" for key in chosen] + ["trainer.max_minutes=null"], end
+    return end
 
 
 def choose_model(config: Config, characters: int, deadline: float, time_step: TimeStep) -> None:
     """Chooses the null fields of `CHOSEN`, except the learning rate and the decays (`choose_rates`)."""
     trainer, data, model = config.trainer, config.data, config.model
-    usable, unit = usable_characters(config, characters), unit_of(data.encoding)
+    usable = usable_characters(config, characters)
     if usable < MIN_CHARACTERS:
         beside = f" beside data.final_split={data.final_split:g}" if data.final_split else ""
         raise UserError(
@@ -172,8 +169,7 @@ def choose_model(config: Config, characters: int, deadline: float, time_step: Ti
         step_s, seconds = time_step(reference), max(seconds_left(deadline), 0.0)
         if seconds / step_s < steps:
             steps = seconds / step_s
-            speed = f"a model of width {reference.model.n_embd} trains {step_characters(reference) / step_s:,.0f}"
-            budget = f"{duration(seconds)} of training ({speed} {unit}s/s here)"
+            budget = f"{duration(seconds)} of training"
     flops = steps * step_characters(reference) * flops_per_character(reference)
 
     layers, width, context = rule.best_sizes(usable, flops)
@@ -193,8 +189,8 @@ def choose_model(config: Config, characters: int, deadline: float, time_step: Ti
     fill(config, {**dict.fromkeys(DROPOUT, dropout), "model.ngram_rows": rule.ngram_rows(training)})
     log.info(
         "sizing      layers %d, width %d, context %d, dropout %g, n-gram rows %d: for a text of %s %ss and %s",
-        model.n_layer, model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows, f"{characters:,}", unit,
-        budget,
+        model.n_layer, model.n_embd, data.block_size, model.resid_pdrop, model.ngram_rows, f"{characters:,}",
+        unit_of(data.encoding), budget,
     )  # fmt: skip
 
 
