@@ -310,7 +310,8 @@ def restore_choice(config: Config, characters: int, recorded: dict[str, Any]) ->
     `USEFUL_PASSES`. Raises `UserError` for a time limit that would extend a run started without one.
     `check_can_resume` refuses another text later.
     """
-    trainer, before, was_chosen = config.trainer, flatten(recorded), bool(null_fields(config))
+    trainer, was_chosen = config.trainer, bool(null_fields(config))
+    before: Any = flatten(recorded)
     if trainer.max_minutes is not None or was_chosen:
         keys = (*CHOSEN, "trainer.eval_every_steps", "trainer.save_every_steps")
         fill(config, {key: before.get(key) for key in keys})
