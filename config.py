@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.config.arguments import field_table
 from engine.config.overrides import FOLDERS, check_overrides, explain
-from engine.config.schema import Config, GPTConfig, as_typed, flatten
+from engine.config.schema import GROUPS, Config, GPTConfig, as_typed, flatten
 from engine.errors import UserError
 from engine.files import is_local
 from engine.parallel.distributed import all_gather
@@ -63,10 +63,7 @@ def validate(composed: DictConfig) -> Config:
     path = config.trainer.snapshot_path
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
-        raise UserError(
-            f"trainer.snapshot_path={path}: all jobs of the sweep would share it; make it relative, or "
-            "include ${run_dir}"
-        )
+        raise UserError(f"trainer.snapshot_path={path}: all jobs of the sweep would share it; include ${{run_dir}}")
     return config
 
 
@@ -93,9 +90,6 @@ def help_text() -> str:
         lines.append(f"  {group:12} {', '.join(file.removesuffix('.yaml') for file in files)}")
     lines.append(
         "\nFields (python main.py KEY=VALUE) and their defaults. A recipe changes many of them; one is\n"
-        "used unless experiment=null. python main.py --cfg job prints the values of a run.\n"
+        "used unless experiment=null. python main.py --cfg job prints the values of a run."
     )
-    for f in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(f.type):
-            lines += [field_table(f.type, f"{f.name}."), ""]
-    return "\n".join([*lines, field_table(Config)])
+    return "\n".join([*lines, *(f"\n{field_table(group, prefix)}" for prefix, group in GROUPS.items())])
