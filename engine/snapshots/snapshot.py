@@ -180,8 +180,10 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["format"] < 6 and "micro_batch_size" in fields["choices"]:
         fields["micro_batch_size"] = fields["choices"].pop("micro_batch_size")
     trainer = fields["config"].get("trainer", {})
-    if trainer.pop("use_amp", None) is False:  # null in a `TrainerConfig`
+    if trainer.get("use_amp") is False:
         trainer["amp_dtype"] = "float32"
+    if "use_amp" in trainer:
+        trainer["use_amp"] = None  # as in a `TrainerConfig`
     return fields
 
 
