@@ -282,13 +282,14 @@ class TrainerConfig:
     resume: str = "auto"  # from snapshot_path: auto (if it exists), must (or fail), never (rename the old files)
     timeout_s: float = 600.0  # seconds to wait for another process before giving up
     use_amp: bool | None = None  # the tutorial's name: false is amp_dtype=float32; null once applied
+    max_save_failures: int | None = None  # accepted, without effect: failed saves are repeated
     # fmt: on
-    HIDDEN: ClassVar = ("use_amp",)
+    HIDDEN: ClassVar = ("use_amp", "max_save_failures")
     FIXED: ClassVar = ("batch_size", "seed")  # other windows
     IRRELEVANT: ClassVar = (
         "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph", "micro_batch_size",
         "data_loader_workers", "log_every_steps", "eval_every_steps", "trackers", "snapshot_path", "snapshot_format",
-        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "timeout_s",
+        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "max_save_failures", "timeout_s",
         "patience",  # ends earlier, with the same losses
     )  # fmt: skip
 
@@ -298,7 +299,7 @@ class TrainerConfig:
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16", "float32"))
         if self.use_amp is False:
             self.amp_dtype = "float32"
-        self.use_amp = None
+        self.use_amp = self.max_save_failures = None
         for name in ("compile", "deterministic"):  # True, from Python and from YAML
             setattr(self, name, str(getattr(self, name)).lower())
             check_option(f"trainer.{name}", getattr(self, name), ("auto", "true", "false"))

@@ -182,8 +182,8 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     trainer = fields["config"].get("trainer", {})
     if trainer.get("use_amp") is False:
         trainer["amp_dtype"] = "float32"
-    if "use_amp" in trainer:
-        trainer["use_amp"] = None  # as in a `TrainerConfig`
+    for name in {"use_amp", "max_save_failures"} & trainer.keys():  # null in a `TrainerConfig`
+        trainer[name] = None
     return fields
 
 
