@@ -269,6 +269,26 @@ def to_text(characters: str, encoding: str) -> str:
     return characters
 
 
+SEPARATORS_BY_NAME = {"none": "", "newline": "\n", "blank_line": "\n\n"}
+
+
+def separator_text(setting: str | None) -> str:
+    """The string that `data.separator` stands for; empty for none, and for older runs, which had none."""
+    if setting is None:
+        return ""
+    return SEPARATORS_BY_NAME[setting] if setting in SEPARATORS_BY_NAME else unescaped(setting)
+
+
+def unescaped(text: str, vocabulary: str = "") -> str:
+    """`text` as typed on a command line, with \\n, \\t and \\\\ read as newline, tab and backslash; unchanged if the
+    `vocabulary` has a backslash.
+    """
+    if "\\" in vocabulary:
+        return text
+    escapes = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+    return re.sub(r"\\[nt\\]", lambda match: escapes[match[0]], text)
+
+
 def unit_of(encoding: str | None) -> str:
     """What a character of the model stands for."""
     return "byte" if encoding == "bytes" else "character"

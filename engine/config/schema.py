@@ -8,6 +8,7 @@ in `FIXED`: with a change midway, no configuration would reproduce the run. Thos
 step no more than rounding or another seed. `--help` does not print those in `HIDDEN`.
 """
 
+import codecs
 import dataclasses
 import json
 import logging
@@ -39,38 +40,62 @@ SIZES = {
 }
 
 
+TEXT_OPTIONS = {
+    "format": ("text", "jsonl", "json", "csv", "tsv", "parquet"),
+    "shuffle": ("documents", "lines", "paragraphs", "files", "none"),  # files: documents, of older runs
+    "newlines": ("lf", "keep"),
+    "normalize": ("NFC", "NFD", "NFKC", "NFKD"),
+}
+
+
+def expanded(key: str, path: Any) -> str | list[str]:
+    """A path, or several, with home directories expanded. Raises `UserError`, naming the `key`, for anything else."""
+    paths = path if isinstance(path, list) else [path]
+    if not paths or any(each in (None, "") or isinstance(each, list | dict) for each in paths):
+        raise UserError(f"{key}={path}: must be a path or URL, or a list of these")
+    paths = [os.path.expanduser(str(each)) for each in paths]
+    return paths if isinstance(path, list) else paths[0]
+
+
 @dataclass
 class DataConfig:
     """Text, split and context."""
 
     # fmt: off
-    path: Any = MISSING  # the text, UTF-8: a path, URL or pattern ('books/*.txt'), or a list of them; may be compressed
+    path: Any = MISSING  # the text: a path, folder, archive, URL or pattern ('a/*.txt'), or a list; -: standard input
+    val_path: Any = None  # held-out text, as path; null: the end of path, by train_split
+    test_path: Any = None  # text that is scored once, after training, as path; null: by final_split
     url: str | None = None  # downloaded from here if path does not exist; null: path must exist
     sha256: str | None = None  # SHA-256 of the files, decompressed, hexadecimal; null: any text
     block_size: int | None = 128  # characters of context: the length of a window; null: chosen, see docs/own-text.md
     train_split: float | None = 0.9  # share of the text to train on, from its start; the rest is held out; null: chosen
     final_split: float = 0.0  # share of the text, at its end, that is scored once, after training
     truncate: float = 1.0  # share of the text to use, from its start
-    shuffle: str | None = None  # lines, paragraphs or files: shuffle these before the split; null: keep the order
-    encoding: str = "utf-8"  # utf-8; bytes: any file; each byte is a character of the model
+    format: str | None = None  # text, jsonl, json, csv, tsv or parquet; null: by the file's name
+    field: str | None = None  # the field or column of a record that has its text; a.b is the field b in a
+    separator: str | None = None  # between documents: newline, blank_line, none or a string (\n, \t); null: chosen
+    shuffle: str | None = None  # documents, lines, paragraphs or none: shuffled before the split; null: rows of tables
+    encoding: str = "utf-8"  # a codec of Python (cp1252); bytes: any file; each byte is a character of the model
+    newlines: str = "lf"  # lf: CRLF and CR become LF; keep: they stay
+    normalize: str | None = None  # a normal form of Unicode: NFC, NFD, NFKC or NFKD; null: none
+    max_bytes: float | None = None  # most bytes to read, decompressed; null: 10 GB of an archive, else no limit
     cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
     # fmt: on
-    FREE: ClassVar = ("path", "url", "sha256", "cache_dir")  # a text is compared by its content
-    IRRELEVANT: ClassVar = ("url", "sha256", "cache_dir")
+    # A text is compared by its content.
+    FREE: ClassVar = ("path", "val_path", "test_path", "url", "sha256", "format", "field", "max_bytes", "cache_dir")
+    IRRELEVANT: ClassVar = ("url", "sha256", "max_bytes", "cache_dir")
 
     def __post_init__(self):
-        several = isinstance(self.path, list)
-        paths = self.path if several else [self.path]
-        if not paths or any(path in (None, "") or isinstance(path, list | dict) for path in paths):
-            raise UserError(f"data.path={self.path}: must be a path or URL, or a list of these")
-        paths = [os.path.expanduser(str(path)) for path in paths]
-        self.path = paths if several else paths[0]
+        self.path = expanded("data.path", self.path)
+        for name in ("val_path", "test_path"):
+            if getattr(self, name) is not None:
+                setattr(self, name, expanded(f"data.{name}", getattr(self, name)))
         if self.url == SHAKESPEARE_URL and self.path != "data/input.txt":
             raise UserError(
                 f"data.path={self.path}: data.url and data.sha256 are those of data=shakespeare; for "
                 f"another text: data=text data.path={self.path}"
             )
-        if self.url is not None and several:
+        if self.url is not None and isinstance(self.path, list):
             raise UserError(f"data.url={self.url}: needs a single data.path; set data.url=null")
         check_range("data.block_size", self.block_size, 1)
         check_range("data.train_split", self.train_split, above=0, below=1)
@@ -80,10 +105,14 @@ class DataConfig:
             raise UserError(
                 f"data.train_split={self.train_split}, data.final_split={self.final_split}: must add up to less than 1"
             )
-        if self.shuffle is not None:
-            check_option("data.shuffle", self.shuffle, ("lines", "paragraphs", "files"))
-        self.encoding = {"utf8": "utf-8"}.get(self.encoding.lower(), self.encoding.lower())
-        check_option("data.encoding", self.encoding, ("utf-8", "bytes"))
+        for name, allowed in TEXT_OPTIONS.items():
+            if getattr(self, name) is not None:
+                check_option(f"data.{name}", getattr(self, name), allowed)
+        check_range("data.max_bytes", self.max_bytes, above=0)
+        try:
+            self.encoding = self.encoding if self.encoding == "bytes" else codecs.lookup(self.encoding).name
+        except LookupError as error:
+            raise UserError(f"data.encoding={self.encoding}: must be bytes, or a codec that Python knows") from error
         self.cache_dir = os.path.expanduser(self.cache_dir)
         if not self.cache_dir or "://" in self.cache_dir:
             raise UserError(f"data.cache_dir={self.cache_dir}: must be a local directory")
@@ -289,8 +318,8 @@ class TrainerConfig:
     IRRELEVANT: ClassVar = (
         "seed", "device", "threads", "strategy", "compile", "deterministic", "cuda_graph", "micro_batch_size",
         "data_loader_workers", "log_every_steps", "eval_every_steps", "trackers", "snapshot_path", "snapshot_format",
-        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "max_save_failures", "timeout_s",
-        "patience",  # ends earlier, with the same losses
+        "save_every", "save_every_steps", "save_every_minutes", "keep_snapshots", "resume", "max_save_failures",
+        "timeout_s", "patience",  # ends earlier, with the same losses
     )  # fmt: skip
 
     def __post_init__(self):
