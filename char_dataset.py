@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from engine.errors import UserError
 from engine.kernels.ops import IGNORE
 from engine.run.dataset import Text, TrainingText
 from engine.run.plan import MicroBatch, Plan
-from engine.text import from_text, open_text, to_text, unit_of
+from engine.text.documents import from_text, to_text, unit_of
+from engine.text.encoding import open_text
 
 MAX_COUNTED = 2**26  # characters
 
@@ -39,9 +41,13 @@ class CharDataset(Dataset):
     """
 
     def __init__(self, config: DataConfig):
-        self.config = config
         self.block_size = config.block_size or 1  # until it is chosen
-        self.vocabulary, self.data, self.digest = open_text(config)
+        self.vocabulary, self.data, self.digest, separator, self.parts = open_text(config)
+        used, held_out, _ = self.parts
+        self.in_sight = used + held_out  # characters outside the final part, unless that is a share of them
+        if held_out:
+            config = replace(config, train_split=used / self.in_sight)
+        self.config = config = replace(config, separator=separator)
         self.vocab_size = len(self.vocabulary)
         self.unit = unit_of(config.encoding)
         self.stoi = {character: i for i, character in enumerate(self.vocabulary)}
@@ -65,15 +71,15 @@ class CharDataset(Dataset):
             )
 
     def split(self) -> tuple["CharDataset", "CharDataset"]:
-        """(training part, held-out part): the text cut once at `int(characters * train_split)`,
-        before windowing, so that no character is in both; both have the vocabulary of the whole text.
-        Raises `UserError` if either part is shorter than one window.
+        """(training part, held-out part): the text cut once at `int(characters * train_split)`, or where the text of
+        `data.val_path` begins, before windowing, so that no character is in both; both have the vocabulary of the whole
+        text. Raises `UserError` if either part is shorter than one window.
         """
         share = self.config.train_split
         if share is None or self.config.block_size is None:
             name = "train_split" if share is None else "block_size"
             raise UserError(f"data.{name}=null: main.py chooses it; give CharDataset a number")
-        cut, end = int(len(self.data) * share), self._final_start()
+        cut, end = self.parts[0] if self.parts[1] else int(self.in_sight * share), self._final_start()
         train, held_out = self._part(0, cut), self._part(cut, end)
         train._check_length("training part")
         held_out._check_length("held-out part")
@@ -83,7 +89,7 @@ class CharDataset(Dataset):
         """The final part, the last `final_split` of the text, in neither part of `split`; None if 0. Raises `UserError`
         if it is shorter than two characters.
         """
-        if not self.config.final_split:
+        if not self.config.final_split and not self.parts[2]:
             return None
         final = self._part(self._final_start(), len(self.data))
         if len(final.data) < 2:
@@ -91,7 +97,7 @@ class CharDataset(Dataset):
         return final
 
     def _final_start(self) -> int:
-        return len(self.data) - int(len(self.data) * self.config.final_split)
+        return self.in_sight if self.parts[2] else len(self.data) - int(len(self.data) * self.config.final_split)
 
     def _part(self, start: int, end: int) -> "CharDataset":
         part = copy.copy(self)

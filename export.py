@@ -33,7 +33,7 @@ from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
-from engine.text import listed
+from engine.text.sources import listed
 from model import GPT
 from sample import default_prompt, load_model
 

@@ -60,7 +60,7 @@ from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import exists
-from engine.text import prepare_text
+from engine.text.encoding import prepare_text
 from model import GPT, create_optimizer
 from sample import load_model
 from trainer import Trainer
@@ -101,7 +101,7 @@ def run_training(config: Config, started: float) -> float | None:
         pretrained = read_init_weights(config, found)
         text = load_text(config, recorded)
         deadline = choose_sizes(
-            config, len(text.data), recorded, started, lambda timed: build(timed, text.with_config(timed.data).split())
+            config, text.in_sight, recorded, started, lambda timed: build(timed, text.with_config(timed.data).split())
         )
         if found:  # before a changed setting makes the split fail
             check_can_resume(found, snapshots.path, dataclasses.asdict(config), {}, text.digest)
@@ -126,6 +126,11 @@ def run_training(config: Config, started: float) -> float | None:
         if distributed.is_rank_0():
             finish_run(config, trainer, final)
     return loss
+
+
+def is_job() -> bool:
+    """Whether this is a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def build_trainer(
@@ -160,9 +165,13 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     """Downloads and encodes the text once per host; `config.data` then names the text used. A resumed run keeps the
     text in its `recorded` settings.
     """
-    recorded_path = recorded.get("data", {}).get("path") if recorded else None
-    config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, recorded_path))
+    before = recorded.get("data", {}) if recorded else {}
+    if before and "separator" not in before:  # an older run, which had neither
+        config.data = dataclasses.replace(config.data, separator="none", newlines="keep")
+    folder = HydraConfig.get().sweep.dir if is_job() else config.run_dir
+    config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, folder, before))
     text = CharDataset(config.data)
+    config.data = text.config
     check_ranks_agree(config, text.digest)
     config.model.vocab_size = text.vocab_size
     return text
@@ -284,16 +293,15 @@ def log_failure(action: str) -> Iterator[None]:
 @record  # gives torchrun the traceback of the rank that failed
 def main(composed: DictConfig) -> float | None:
     """Trains as composed, in this process."""
-    is_job = HydraConfig.get().mode == RunMode.MULTIRUN
     chosen = HydraConfig.get().runtime.output_dir
     if chosen != os.getcwd():  # a sweep's job, or hydra.run.dir
         composed.run_dir = chosen
     try:  # each job of a sweep has the whole time
-        return run_training(validate(composed), time.monotonic() if is_job else signals.started)
+        return run_training(validate(composed), time.monotonic() if is_job() else signals.started)
     except Stopped as stopped:  # also ends the sweep
         distributed.leave(stopped.status)
     except UserError as error:
-        if not is_job:
+        if not is_job():
             fail(error)  # before Hydra adds a line of its own
         log.error("%s", error)
         message = str(error)

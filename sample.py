@@ -25,14 +25,14 @@ import operator
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from char_dataset import CharDataset, DataConfig, encode
+from char_dataset import CharDataset, encode
 from engine.config.arguments import Text, parse, run_program
 from engine.config.schema import as_typed
 from engine.errors import UserError, check_only_one, check_range, one_line
@@ -42,7 +42,8 @@ from engine.precision import Precision
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text import find_files, from_text, read_text, real_files
+from engine.text.documents import from_text, read_text
+from engine.text.sources import real_files
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -159,10 +160,8 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
 
 def training_text(snapshot: Snapshot) -> str:
     """The text that a model was trained on. Raises `UserError` if it is missing or has changed."""
-    known = {field.name for field in fields(DataConfig)}  # an older run may have others
-    settings = {name: v for name, v in snapshot.config.get("data", {}).items() if name in known}
     try:
-        data = CharDataset(DataConfig(**settings))
+        data = CharDataset(snapshot.data_config())
     except UserError as error:
         raise UserError(f"copied=true: needs the training text, as named when training started: {error}") from error
     if data.digest != snapshot.text_digest:
@@ -198,7 +197,7 @@ def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Te
             content = open(0, "rb", closefd=False).read()  # standard input, which may be closed
             prompt = content.decode("latin-1" if encoding == "bytes" else "utf-8-sig")
         elif config.prompt_file is not None:
-            prompt = "".join(read_text(find_files(config.prompt_file), encoding=encoding))
+            prompt = read_text(config.prompt_file, snapshot.data_config())
         elif config.prompt is not None:
             prompt = from_text(config.prompt, encoding)
         else:
@@ -238,7 +237,7 @@ def score(config: SampleConfig, *snapshots: Snapshot) -> torch.Tensor:
         raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
     types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
     precisions = [Precision(device.type, name).autocast() for name in types]
-    text = "".join(read_text(find_files(config.score), encoding=snapshots[0].encoding))
+    text = read_text(config.score, snapshots[0].data_config())
     if len(text) < 2:
         raise UserError(f"score={config.score}: characters: {len(text)}; at least 2 are needed")
     ids = encode_setting(f"score={config.score}", text, snapshots[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config.schema import CompleteGPTConfig
 from engine.errors import UserError, check_range
 from engine.precision import evaluating
-from engine.text import to_text
+from engine.text.documents import to_text
 
 MIN_THREADED_WORK = 10_000_000  # texts x parameters, below which one CPU thread is faster
 

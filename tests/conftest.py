@@ -108,7 +108,7 @@ def start(
         line,
         cwd=cwd,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        **({} if "input" in kwargs else {"stdin": subprocess.DEVNULL}),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -13,11 +13,11 @@ from conftest import TINY, command, model_snapshot, start
 
 import sample as sampling
 from char_dataset import CharDataset, DataConfig
-from engine import text as text_files
 from engine.errors import UserError
 from engine.run import directory as run_directory
 from engine.run.directory import choose_snapshot
 from engine.snapshots.storage import load
+from engine.text import documents, sources
 from model import GPT
 from sample import SampleConfig, score
 
@@ -122,7 +122,7 @@ def test_score_of_the_held_out_text_equals_the_runs_loss(precision, run_dir, tmp
         assert start(*TINY, f"trainer.amp_dtype={precision}", f"run_dir={run_dir}").returncode == 0
     snapshot = load(str(run_dir / "gpt_snapshot.pt"))
     assert snapshot.choices["amp_dtype"] == precision and snapshot.loss_step == snapshot.step
-    text = text_files.pydoc_text()
+    text = documents.pydoc_text()
     text = text[: int(len(text) * snapshot.config["data"]["truncate"])]
     held_out = text[int(len(text) * snapshot.config["data"]["train_split"]) :]
     (tmp_path / "held_out.txt").write_text(held_out)
@@ -171,7 +171,7 @@ def test_every_character_is_scored_once_in_its_window(length, stride, tmp_path, 
     # Pieces of a file and batches of windows end anywhere.
     for at_once, piece in ((8192, 2**18), (48, 7), (1, 60)):
         monkeypatch.setattr(sampling, "BATCH_CHARACTERS", at_once)
-        monkeypatch.setattr(text_files, "PIECE", piece)
+        monkeypatch.setattr(sources, "PIECE", piece)
         assert score(config, snapshot).tolist() == [pytest.approx(expected, abs=1e-5)]
 
 

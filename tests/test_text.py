@@ -29,16 +29,17 @@ from omegaconf import OmegaConf
 import main
 from char_dataset import CharDataset, DataConfig
 from config import Config
-from engine import text as text_files
 from engine.errors import UserError
 from engine.files import file_lock
-from engine.text import PYDOC, SHAKESPEARE_URL, find_files, load_cached, prepare_text, read_text
+from engine.text import documents, encoding, sources
+from engine.text.documents import PYDOC
+from engine.text.encoding import SHAKESPEARE_URL, load_cached, prepare_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
 TEXTS = {
     "ascii": "the quick brown fox\n" * 400 + "jumps!",
     "one character": "a" * 5000,
-    "mixed": "".join(random.Random(1).choices("abc é漢🙂\r\n\0\U0010ffff", k=9000)),
+    "mixed": "".join(random.Random(1).choices("abc é漢🙂\r\n\1\U0010ffff", k=9000)) + "\0",
     "ascii that comes late": "".join(map(chr, range(300, 600))) * 9 + "plain text " * 300,
     "exactly 256": "".join(map(chr, range(255, -1, -1))) * 30,
     "257 and more": "z" * 3000 + "".join(map(chr, range(257))) * 20,
@@ -47,8 +48,9 @@ TEXTS = {
 }
 
 
-def read(path) -> str:
-    return "".join(read_text(find_files(path)))
+def read(path, **settings) -> str:
+    """The text at `path`; several documents follow each other."""
+    return documents.read_text(path, DataConfig(path="-", **{"newlines": "keep", "separator": "none", **settings}))
 
 
 @pytest.fixture
@@ -66,15 +68,17 @@ def books(tmp_path):
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """Makes texts of 1,000 bytes large ones, read in small pieces; returns how to write and configure one."""
-    monkeypatch.setattr(text_files, "LARGE", 1000)
-    monkeypatch.setattr(text_files, "PIECE", 777)
-    monkeypatch.setattr(text_files, "CHUNK", 501)
+    monkeypatch.setattr(encoding, "LARGE", 1000)
+    monkeypatch.setattr(sources, "PIECE", 777)
+    monkeypatch.setattr(encoding, "CHUNK", 501)
 
     def make(text: str, name: str = "text.txt", **settings) -> DataConfig:
         content = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
         cache_dir = str(tmp_path / "cache")
-        return DataConfig(path=str(tmp_path / name), **{"cache_dir": cache_dir, "block_size": 8, **settings})
+        return DataConfig(
+            path=str(tmp_path / name), **{"cache_dir": cache_dir, "block_size": 8, "newlines": "keep", **settings}
+        )
 
     return make
 
@@ -82,13 +86,13 @@ def make(tmp_path, monkeypatch):
 @pytest.fixture
 def passes(monkeypatch) -> list[str]:
     """The names of the files that are read, one for each time."""
-    names, read_file = [], text_files.read_file
+    names, read_file = [], sources.read_file
 
     def counted(file):
         names.append(os.path.basename(file.path))
         return read_file(file)
 
-    monkeypatch.setattr(text_files, "read_file", counted)
+    monkeypatch.setattr(sources, "read_file", counted)
     return names
 
 
@@ -116,12 +120,12 @@ def test_lists_and_patterns_are_one_text(books, monkeypatch):
         (f"{books}/c[1].txt", "third "),  # a name without a *
         (f"{books}/.d*", "hidden "),
         (f"{books}/.copies/*", "copy "),
+        (f"{books}", "first second third not a book"),  # not what is hidden
     ):
         assert read(path) == text
     monkeypatch.chdir(books.parent)
     for path, says in (
         (f"{books}/nothing*", r"nothing\*: no file matches this pattern"),
-        (f"{books}", r"books: is a directory; for the files in it: .*books/\*'"),
         (f"{books}/none.txt", "^books/none.txt: no such file"),  # relative to the working directory
     ):
         with pytest.raises(UserError, match=says):
@@ -130,7 +134,7 @@ def test_lists_and_patterns_are_one_text(books, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
 def test_characters_and_errors_across_piece_boundaries(size, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", size)
+    monkeypatch.setattr(sources, "PIECE", size)
     path = tmp_path / "text.txt"
     path.write_bytes(TEXT.encode())
     assert read(str(path)) == TEXT
@@ -176,17 +180,19 @@ def test_a_compressed_text_is_decompressed_and_refused_if_truncated(extension, m
         read(str(cut))
 
 
-def test_an_archive_is_not_text_but_files_in_it_are(tmp_path):
+def test_archives_are_read_by_members_that_are_text(tmp_path):
     (tmp_path / "text.zst").write_bytes(b"whatever")
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
-        for name in ("a", "folder/b", "folder/._b"):
-            archive.writestr(name, name[-1])
+        for name in ("folder/b", "a", "folder/._b", "__MACOSX/c", "picture"):
+            archive.writestr(name, name[-1] if name != "picture" else b"\0\xff")
     with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "text.zst", "text")
-    for name in ("text.zst", "two.zip", "two.tar.gz"):
-        with pytest.raises(UserError, match=f"{name}: unpack it first, or name a file in it: zip://NAME::PATH, tar"):
-            read(str(tmp_path / name))
-    assert read(f"zip://**::{tmp_path / 'two.zip'}") == "ab"
+    with pytest.raises(UserError, match=r"text\.zst: unpack it first"):
+        read(str(tmp_path / "text.zst"))
+    fsspec.filesystem("memory").pipe_file("/two.zip", (tmp_path / "two.zip").read_bytes())
+    assert read(str(tmp_path / "two.zip")) == read("memory://two.zip") == "ab"
+    assert read(str(tmp_path / "two.tar.gz")) == "whatever"
+    assert read(f"zip://folder/*::{tmp_path / 'two.zip'}") == "b"
     assert read(f"tar://text::{tmp_path / 'two.tar.gz'}") == "whatever"
 
 
@@ -198,7 +204,7 @@ def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_pa
         with archive:
             (archive.write if "zip" in name else archive.add)(tmp_path / "text", "text")
         config = DataConfig(path=f"{name[-3:]}://text::{tmp_path / name}", cache_dir=str(tmp_path / "c"))
-        assert text_files.open_text(config).vocabulary == letter
+        assert encoding.open_text(config).vocabulary == letter
 
 
 def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path):
@@ -208,7 +214,9 @@ def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path):
     for path, text in ((str(pipe), TEXT), ([str(tmp_path / "a.txt"), str(pipe)], "first " + TEXT)):
         writer = threading.Thread(target=pipe.write_text, args=(TEXT,))
         writer.start()
-        config = prepare_text(DataConfig(path=path, cache_dir=cache_dir, block_size=2))
+        config = prepare_text(
+            DataConfig(path=path, cache_dir=cache_dir, block_size=2, newlines="keep", separator="none")
+        )
         writer.join()
         for _ in range(2):  # ranks
             data = CharDataset(config)
@@ -251,9 +259,9 @@ def test_a_server_without_range_requests_is_read_completely(site, tmp_path, monk
     text = TEXT * 2000
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.gz").write_bytes(gzip.compress(TEXT.encode()))
-    assert len(text.encode()) > 4 * text_files.PIECE
+    assert len(text.encode()) > 4 * sources.PIECE
     assert read([f"{site}/a.txt", f"{site}/b.gz"]) == text + TEXT
-    monkeypatch.setattr(text_files, "PROGRESS_S", 0)
+    monkeypatch.setattr(sources, "PROGRESS_S", 0)
     with caplog.at_level(logging.INFO, "gpt"):
         read(f"{site}/a.txt")
     assert caplog.messages[-1] == f"reading     {site}/a.txt: {len(text.encode()) / 1e6:.0f} MB"
@@ -273,7 +281,7 @@ def test_processes_that_start_together_download_a_text_once(site, tmp_path, spaw
     (tmp_path / "late.txt").write_bytes(TEXT.encode())
     target = tmp_path / "new" / "text.txt"
     settings = {"path": str(target), "url": f"{site}/late.txt"}
-    code = f"from char_dataset import *; from engine.text import prepare_text; prepare_text(DataConfig(**{settings!r}))"
+    code = f"from char_dataset import *; import engine.text.encoding as e; e.prepare_text(DataConfig(**{settings!r}))"
     both = [spawn([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(timeout=60) for process in both] == [0, 0]
     assert sorted(p.name for p in target.parent.iterdir()) == [".text.txt.lock", "text.txt"]
@@ -311,10 +319,10 @@ def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(tmp_path, 
     assert default.url == SHAKESPEARE_URL
 
     def refuse(*_):
-        raise text_files.Unreadable("no network")
+        raise sources.Unreadable("no network")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.text.download", refuse)
+    monkeypatch.setattr("engine.text.encoding.download", refuse)
     config = prepare_text(DataConfig(**default))
     assert (config.path, config.url, config.sha256) == (PYDOC, None, None)
     assert len(CharDataset(config).data) > 300_000
@@ -347,7 +355,7 @@ def test_encoding_in_memory_and_in_the_cache_agree(name, truncate, make, monkeyp
     text = TEXTS[name][: int(len(TEXTS[name]) * truncate)]
     vocabulary = "".join(sorted(set(text)))
     for limit in (1000, 2**20):
-        monkeypatch.setattr(text_files, "LARGE", limit)
+        monkeypatch.setattr(encoding, "LARGE", limit)
         data = CharDataset(config)
         assert data.vocabulary == vocabulary
         assert data.digest == hashlib.sha256(text.encode()).hexdigest()
@@ -376,7 +384,7 @@ def test_with_encoding_bytes_every_byte_is_a_character(num_repeats, make):
 def test_items_are_shuffled_whole_after_truncation_and_reproducibly(
     limit, shuffle, separator, make, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(text_files, "LARGE", limit)
+    monkeypatch.setattr(encoding, "LARGE", limit)
     items = [f"<item {i}, a line{separator and '.' * (i % 7)}>{separator}" for i in range(90)]
     if shuffle == "paragraphs":
         items = [item.replace(",", "\n") for item in items]
@@ -449,7 +457,7 @@ def test_a_damaged_cache_is_encoded_again(damage, extension, make, passes, monke
     for _ in range(2):
         assert CharDataset(config).digest == digest and len(passes) == 2
     assert path.read_bytes() == good
-    monkeypatch.setattr(text_files, "CHECKED", 1000)  # of a large one, a part and the time of its last change
+    monkeypatch.setattr(encoding, "CHECKED", 1000)  # of a large one, a part and the time of its last change
     assert CharDataset(config).digest == digest and len(passes) == 3  # the check is another one
     assert CharDataset(config).digest == digest and len(passes) == 3
     os.utime(f"{stem}.ids", (1, 1))
@@ -465,8 +473,8 @@ def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
             file.truncate(2 * memory)
         except OSError as error:
             pytest.skip(f"no file may be that large here: {error.strerror}")
-    record = {"vocabulary": "ab", "type": "uint8", "digest": "0"}
-    record["checksum"] = text_files.checksum(record, f"{stem}.ids")
+    record = {"vocabulary": "ab", "type": "uint8", "digest": "0", "separator": "none", "parts": [2 * memory, 0, 0]}
+    record["checksum"] = encoding.checksum(record, f"{stem}.ids")
     Path(f"{stem}.json").write_text(json.dumps(record))
     monkeypatch.setattr("char_dataset.open_text", lambda *_: load_cached(stem))
     _, test = CharDataset(DataConfig(path="zeros.txt", block_size=8)).split()
@@ -485,7 +493,7 @@ def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("limit", [1000, 10**6])
 def test_a_bad_text_is_refused_whatever_its_size(content, settings, says, limit, make, monkeypatch):
-    monkeypatch.setattr(text_files, "LARGE", limit)
+    monkeypatch.setattr(encoding, "LARGE", limit)
     config = make("", **settings)
     Path(config.path).write_bytes(content)
     for _ in range(2):  # a cache must not hide it
@@ -510,9 +518,9 @@ def test_two_processes_encode_a_text_once(make, passes, spawn):
     config = make(TEXTS["mixed"])
     os.makedirs(config.cache_dir)
     script = (
-        "import sys; from char_dataset import CharDataset, DataConfig; from engine import text\n"
-        "from engine.run.console import log_to_console; log_to_console(); text.LARGE = 1000\n"
-        "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2])).digest)\n"
+        "import sys; from char_dataset import CharDataset, DataConfig; from engine.text import encoding\n"
+        "from engine.run.console import log_to_console; log_to_console(); encoding.LARGE = 1000\n"
+        "print(CharDataset(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2], newlines='keep')).digest)\n"
     )
     with file_lock(os.path.join(config.cache_dir, ".cache.lock")):
         process = spawn([sys.executable, "-c", script, config.path, config.cache_dir])
@@ -579,7 +587,7 @@ def test_several_files_train_and_resume_as_one(tmp_path):
     (tmp_path / "whole.txt").write_text(text)
     for steps, path in (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]"), (3, str(tmp_path / "whole.txt")):
         run = [f"data.path={path}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}"]
-        result = start(*UNREAD, "data.block_size=16", *run)
+        result = start(*UNREAD, "data.block_size=16", "data.separator=none", *run)
         assert result.returncode == 0, result.stderr
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3]
 

@@ -110,7 +110,10 @@ class DataConfig:
                 check_option(f"data.{name}", getattr(self, name), allowed)
         check_range("data.max_bytes", self.max_bytes, above=0)
         try:
-            self.encoding = self.encoding if self.encoding == "bytes" else codecs.lookup(self.encoding).name
+            if self.encoding != "bytes":
+                "".encode(self.encoding)  # a codec of text
+                codecs.getincrementaldecoder(self.encoding)
+                self.encoding = codecs.lookup(self.encoding).name
         except LookupError as error:
             raise UserError(f"data.encoding={self.encoding}: must be bytes, or a codec that Python knows") from error
         self.cache_dir = os.path.expanduser(self.cache_dir)

@@ -20,7 +20,7 @@ from engine.parallel.distributed import run_on_rank_0
 from engine.run.directory import choose_snapshot
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
-from engine.text import real_files
+from engine.text.sources import real_files
 
 log = logging.getLogger("gpt")
 
@@ -42,7 +42,7 @@ def read_init_weights(config: Config, snapshot: Snapshot | None) -> Snapshot | N
         return None
     pretrained = run_on_rank_0(lambda: read_pretrained(source))
     encoding = pretrained.encoding
-    if encoding != config.data.encoding:
+    if (encoding == "bytes") != (config.data.encoding == "bytes"):
         raise UserError(f"init_from={source}: was trained with data.encoding={encoding}; set the same")
     config.resolve_architecture(pretrained.model_config)
     return pretrained

@@ -10,7 +10,7 @@ from engine.config.schema import IRRELEVANT, flatten
 from engine.errors import UserError
 from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS, read_yaml
 from engine.run.metrics import format_loss, parse_lines
-from engine.text import unit_of
+from engine.text.documents import unit_of
 
 Number = int | float
 # What reports read of a line of metrics, and of that of a start.

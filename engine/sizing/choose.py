@@ -29,7 +29,7 @@ from engine.run.metrics import duration
 from engine.run.requests import Requests
 from engine.sizing import rule
 from engine.snapshots.state import State
-from engine.text import unit_of
+from engine.text.documents import unit_of
 
 log = logging.getLogger("gpt")
 

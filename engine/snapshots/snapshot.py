@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from engine.config.schema import GPTConfig, as_typed, flatten, is_fixed
+from engine.config.schema import DataConfig, GPTConfig, as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.parallel import distributed
 from engine.parallel.sharding import is_dtensor
 from engine.precision import evaluating
 from engine.snapshots.state import State
-from engine.text import unit_of
+from engine.text.documents import unit_of
 
 log = logging.getLogger("gpt")
 
@@ -149,8 +149,15 @@ class Snapshot(State):
 
     @property
     def encoding(self) -> str:
-        """The encoding of the text: "utf-8" or "bytes"."""
-        return self.config.get("data", {}).get("encoding", "utf-8")
+        """What the model predicts: "utf-8" for characters, however the text was encoded, or "bytes"."""
+        return "bytes" if self.config.get("data", {}).get("encoding") == "bytes" else "utf-8"
+
+    def data_config(self, **changes: Any) -> DataConfig:
+        """The settings of the run's text, with `changes`, such as another `path` that is to be read alike."""
+        known = {field.name for field in fields(DataConfig)}  # an older run may have others
+        older = {"separator": "none", "newlines": "keep"}  # a run from before these settings
+        recorded = {name: value for name, value in self.config.get("data", {}).items() if name in known}
+        return DataConfig(**older | recorded | changes)
 
     @property
     def unit(self) -> str:

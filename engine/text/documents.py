@@ -1,0 +1,321 @@
+"""Documents of a text, as characters: files are decoded; of records (rows of tables, objects of JSON) one field."""
+
+import codecs
+import csv
+import dataclasses
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import logging
+import re
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from engine.config.schema import DataConfig
+from engine.errors import UserError, one_line
+from engine.text.sources import Source, find_files, open_sources
+
+log = logging.getLogger("gpt")
+
+PYDOC = "pydoc:topics"  # documentation that comes with Python; needs no download
+DOCUMENT_END = ""  # follows the pieces of each document: joining ignores it
+SNIFFED = 2**16  # bytes from which a file is known as text
+TABLES = ("jsonl", "csv", "tsv", "parquet")  # their rows are shuffled, unless data.shuffle says otherwise
+EXTENSIONS = {"ndjson": "jsonl"} | {name: name for name in ("json", *TABLES)}
+# With the longest first: the mark of UTF-16 begins that of UTF-32.
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF8: "utf-8-sig"}
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+
+class Documents:
+    """Iterates over the text at `path` in pieces of characters; `DOCUMENT_END` follows each document. What a user may
+    not expect is logged once: files that are left out or the same, converted newlines, skipped records.
+
+    Raises `UserError` for a file that cannot be read, is not in the encoding (naming the byte), or has no `data.field`.
+    `has_tables`, at the end, is whether there was a table.
+    """
+
+    def __init__(self, path: str | list[str], config: DataConfig):
+        self.path, self.config, self.has_tables = path, config, False
+        self.left_out: list[str] = []
+        self.converted = 0  # files with CRLF or CR
+        self.names: dict[bytes, str] = {}  # by digest
+
+    def __iter__(self) -> Iterator[str]:
+        if self.path == PYDOC:
+            yield from (from_text(pydoc_text(), self.config.encoding), DOCUMENT_END)
+            return
+        whole = hashlib.sha256()
+        for source in open_sources(find_files(self.path, self.config.cache_dir), self.config):
+            own = hashlib.sha256()
+            source = source._replace(pieces=hashed(source.pieces, own, whole))
+            extension = re.sub(r"\.(gz|bz2|xz)$", "", source.name.lower()).rpartition(".")[2]
+            kind = self.config.format or EXTENSIONS.get(extension, "text")
+            if kind == "text" and not source.is_named:
+                text_source = self._only_text(source)
+                if text_source is None:
+                    continue
+                source = text_source
+            yield from self._decoded(source) if kind == "text" else self._of_records(source, kind)
+            if kind == "text":
+                yield DOCUMENT_END
+            first = self.names.setdefault(own.digest(), source.name)
+            if first != source.name:
+                log.warning("%s has the same content as %s", source.name, first)
+        if self.config.sha256 not in (None, whole.hexdigest()):
+            raise UserError(
+                f"{self.path}: SHA-256 is {whole.hexdigest()}, but data.sha256={self.config.sha256}; remove a damaged "
+                "file to download it again, or set data.sha256=null to accept this text"
+            )
+        if self.left_out:
+            shown = ", ".join(self.left_out[:3]) + ", ..." * (len(self.left_out) > 3)
+            log.info("left out    %d files that are not text: %s", len(self.left_out), shown)
+        if self.converted and self.config.newlines == "lf":
+            log.info("newlines    CRLF and CR are read as LF; data.newlines=keep keeps them")
+
+    def _only_text(self, source: Source) -> Source | None:
+        """The source, if it is text: its beginning can be decoded, and has no NUL."""
+        head = b""
+        for piece in source.pieces:
+            head += piece
+            if len(head) >= SNIFFED:
+                break
+        try:
+            decoder = codecs.getincrementaldecoder(codec_of(head, self.config.encoding))()
+            is_text = "\0" not in decoder.decode(head, final=len(head) < SNIFFED)
+        except UnicodeDecodeError:
+            is_text = False
+        if is_text or self.config.encoding == "bytes":
+            return source._replace(pieces=itertools.chain([head] if head else [], source.pieces))
+        self.left_out.append(source.name)
+        return None
+
+    def _decoded(self, source: Source) -> Iterator[str]:
+        """The characters of a file in pieces."""
+        config = self.config
+        pieces = self._characters(source, config.newlines == "lf" and config.encoding != "bytes")
+        return normalized(pieces, config.normalize) if config.normalize and config.encoding != "bytes" else pieces
+
+    def _characters(self, source: Source, converts: bool) -> Iterator[str]:
+        name, head, total, nul, num_bytes = source.name, next(source.pieces, b""), 0, 0, 0
+        codec = codec_of(head, self.config.encoding)
+        # As Python's `open`: also where CRLF is in two pieces.
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(codec)(), translate=converts)
+        for piece in itertools.chain([head] if head else [], source.pieces, [b""]):
+            num_bytes += len(piece)
+            try:
+                text = decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                at = num_bytes - len(error.object) + error.start
+                raise UserError(
+                    f"{name}: not {codec.removesuffix('-sig').upper()}: byte 0x{error.object[error.start]:02x} at "
+                    f"offset {at}; {advice(error.object)}"
+                ) from error
+            total, nul = total + len(text), nul + text.count("\0")
+            if text:
+                yield text
+        self.converted += "\r" in str(decoder.newlines or "").replace("\\r", "\r")
+        if self.config.encoding != "bytes" and total and nul >= total / 20:
+            raise UserError(f"{name}: {nul / total:.0%} of its characters are NUL; {advice(head)}")
+
+    def _of_records(self, source: Source, kind: str) -> Iterator[str]:
+        """The field `data.field` of each record, each followed by `DOCUMENT_END`."""
+        field, number, missing, record = self.config.field, 0, 0, None
+        self.has_tables |= kind in TABLES
+        for record in self._records(source, kind):
+            value: Any = record
+            if isinstance(record, dict):
+                if field is None:
+                    break
+                value = at(record, field.split("."))
+            if value is None or value == []:
+                missing += 1
+                continue
+            text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may have half a character
+            if self.config.newlines == "lf":
+                text = text.replace("\r\n", "\n").replace("\r", "\n")
+            if self.config.normalize:
+                text = unicodedata.normalize(self.config.normalize, text)  # type: ignore[arg-type]
+            number += 1
+            yield from (text, DOCUMENT_END) if text else ()
+        if isinstance(record, dict) and not number:
+            names = ", ".join(map(str, record))
+            wrong = f"no record of {source.name} has it" if field else "which field has the text"
+            raise UserError(f"data.field={field or ''}: {wrong}? {source.name} has the fields {names}")
+        skipped = f"; {missing:,} without {field} are skipped" if missing else ""
+        log.info("records     %s: %s%s", source.name, f"{number:,}", skipped)
+
+    def _records(self, source: Source, kind: str) -> Iterator[Any]:
+        """The records of a file: dictionaries, or strings of JSON."""
+        if kind == "parquet":
+            yield from self._parquet(source)
+            return
+        characters = self._characters(source, converts=False)
+        number = 0
+        try:
+            if kind == "json":
+                whole = json.loads("".join(characters))
+                yield from whole if isinstance(whole, list) else [whole]
+            elif kind == "jsonl":
+                for line in lines_of(characters):
+                    number += 1
+                    if line.strip():
+                        yield json.loads(line)
+            else:
+                csv.field_size_limit(2**31 - 1)
+                yield from csv.DictReader(lines_of(characters), delimiter="\t" if kind == "tsv" else ",")
+        except (json.JSONDecodeError, csv.Error, RecursionError) as error:
+            line = f", line {number}" * bool(number)
+            raise UserError(f"{source.name}{line}: not {kind.upper()}: {one_line(error)}") from error
+
+    def _parquet(self, source: Source) -> Iterator[Any]:
+        if importlib.util.find_spec("pyarrow") is None:
+            raise UserError(f"{source.name}: pyarrow is missing: pip install pyarrow")
+        from pyarrow import ArrowException, parquet  # an extra
+
+        with open(source.path, "rb") if source.path else tempfile.TemporaryFile() as stream:
+            if not source.path:  # a file of Parquet ends with its index
+                stream.writelines(source.pieces)
+            try:
+                file = parquet.ParquetFile(stream)
+                names, field = file.schema_arrow.names, self.config.field
+                columns = [name for name in names if field and (field == name or field.startswith(f"{name}."))]
+                if not columns:
+                    yield dict.fromkeys(names)
+                for batch in file.iter_batches(batch_size=4096, columns=columns) if columns else ():
+                    yield from batch.to_pylist()
+            except ArrowException as error:
+                raise UserError(f"{source.name}: not PARQUET: {one_line(error)}") from error
+
+
+def hashed(pieces: Iterator[bytes], *digests: Any) -> Iterator[bytes]:
+    """The pieces, added to each of the digests."""
+    for piece in pieces:
+        for digest in digests:
+            digest.update(piece)
+        yield piece
+
+
+def at(value: Any, names: list[str]) -> Any:
+    """The value at the path `names` in nested records; of a list, a list of those of its items that have it."""
+    for i, name in enumerate(names):
+        if isinstance(value, list):
+            return [found for item in value if (found := at(item, names[i:])) is not None]
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def lines_of(pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of a text in pieces, with their ends."""
+    left = ""
+    for piece in pieces:
+        *lines, left = (left + piece).split("\n")
+        yield from (f"{line}\n" for line in lines)
+    if left:
+        yield left
+
+
+def codec_of(head: bytes, encoding: str) -> str:
+    """The codec of a text that begins with `head`: by its mark, if the `encoding` is UTF-8, the default."""
+    if encoding == "bytes":
+        return "latin-1"
+    if encoding != "utf-8":
+        return encoding
+    return next((codec for mark, codec in MARKS.items() if head.startswith(mark)), "utf-8")
+
+
+def advice(content: bytes) -> str:
+    """What a file that is not in its encoding may be, by some of its `content`."""
+    for magic, what in ((b"%PDF", "a PDF: extract its text"), (b"\x1f\x8b", "gzip: its name must end with .gz"),
+                        (b"PK", "a zip: its name must end with .zip")):  # fmt: skip
+        if content.startswith(magic):
+            return f"it is {what}"
+    likely = "cp1252"
+    nul, size = content.count(0) / max(len(content), 1), 4 if content.count(0) > 0.6 * len(content) else 2
+    if nul > 0.2:  # of letters, the higher bytes are NUL
+        is_little = content[size - 1 :: size].count(0) > content[::size].count(0)
+        likely = f"utf-{8 * size}-{'le' if is_little else 'be'}"
+    elif importlib.util.find_spec("charset_normalizer"):
+        from charset_normalizer import from_bytes
+
+        best = from_bytes(content[:SNIFFED]).best()
+        likely = codecs.lookup(best.encoding).name if best else likely
+    return f"it is probably {likely}: data.encoding={likely}; data.encoding=bytes reads any file"
+
+
+def normalized(pieces: Iterable[str], form: Any) -> Iterator[str]:
+    """The pieces in a normal form of Unicode. They are cut before characters of ASCII, which no form joins to others
+    before them.
+    """
+    left = ""
+    for piece in pieces:
+        left += piece
+        end = max((match.start() for match in re.finditer(r"[\x00-\x7f]", piece[-1000:])), default=-1)
+        if end >= 0:
+            end += len(left) - len(piece[-1000:])
+            yield unicodedata.normalize(form, left[:end])
+            left = left[end:]
+    yield unicodedata.normalize(form, left)
+
+
+def pydoc_text() -> str:
+    """The text of `pydoc:topics`."""
+    from pydoc_data import topics  # takes a quarter of a second
+
+    return "\n\n".join(text for _, text in sorted(topics.topics.items()))
+
+
+def read_text(path: str | list[str], config: DataConfig) -> str:
+    """The whole text at `path`, read as `config` says; several documents are separated. Raises `UserError`."""
+    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None))
+    texts = ["".join(group) for is_end, group in itertools.groupby(pieces, DOCUMENT_END.__eq__) if not is_end]
+    separator = separator_text(config.separator)
+    if len(texts) == 1 or not separator:
+        return "".join(texts)
+    return "".join((text if separator.strip("\n") else text.rstrip("\n")) + separator for text in texts)
+
+
+# --- characters of a model ---
+
+SEPARATORS_BY_NAME = {"none": "", "newline": "\n", "blank_line": "\n\n"}
+
+
+def separator_text(setting: str | None) -> str:
+    """The string that `data.separator` stands for; empty for none, and for older runs, which had none."""
+    if setting is None:
+        return ""
+    return SEPARATORS_BY_NAME[setting] if setting in SEPARATORS_BY_NAME else unescaped(setting)
+
+
+def unescaped(text: str, vocabulary: str = "") -> str:
+    """`text` as typed on a command line, with \\n, \\t and \\\\ read as newline, tab and backslash; unchanged if the
+    `vocabulary` has a backslash.
+    """
+    if "\\" in vocabulary:
+        return text
+    escapes = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+    return re.sub(r"\\[nt\\]", lambda match: escapes[match[0]], text)
+
+
+def from_text(text: str, encoding: str) -> str:
+    """The characters of a model for `text`: itself, or one per byte."""
+    if encoding == "bytes":
+        return text.encode("utf-8", "surrogateescape").decode("latin-1")
+    return text
+
+
+def to_text(characters: str, encoding: str) -> str:
+    """The inverse of `from_text`; bytes that are not UTF-8 become U+FFFD."""
+    if encoding == "bytes":
+        return characters.encode("latin-1").decode(errors="replace")
+    return characters
+
+
+def unit_of(encoding: str | None) -> str:
+    """What a character of the model stands for."""
+    return "byte" if encoding == "bytes" else "character"

@@ -1,0 +1,254 @@
+"""Texts as people have them: tables, archives, folders, encodings, held-out files, standard input."""
+
+import csv
+import gzip
+import io
+import json
+import tarfile
+import unicodedata
+import zipfile
+
+import pytest
+from conftest import UNREAD, metrics, start
+
+from char_dataset import CharDataset, DataConfig
+from engine.errors import UserError
+from engine.snapshots.storage import load
+from engine.text import encoding, sources
+from engine.text.documents import separator_text, unescaped
+
+NAMES = [f"name {i}" for i in range(40)]
+
+
+@pytest.fixture(params=[2**26, 0], ids=["in memory", "cached"])
+def dataset(request, tmp_path, monkeypatch):
+    """Opens a text: in memory, or in the cache, with small pieces."""
+    monkeypatch.setattr(encoding, "LARGE", request.param)
+    monkeypatch.setattr(encoding, "CHUNK", 7)
+    monkeypatch.setattr(sources, "PIECE", 5)
+
+    def open_text(path, **settings) -> CharDataset:
+        return CharDataset(DataConfig(path=path, cache_dir=str(tmp_path / "cache"), **{"block_size": 4, **settings}))
+
+    return open_text
+
+
+def text_of(data: CharDataset) -> str:
+    return data.decode(data.data.tolist())
+
+
+def table(kind: str, rows: list[dict]) -> bytes:
+    if kind == "jsonl":
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if kind == "json":
+        return json.dumps(rows).encode()
+    if kind == "parquet":
+        arrow, file = pytest.importorskip("pyarrow"), io.BytesIO()
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), file)
+        return file.getvalue()
+    file = io.StringIO()
+    writer = csv.DictWriter(file, [*rows[0]], delimiter="\t" if kind == "tsv" else ",")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+# --- tables and records ---
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_the_field_of_each_record_is_a_document_and_rows_of_tables_are_shuffled(kind, dataset, tmp_path, caplog):
+    rows = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
+    path = tmp_path / f"names.{kind}"
+    path.write_bytes(table(kind, rows))
+    with pytest.raises(UserError, match=r"data.field=: which field has the text\? .* the fields id, name"):
+        dataset(str(path))
+    with pytest.raises(UserError, match=r"no record of .* has it"):
+        dataset(str(path), field="title")
+    data = dataset(str(path), field="name")
+    found = text_of(data).splitlines()
+    assert sorted(found) == sorted(NAMES) and (found == NAMES) == (kind == "json")
+    assert data.config.separator == "newline"
+    assert text_of(dataset(str(path), field="name", shuffle="none")).splitlines() == NAMES
+    (tmp_path / "other").write_bytes(path.read_bytes())
+    assert text_of(dataset(str(tmp_path / "other"), field="name", format=kind)) == text_of(data)
+
+
+def test_missing_fields_are_counted_lists_are_joined_and_escapes_decoded(dataset, tmp_path, caplog):
+    caplog.set_level("INFO", "gpt")
+    chats = [
+        {"messages": [{"content": "h\u00e9llo\r\n"}, {"role": "x"}, {"content": "bye \ud83d\ude42"}]},
+        {"messages": None},
+        {"other": 1},
+        {"messages": [{"content": "half \ud83d"}]},
+    ]
+    path = tmp_path / "chats.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(chats).encode()))
+    data = dataset(str(path), field="messages.content")
+    assert text_of(data) == "h\u00e9llo\n\nbye \U0001f642\n\nhalf \ufffd\n\n" and data.config.separator == "blank_line"
+    assert "chats.json.gz: 2; 2 without messages.content are skipped" in caplog.text
+    (tmp_path / "bad.jsonl").write_text('{"a": "b"}\n{"a": \n')
+    with pytest.raises(UserError, match=r"bad.jsonl, line 2: not JSONL: "):
+        dataset(str(tmp_path / "bad.jsonl"), field="a")
+
+
+# --- documents ---
+
+
+def test_documents_stay_apart_and_a_single_one_is_as_it_is(dataset, tmp_path):
+    files = {"a.txt": "dogs.", "b.txt": "The quick\n\n", "c.txt": "", "d.txt": "\nfox"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    paths = [str(tmp_path / name) for name in files]
+    for settings, expected in (
+        ({"separator": "none"}, "dogs.The quick\n\n\nfox"),
+        ({"separator": "blank_line"}, "dogs.\n\nThe quick\n\n\nfox\n\n"),
+        ({"separator": r"<|end|>\n"}, "dogs.<|end|>\nThe quick\n\n<|end|>\n\nfox<|end|>\n"),
+        ({}, "dogs.\n\nThe quick\n\n\nfox\n\n"),  # the last has a newline inside
+    ):
+        assert text_of(dataset(paths, **settings)) == expected
+    assert text_of(dataset(paths[:2])) == "dogs.\nThe quick\n"
+    single = dataset(paths[1])
+    assert text_of(single) == "The quick\n\n" and single.config.separator == "none"
+
+
+def test_separators_and_escapes_are_read_as_typed():
+    assert [separator_text(x) for x in (None, "none", "newline", "blank_line", r"a\n\t\\n")] == [
+        "", "", "\n", "\n\n", "a\n\t\\n",
+    ]  # fmt: skip
+    assert unescaped(r"\nabla", "a\\b") == r"\nabla"
+
+
+def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_said(dataset, tmp_path, caplog):
+    for name in "abc":
+        (tmp_path / name).write_text("one|two" if name == "b" else "three")
+    paths = [str(tmp_path / name) for name in "abc"]
+    dataset(paths, separator="#")
+    assert f"{paths[2]} has the same content as {paths[0]}" in caplog.text
+    assert "documents contain the separator" not in caplog.text
+    dataset(paths, separator="|")
+    assert "documents contain the separator, |" in caplog.text
+
+
+def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
+    caplog.set_level("INFO", "gpt")
+    folder = tmp_path / "texts"
+    contents = {"b.txt": b"second", "a/c.md": b"first", "d.png": b"\0PNG", "e.bin": b"\xff\xfe\xfd", "f.csv": b"t\nrow"}
+    hidden = {
+        ".git/x": b"no",
+        ".h": b"no",
+        "__pycache__/y": b"no",
+        "run/.lock": b"",
+        "run/main.log": b"no",
+        "cache/z": b"no",
+    }
+    for name, content in (contents | hidden).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive, tarfile.open(tmp_path / "t.tgz", "w:gz") as tar:
+        for name in contents:
+            archive.write(folder / name, name)
+        for name in ("b.txt", "a/c.md", "f.csv"):
+            tar.add(folder / name, name)
+    settings = {"field": "t", "shuffle": "none", "cache_dir": str(folder / "cache")}
+    for path, expected in (
+        (folder, "first\nsecond\nrow\n"),
+        ("t.zip", "first\nsecond\nrow\n"),
+        ("t.tgz", "second\nfirst\nrow\n"),
+    ):
+        config = DataConfig(path=str(tmp_path / path), block_size=4, **settings)
+        assert text_of(CharDataset(config)) == expected
+    assert caplog.text.count("left out    2 files that are not text: ") == 2
+    assert "texts: 3 files are left out: hidden, or of runs" in caplog.text
+    with pytest.raises(UserError, match=r"t.zip: more than 8 bytes; data.max_bytes= allows more"):
+        CharDataset(DataConfig(path=str(tmp_path / "t.zip"), max_bytes=8, block_size=4, **settings))
+
+
+# --- encodings ---
+
+
+def test_newlines_are_read_as_python_reads_them(dataset, tmp_path, caplog):
+    caplog.set_level("INFO", "gpt")
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"abcd\r\nefg\rh\r\r\n")
+    assert text_of(dataset(str(path))) == path.read_text() == "abcd\nefg\nh\n\n"
+    assert "data.newlines=keep keeps them" in caplog.text
+    assert text_of(dataset(str(path), newlines="keep")) == "abcd\r\nefg\rh\r\r\n"
+    assert text_of(dataset(str(path), encoding="bytes")) == "abcd\r\nefg\rh\r\r\n"
+
+
+def test_any_codec_and_marks_are_read(dataset, tmp_path):
+    path, text = tmp_path / "t.txt", "naïve café\n" * 9
+    for codec, settings in (("cp1252", {"encoding": "cp1252"}), ("utf-16", {}), ("utf-32", {}), ("utf-8-sig", {}),
+                            ("utf-16-le", {"encoding": "UTF-16LE"})):  # fmt: skip
+        path.write_bytes(text.encode(codec))
+        assert text_of(dataset(str(path), **settings)) == text
+    with pytest.raises(UserError, match=r"data.encoding=hex: must be bytes, or a codec that Python knows"):
+        DataConfig(path="-", encoding="hex")
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("naïve café\n".encode("cp1252") * 9, r"not UTF-8: byte 0xef at offset 2; it is probably \S+: data.encoding="),
+        ("plain words\n".encode("utf-16-le") * 9, r"50% of its characters are NUL; it is probably utf-16-le"),
+        ("plain words\n".encode("utf-32-be") * 9, r"75% of its characters are NUL; it is probably utf-32-be"),
+        (b"%PDF-1.7 \xff\xff", "it is a PDF: extract its text"),
+        (gzip.compress(b"text"), r"it is gzip: its name must end with \.gz"),
+    ],
+)
+def test_a_file_in_another_encoding_names_the_likely_one(content, says, tmp_path):
+    (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        CharDataset(DataConfig(path=str(tmp_path / "t.txt")))
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_normal_forms_do_not_depend_on_the_pieces(form, dataset, tmp_path):
+    text = "cafe\u0301 caf\u00e9 \u1112\u1161\u11ab \u00e9" + "o\u0302\u0323" * 9
+    (tmp_path / "t.txt").write_text(text)
+    assert text_of(dataset(str(tmp_path / "t.txt"), normalize=form)) == unicodedata.normalize(form, text)
+
+
+# --- whole runs ---
+
+
+def test_held_out_files_replace_the_split(tmp_path):
+    texts = {"a": "abcab" * 60, "v": "cbaz" * 9, "t": "bcay" * 8}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    run = [*UNREAD, "data.block_size=8", f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'a.txt'}"]
+    held = [f"data.val_path={tmp_path / 'v.txt'}", f"data.test_path={tmp_path / 't.txt'}"]
+    result = start(*run, *held)
+    assert result.returncode == 0, result.stderr
+    assert "300 characters to train on, 36 held out" in result.stdout
+    assert "31 characters of the final part" in result.stdout
+    assert load(str(tmp_path / "run" / "gpt_snapshot.pt")).vocabulary == "abcyz"
+    assert {line["tokens"] for line in metrics(tmp_path / "run", "val")} == {35}
+    (tmp_path / "v.txt").write_text("cbax" * 9)
+    result = start(*run, *held, "trainer.max_steps=9")
+    assert result.returncode == 1 and "belongs to another run" in result.stderr
+    parts = CharDataset(DataConfig(path=str(tmp_path / "a.txt"), test_path=str(tmp_path / "t.txt"), block_size=8))
+    assert [len(part.data) for part in (*parts.split(), parts.final_part())] == [270, 30, 32]
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_standard_input_is_read_once_and_kept_for_resuming(nproc, tmp_path):
+    run = [
+        *UNREAD,
+        "data.block_size=8",
+        "data.path=-",
+        "data.format=jsonl",
+        "data.field=t",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    lines = "".join(json.dumps({"t": name}) + "\n" for name in NAMES)
+    result = start(*run, input=lines, nproc=nproc)
+    assert result.returncode == 0, result.stderr
+    assert load(str(tmp_path / "run" / "gpt_snapshot.pt")).config["data"]["separator"] == "newline"
+    result = start(*run, "trainer.max_steps=8", input="", nproc=nproc)
+    assert result.returncode == 0 and "step 8/8" in result.stdout, result.stderr
+    result = start(*run, "trainer.max_steps=9", input=lines + lines, nproc=nproc)
+    assert result.returncode == 1 and "belongs to another run" in result.stderr
+    result = start(*run[:-1], f"run_dir={tmp_path / 'new'}", input="", nproc=nproc)
+    assert result.returncode == 1 and "data.path=-: standard input is empty" in result.stderr
