@@ -71,7 +71,7 @@ def check_ranks_agree(config: Config, text_digest: str) -> None:
     """Raises `UserError` if texts or settings differ between ranks, such as recipes chosen for different hardware."""
     local = ("run_dir", "trainer.threads")
     own = dataclasses.asdict(config)
-    own["data"]["sha256"] = text_digest
+    own["text"] = text_digest
     first, *others = map(flatten, all_gather(own))
     for other in others:
         for key in sorted(first):

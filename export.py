@@ -161,7 +161,7 @@ def compare(folder: str, model: GPT) -> str:
         from transformers import AutoConfig, AutoModelForCausalLM, logging
 
         AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    except Exception as error:  # not installed, or too old for nanochat
+    except (ImportError, ValueError, KeyError) as error:  # not installed, or too old for nanochat
         return f"not compared with Transformers: {one_line(error)[:300]}"
     logging.disable_progress_bar()
     ids = probe_ids(model.config.vocab_size, model.config.block_size)[None]

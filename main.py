@@ -97,7 +97,7 @@ def run_training(config: Config, started: float) -> float | None:
         recorded = found.config if found else None
         build = functools.partial(build_trainer, snapshots)
 
-        # These three resolve the null fields of `config`.
+        # These three change `config` in place: the architecture; the text and its vocabulary; every null size.
         pretrained = read_init_weights(config, found)
         text = load_text(config, recorded)
         deadline = choose_sizes(
@@ -121,8 +121,8 @@ def run_training(config: Config, started: float) -> float | None:
             "unigram_loss": split[1].unigram_loss(split[0]),
             "repeated_share": repeated,
         }
-        record = functools.partial(record_start, config.run_dir, trainer.run_config, trainer.state.step, facts)
-        loss = trainer.train(deadline, on_start=record)
+        on_start = functools.partial(record_start, config.run_dir, trainer.run_config, trainer.state.step, facts)
+        loss = trainer.train(deadline, on_start=on_start)
         if distributed.is_rank_0():
             finish_run(config, trainer, final)
     return loss
@@ -185,7 +185,9 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
     share, searched = repeated_share(held_out, train_text, seconds)
     of = f", of which {searched:.0%} were searched" if searched < 1 else ""
     if share >= 0.01:
-        log.info("repeats     %.0f %% of the held-out text stand word for word in the training text%s", 100 * share, of)
+        log.info(
+            "repeats     %.0f %% of the held-out text is also in the training text, word for word%s", 100 * share, of
+        )
     if share >= 0.5:
         log.warning("the held-out loss is mostly that of text trained on: is a text in data.path twice?")
     return share
@@ -235,7 +237,7 @@ def log_consequences(config: Config, plan: Plan) -> None:
 
 def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> None:
     """Scores the final part of the text, writes the report, and logs what to do next."""
-    if not is_run(config.run_dir):  # the run is finished, and was started from another folder
+    if not is_run(config.run_dir):  # a finished run, whose snapshot is elsewhere: nothing was logged here
         return
     try:
         if final is not None and trainer.state.step <= trainer.plan.total_steps:

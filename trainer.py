@@ -121,7 +121,8 @@ class Trainer:
             is_known = found and (found.processes, found.choices.get("device")) == (distributed.size(), device.type)
             limit = self.state.micro_batch_size if is_known else None
             plan = self.plan.with_micro_batch(limit) if limit else self.plan
-            self.plan = memory.fit_micro_batch(plan, bare, train_dataset, self.precision)
+            with self.precision.eagerly():
+                self.plan = memory.fit_micro_batch(plan, bare, train_dataset, self._training_loss)
             self.state.micro_batch_size = self.plan.micro_batch_size
         self.batches = MicroBatches(
             train_dataset, config.seed, self.plan, distributed.rank(), config.data_loader_workers, device
@@ -263,9 +264,7 @@ class Trainer:
             # rank has the memory for all of them.
             if isinstance(self.model, DDP):
                 self.model.require_backward_grad_sync = i == self.plan.accumulation
-            with self.precision.autocast():
-                _, loss = self.model(x, y)
-            loss = loss * weight
+            loss = self._training_loss(self.model, x, y) * weight
             self.scaler.scale(loss).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)  # clip the true gradients
@@ -276,11 +275,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
+    def _training_loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch, a mean over its targets; evaluation has its own. `model` may be unwrapped."""
+        with self.precision.autocast():
+            return model(x, y)[1]
+
     @torch.no_grad()
     def _loss(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """The loss that `_eager_step` would return, without training on the micro-batches."""
-        with self.precision.eagerly(), self.precision.autocast():
-            losses = [weight * self.model(x, y)[1] for x, y, weight in micro_batches]
+        with self.precision.eagerly():
+            losses = [weight * self._training_loss(self.model, x, y) for x, y, weight in micro_batches]
         return torch.stack(losses).sum()
 
     def _make_step(self) -> Callable[[Iterable[MicroBatch]], StepResult]:

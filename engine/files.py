@@ -47,7 +47,7 @@ def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager
     is held and `wait` is false, and OSError.
     """
     try:  # a soft lock would outlive a process that dies
-        return FileLock(path, blocking=wait, fallback_to_soft=False).acquire()
+        return FileLock(path, blocking=wait, fallback_to_soft=False, thread_local=False).acquire()
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -75,7 +75,7 @@ def numbered(names: list[str], optimizer: torch.optim.Optimizer, state: dict[str
     """The state that torch's `load_state_dict` takes, from one by name; `names` are in the optimizer's order."""
     if "param_groups" in state:
         return state
-    by_number = {i: state[name] for i, name in enumerate(names) if name in state}
+    by_number = {i: state[name] for i, name in enumerate(names) if state.get(name)}
     return {"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]}
 
 

@@ -74,8 +74,6 @@ class Precision:
         """A context in which torch uses deterministic algorithms, if chosen, and raises an error where it has none."""
         before = torch.get_deterministic_debug_mode()
         if self.deterministic:
-            if self.device == "cuda":
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             deterministic: Any = torch.utils.deterministic
             deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor once more
         torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
@@ -121,6 +119,8 @@ def resolve(config: TrainerConfig, device: torch.device, planned_flops: float, e
         log.warning("trainer.compile=%s: %s not found; torch.compile disabled", config.compile, missing)
         compile_ = False
     deterministic = choose("deterministic", config.deterministic, device.type == "cpu")
+    if deterministic and device.type == "cuda":  # cuBLAS reads it once, at its first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return Precision(device.type, amp_dtype, compile_, deterministic)
 
 

@@ -130,6 +130,14 @@ def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_sa
     assert "documents contain the separator, |" in caplog.text
 
 
+@pytest.mark.parametrize("order, is_said", [(sorted, True), (list, False)])
+def test_sorted_lines_are_said(order, is_said, dataset, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(encoding, "CHUNK", 2000)
+    (tmp_path / "names.txt").write_text("\n".join(order(f"{i * 7919 % 101} name" for i in range(101))))
+    dataset(str(tmp_path / "names.txt"))
+    assert ("data.shuffle=lines mixes them" in caplog.text) == is_said
+
+
 def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
     caplog.set_level("INFO", "gpt")
     folder = tmp_path / "texts"

@@ -406,9 +406,8 @@ def test_a_failed_final_score_is_an_error_after_the_report(tmp_path, monkeypatch
 def test_processes_that_read_different_texts_do_not_train_together(text_file, monkeypatch):
     config = Config()
     config.data = DataConfig(path=str(text_file), block_size=8)
-    other = {"data": {"sha256": "of another text"}}
-    monkeypatch.setattr("config.all_gather", lambda own: [own, own | {"data": own["data"] | other["data"]}])
-    with pytest.raises(UserError, match=r"data\.sha256: the ranks differ, \w+ and of another text"):
+    monkeypatch.setattr("config.all_gather", lambda own: [own, own | {"text": "another"}])
+    with pytest.raises(UserError, match=r"text: the ranks differ, \w+ and another"):
         main.load_text(config, None)
 
 

@@ -3,9 +3,9 @@
 Each field is declared once, in one line: type, default, unit and meaning. A value that is impossible raises `UserError`
 naming the field. `conf/` has only values that differ from the defaults.
 
-A resumed run may change no field of the data and the model except those in `FREE`, and every other field except those
-in `FIXED`: with a change midway, no configuration would reproduce the run. Those in `IRRELEVANT` change the loss at a
-step no more than rounding or another seed. `--help` does not print those in `HIDDEN`.
+A resumed run must keep the data and the model, except the fields in `FREE`, and may change the rest, except those in
+`FIXED`: with a change midway, no configuration would reproduce the run. Those in `IRRELEVANT` change the loss at a step
+no more than rounding or another seed. `--help` does not print those in `HIDDEN`.
 """
 
 import codecs
@@ -286,7 +286,7 @@ class TrainerConfig:
     """The training loop: length, batch, precision, evaluation, snapshots, processes."""
 
     # fmt: off
-    max_epochs: int | None = 10  # epochs; one has a window for each position of the text; null: no limit
+    max_epochs: int | None = 10  # epochs over all overlapping windows, about block_size passes each; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # time limit, minutes, from which main.py computes max_steps; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
@@ -306,7 +306,7 @@ class TrainerConfig:
     amp_dtype: str = "auto"  # bfloat16, float16 (with loss scaling), float32 (TF32 on GPUs); auto: bfloat16 if possible
     seed: int = 1337  # seed of the weights, the window order and dropout
     device: str = "auto"  # cpu, cuda, auto (cuda if there is a GPU), or another torch device: mps, xpu
-    threads: int | None = None  # CPU threads per process; null: its share of the cores, fewer while others are busy
+    threads: int | None = None  # CPU threads per process; null: its share of the host's cores
     compile: str = "auto"  # torch.compile: true, false or auto: for runs long enough to gain from it
     deterministic: str = "auto"  # deterministic algorithms: true, false or auto: on a CPU
     cuda_graph: bool = True  # replay each step as one CUDA graph, on a single GPU; not with float16

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ import torch.nn as nn
 from engine.errors import UserError, one_line
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
-from engine.precision import Precision
 from engine.run.dataset import TrainingText
 from engine.run.plan import Plan
 
@@ -20,9 +19,12 @@ RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system may kill the pr
 HEADROOM = 0.05  # share of a GPU's memory left free for fragmentation, evaluation and libraries
 
 
-def fit_micro_batch(plan: Plan, model: nn.Module, dataset: TrainingText, precision: Precision) -> Plan:
-    """The plan with its micro-batch halved until a forward and backward pass of `model` fits into the memory of every
-    rank. Raises `UserError` if one window is too many.
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]  # of a model and a micro-batch (x, y)
+
+
+def fit_micro_batch(plan: Plan, model: nn.Module, dataset: TrainingText, loss_of: Loss) -> Plan:
+    """The plan with its micro-batch halved until a forward and backward pass of the unwrapped `model` fits into the
+    memory of every rank. Raises `UserError` if one window is too many.
 
     Tries nothing on devices that raise no OutOfMemoryError, nor for sharded models: a rank that failed would leave the
     others waiting.
@@ -32,7 +34,7 @@ def fit_micro_batch(plan: Plan, model: nn.Module, dataset: TrainingText, precisi
         return plan
     hardware.free_unused(device)  # an earlier Trainer of this process
     while True:
-        fits = _fits(plan, model, dataset, precision)
+        fits = _fits(plan, model, dataset, loss_of)
         hardware.free_unused(device)  # libraries need memory outside torch's
         if all(distributed.all_gather(fits)):
             return plan
@@ -42,7 +44,7 @@ def fit_micro_batch(plan: Plan, model: nn.Module, dataset: TrainingText, precisi
         plan = plan.with_micro_batch(plan.micro_batch_size // 2)
 
 
-def _fits(plan: Plan, model: nn.Module, dataset: TrainingText, precision: Precision) -> bool:
+def _fits(plan: Plan, model: nn.Module, dataset: TrainingText, loss_of: Loss) -> bool:
     """Whether a micro-batch of `plan` fits into memory, with the optimizer's two moment estimates per parameter, the
     gradients of earlier micro-batches and some headroom.
     """
@@ -54,9 +56,7 @@ def _fits(plan: Plan, model: nn.Module, dataset: TrainingText, precision: Precis
     try:
         reserved = torch.empty(needed, dtype=torch.uint8, device=device)
         x, y = dataset.batch(np.zeros(plan.micro_batch_size, np.int64))
-        with precision.eagerly(), precision.autocast():
-            loss = model(x.to(device), y.to(device))[1]
-        loss.backward()
+        loss_of(model, x.to(device), y.to(device)).backward()
         del reserved
     except RuntimeError as error:
         if not hardware.is_out_of_memory(error):

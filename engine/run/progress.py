@@ -18,8 +18,10 @@ class Clock:
     when the clock first starts.
     """
 
-    def __init__(self, state: State, deadline: float | None = None):
-        self.state, self.deadline = state, deadline
+    deadline: float | None = None
+
+    def __init__(self, state: State):
+        self.state = state
         self.started: float | None = None
         self.queued: collections.deque[torch.cuda.Event] = collections.deque()  # steps that a GPU may not have done
 

@@ -29,6 +29,7 @@ class Requests:
         self.save = 0  # SAVE or TIMED_SAVE if one was requested
         self.share = 0.0  # of the time limit, as agreed
         self._is_last_save = False
+        self.served = 0  # the request that has stopped the run
         self._own: set[int] = set()
         self._handlers: dict = {}
         # The request, and the share in billionths. On the CPU: no wait for a GPU.
@@ -67,9 +68,11 @@ class Requests:
         return highest
 
     def begin_last_save(self) -> None:
-        """From now on a signal ends the wait for the last save (`gives_up`); SIGINT ends the process at the second."""
+        """From now on a signal ends the wait for the last save (`gives_up`); SIGINT ends the process at the second. One
+        that has stopped the run does not; one that came as the run ended, does.
+        """
         self.wait()
-        self._own, self._is_last_save = set(), True
+        self._own, self._is_last_save = self._own - {self.served}, True
         if signal.SIGINT in self._handlers:
             signal.signal(signal.SIGINT, self._record)
 
@@ -91,6 +94,7 @@ class Requests:
         else:
             agreed = self.wait()
         if agreed > SAVE:
+            self.served = agreed
             raise Stopped(agreed)
         self.save = max(self.save, agreed)
         if distributed.size() > 1:

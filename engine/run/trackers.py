@@ -7,8 +7,9 @@ numbers, whose names vary; a resumed run logs the steps after its snapshot again
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from engine.portable import is_installed
 
@@ -25,6 +26,15 @@ class Start(NamedTuple):
     logged: tuple[int, bool]
 
 
+class Tracker(Protocol):
+    """What a run calls of a tracker."""
+
+    def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
+        """Logs numbers by name (`train/loss`) and sampled texts, either of which may be empty."""
+
+    def close(self) -> None: ...
+
+
 class TensorBoard:
     """TensorBoard: event files in `run_dir/tensorboard`. A resumed run replaces the steps that it repeats."""
 
@@ -35,7 +45,6 @@ class TensorBoard:
         self.writer = SummaryWriter(folder, purge_step=start.step + 1)
 
     def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
-        """Logs numbers by name (`train/loss`) and sampled texts, either of which may be empty."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         if texts:  # Markdown: an indent of four keeps lines as they are
@@ -84,8 +93,7 @@ class WandB:
         self.run.finish()
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
-Tracker = TensorBoard | WandB
+TRACKERS: dict[str, Callable[[Start], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def is_available(name: str) -> bool:

@@ -21,6 +21,7 @@ from engine.config.schema import TrainerConfig
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.machine.hardware import is_out_of_memory
+from engine.optim import numbered
 from engine.parallel import distributed, sharding
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
 from engine.snapshots.snapshot import Snapshot, not_finite
@@ -141,10 +142,7 @@ class SnapshotManager:
             values.update({key: receive(name, value) for key, value in values.items()})
         try:
             model.load_state_dict(model_state)
-            names = parameter_names(model, optimizer)
-            state = {i: optimizer_state[name] for i, name in enumerate(names) if optimizer_state.get(name)}
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            optimizer.load_state_dict(numbered(parameter_names(model, optimizer), optimizer, optimizer_state))
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
                 raise
@@ -159,8 +157,8 @@ class SnapshotManager:
 
     def save(self, snapshot: Snapshot, is_numbered: bool, loss: float) -> str | None:
         """Starts to save `snapshot` as the latest one and, if it has the lowest held-out loss, as the best; also as a
-        numbered one if so chosen. Its tensors may be sharded, and may change as soon as this returns. The next `wait`
-        reports the result.
+        numbered one if so chosen. Its tensors may be sharded, and may change as soon as this returns. Whether the file
+        was written is known at the next `wait`.
 
         Does nothing unless the weights and `loss`, computed with them, are finite on every rank; returns which of both
         is not: "weights", "loss" or None.
@@ -189,7 +187,7 @@ class SnapshotManager:
         return None
 
     def _set_due(self, seconds: float) -> None:
-        self.due_at = time.monotonic() + (math.inf if self.interval_s == math.inf else seconds)
+        self.due_at = time.monotonic() + seconds
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """On rank 0, a full copy in host memory; on others, `tensor`. All ranks must call it for a sharded tensor."""

@@ -46,6 +46,7 @@ LARGE = 64 * 2**20  # bytes
 CHECKED = 256 * 2**20  # bytes of ids that are read to check a cache file
 FORMAT = 6  # version of the cache files
 CHUNK = 2**18  # characters at once
+MANY_LINES = 50  # from which sorted lines are no accident
 # What ends an item of `data.shuffle`, and is then the separator of documents.
 ITEM_ENDS = {"lines": "\n", "paragraphs": "\n\n", "files": ""}
 ITEM_SEPARATORS = {"lines": "newline", "paragraphs": "blank_line", "files": "none"}
@@ -253,6 +254,8 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     id_of = (np.cumsum(is_used) - 1).astype(np.min_scalar_type(len(vocabulary) - 1))  # of every code point
     for found in final():
         ids.write(id_of[found].data)
+    if config.shuffle is None and not shuffles and has_sorted_lines(points, parts[0]):
+        log.warning("the lines are sorted: only their end is held out; data.shuffle=lines mixes them")
     if separator != "none" and config.separator is None and config.shuffle not in ITEM_ENDS:
         shown = "shuffled, and " * shuffles
         log.info("documents   %s, %sseparated by %s (data.separator, data.shuffle)", f"{number:,}", shown, separator)
@@ -330,6 +333,13 @@ def ordered(
         if ends[i] > starts[i]:
             found.append(following)
     yield np.concatenate([*found, following[:0]])
+
+
+def has_sorted_lines(points: BinaryIO, part: Part) -> bool:
+    """Whether the text begins with many lines in sorted order, as a list of names does."""
+    text = read_points(points, part.start, min(int(part.ends[-1]), part.start + CHUNK)).tobytes().decode("utf-32-le")
+    lines = [line.casefold() for line in text.split("\n")[:-1]]
+    return len(lines) >= MANY_LINES and lines == sorted(lines)
 
 
 def read_points(file: BinaryIO, start: int, end: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import uuid
 import zipfile
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO, NamedTuple
@@ -322,7 +323,7 @@ def copy_stream(pieces: Iterator[bytes], folder: str, extension: str) -> str | N
     """Writes `pieces` into a file of `folder` that is named by its SHA-256; returns its path, None without a byte."""
     with writes("data.cache_dir", folder):
         os.makedirs(folder, exist_ok=True)
-        copy, digest, size = os.path.join(folder, f"{os.getpid()}.pipe"), hashlib.sha256(), 0
+        copy, digest, size = os.path.join(folder, f"{uuid.uuid4().hex}.pipe"), hashlib.sha256(), 0
         with atomic_write(copy, "wb") as target:
             for piece in pieces:
                 target.write(piece)
