@@ -23,7 +23,7 @@ from engine.parallel import distributed
 from engine.parallel.sharding import is_dtensor
 from engine.precision import evaluating
 from engine.snapshots.state import State
-from engine.text.documents import unit_of
+from engine.text.documents import from_text, separator_text, unit_of
 
 log = logging.getLogger("gpt")
 
@@ -158,6 +158,12 @@ class Snapshot(State):
         older = {"separator": "none", "newlines": "keep"}  # a run from before these settings
         recorded = {name: value for name, value in self.config.get("data", {}).items() if name in known}
         return DataConfig(**older | recorded | changes)
+
+    @property
+    def separator(self) -> str:
+        """What separates the documents of the text; empty for none, or one that does not occur."""
+        separator = separator_text(self.config.get("data", {}).get("separator"))
+        return separator if set(from_text(separator, self.encoding)) <= set(self.vocabulary) else ""
 
     @property
     def unit(self) -> str:
