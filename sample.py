@@ -9,7 +9,9 @@ python sample.py snapshot=runs/NAME/gpt_snapshot.pt
 python sample.py score=book.txt                             the loss of a text
 python sample.py score=book.txt stride=64                   in windows that overlap: more context for each character
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of their ensemble
-python sample.py num_samples=20 stop=$'\\n' copied=true      one line each, and the share that is copied
+python sample.py score=names.txt by=line out=scores.tsv     the loss of each line
+python sample.py num_samples=20 stop='\\n' copied=true       one line each, and the share that is copied
+python sample.py num_samples=300 new=true out=names.txt     names that are not in the text of the run
 """
 
 from engine import signals
@@ -19,14 +21,17 @@ if __name__ == "__main__":
 
 import codecs
 import itertools
+import json
 import logging
 import math
 import operator
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,20 +40,24 @@ import torch.nn.functional as F
 from char_dataset import CharDataset, encode
 from engine.config.arguments import Text, parse, run_program
 from engine.config.schema import as_typed
-from engine.errors import UserError, check_only_one, check_range, one_line
+from engine.errors import UserError, check_only_one, check_option, check_range, one_line
+from engine.files import atomic_write
 from engine.generation import default_prompt, enough_threads
 from engine.machine.hardware import check_device
 from engine.precision import Precision
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
-from engine.text.documents import from_text, read_text
-from engine.text.sources import real_files
+from engine.text.documents import from_text, read_text, to_text, unescaped
+from engine.text.sources import STDIN, real_files, writes
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
 
 BATCH_CHARACTERS = 8192  # per batch, context included
+BATCH_LOGITS = 2**25  # per batch: 128 MiB; fewer characters of a very large vocabulary
+MAX_DRAWS = 50  # texts drawn for each of `num_samples` new ones
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
 COPIED = 32  # length of a copied substring, characters
 
 
@@ -56,11 +65,13 @@ COPIED = 32  # length of a copied substring, characters
 class SampleConfig:
     """Command-line arguments, `name=value`."""
 
-    prompt: Text | None = None  # text to continue; by default a newline, or the first character
+    prompt: Text | None = None  # text to continue (\n, \t); by default the separator, a newline or the first character
     prompt_file: str | None = None  # file or URL of the prompt; -: standard input
     num_samples: int = 1  # number of texts
     max_new_tokens: int = 500  # characters per text, at most
-    stop: Text | None = None  # end a text before this string; by default never
+    stop: Text | None = None  # end a text before this string (\n, \t); document: at its end; by default never
+    new: bool = False  # only texts that are no document (or line) of the run's text, each once; stops at its end
+    out: str | None = None  # file to write instead: one text a line; .jsonl: {"text": ...} a line
     copied: bool = False  # print the share of the texts that is copied from the training text
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
@@ -70,18 +81,27 @@ class SampleConfig:
     snapshot: str | None = None  # a file, URL or run; null: the best of run_dir, or its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
     snapshots: list[str] | None = None  # for score=: several, [a.pt,b.pt], alone and as an ensemble
+    by: str | None = None  # for score=: line, document or character: the loss of each, into out=
     stride: int | None = None  # for score=: characters between windows; null: the context
     device: str = "auto"  # cpu, cuda, auto, or another torch device: mps, xpu
 
     def __post_init__(self):
         check_only_one(prompt=self.prompt, prompt_file=self.prompt_file, score=self.score)
         if self.score is not None:
-            for name in ["num_samples", "max_new_tokens", "stop", "copied", "temperature", "top_k", "top_p", "seed"]:
+            for name in (
+                "num_samples", "max_new_tokens", "stop", "new", "copied", "temperature", "top_k", "top_p", "seed"
+            ):  # fmt: skip
                 if (value := getattr(self, name)) != getattr(SampleConfig, name):
                     raise UserError(f"{name}={as_typed(value)}: has no effect with score=; leave it out")
-        for name in ("snapshots", "stride"):
+        for name in ("snapshots", "by", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
+        if self.by is not None:
+            check_option("by", self.by, ("line", "document", "character"))
+        if self.score is not None and (self.by is None) != (self.out is None):
+            raise UserError("by= and out= belong together: score=book.txt by=line out=scores.tsv")
+        if self.out is not None and not os.path.isdir(os.path.dirname(self.out) or "."):
+            raise UserError(f"out={self.out}: its folder does not exist")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -120,19 +140,21 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
-    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. For a given seed,
-    samples do not depend on `num_samples`, up to rounding.
+    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. With `new`, these are
+    `MAX_DRAWS` times as many, for `only_new`. For a given seed, samples do not depend on `num_samples`, up to rounding.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt, ids = read_prompt(config, snapshot)
-    stop = from_text(config.stop or "", encoding)
-    encode_setting(f"stop={config.stop!r}", stop, snapshot)  # raises for what is never drawn
+    end = stop_string(config, snapshot)
+    stop = from_text(end, encoding)
+    encode_setting(f"stop={end!r}", stop, snapshot)  # raises for what is never drawn
     model = load_model(snapshot, config.device)
     ids = ids.to(model.tok_emb.weight.device)
-    batch_size = min(config.num_samples, max(1, BATCH_CHARACTERS // model.config.block_size))
+    num_texts = config.num_samples * (MAX_DRAWS if config.new else 1)
+    batch_size = min(config.num_samples, batch_rows(model, model.config.block_size))
     with enough_threads(model, batch_size):
-        for first in range(0, config.num_samples, batch_size):
-            start = ids.expand(min(batch_size, config.num_samples - first), -1)
+        for first in range(0, num_texts, batch_size):
+            start = ids.expand(min(batch_size, num_texts - first), -1)
             new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
             # All texts are drawn together; the first is yielded while it is drawn, and the others wait here.
             streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))
@@ -143,6 +165,20 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
                     content = (piece.encode("latin-1") for piece in pieces)
                     pieces = codecs.iterdecode(content, "utf-8", "replace")
                 yield pieces
+
+
+def batch_rows(model: GPT, length: int) -> int:
+    """How many rows of `length` characters are computed together."""
+    return max(1, min(BATCH_CHARACTERS, BATCH_LOGITS // model.config.vocab_size) // length)
+
+
+def stop_string(config: SampleConfig, snapshot: Snapshot) -> str:
+    """The string that ends a text; empty for none."""
+    if config.stop == "document" and not snapshot.separator:
+        raise UserError("stop=document: the run's text has no separator of documents; give a string, as stop='\\n'")
+    if config.stop == "document" or (config.new and config.stop is None):
+        return snapshot.separator or "\n"
+    return unescaped(config.stop or "", snapshot.vocabulary)
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -158,16 +194,36 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
     yield from held
 
 
-def training_text(snapshot: Snapshot) -> str:
-    """The text that a model was trained on. Raises `UserError` if it is missing or has changed."""
+def run_text(snapshot: Snapshot, setting: str) -> CharDataset:
+    """The text that a model was trained on, for `setting`. Raises `UserError` if it is missing or has changed."""
     try:
         data = CharDataset(snapshot.data_config())
     except UserError as error:
-        raise UserError(f"copied=true: needs the training text, as named when training started: {error}") from error
+        raise UserError(f"{setting}: needs the training text, as named when training started: {error}") from error
     if data.digest != snapshot.text_digest:
-        raise UserError(f"copied=true: {data.config.path} is not the text that was trained on")
-    train, _ = data.split()
-    return train.decode(train.data.tolist())
+        raise UserError(f"{setting}: {data.config.path} is not the text that was trained on")
+    return data
+
+
+def only_new(texts: Iterable[Iterable[str]], known: set[str], start: str, count: int) -> Iterator[list[str]]:
+    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated. Says how many
+    others there were. Newlines around a text are ignored.
+    """
+    seen: set[str] = set()
+    in_text = repeated = 0
+    for pieces in map(list, texts):
+        text = "".join(pieces).removeprefix(start).strip("\n")
+        if text in known:
+            in_text += 1
+        elif text in seen:
+            repeated += 1
+        else:
+            seen.add(text)
+            yield pieces
+        if len(seen) == count:
+            break
+    fewer = f"; only {len(seen)} of {count} are new" if len(seen) < count else ""
+    print(f"[dropped: {in_text} of the run's text, {repeated} drawn before{fewer}]", file=sys.stderr)
 
 
 def copied_share(texts: list[str], source: str) -> float:
@@ -188,22 +244,20 @@ def copied_share(texts: list[str], source: str) -> float:
     return float(np.mean(copied)) if copied else 0.0
 
 
+def read_as_trained(path: str, snapshot: Snapshot) -> str:
+    """The characters of the text at `path` (-: standard input), read as the text of the run was."""
+    return read_text("/dev/stdin" if path == STDIN else path, snapshot.data_config())
+
+
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
     """The characters to continue, at least one, and their ids."""
-    encoding = snapshot.encoding
-    name = "prompt" if config.prompt_file is None else f"prompt_file={config.prompt_file}"
-    try:
-        if config.prompt_file == "-":
-            content = open(0, "rb", closefd=False).read()  # standard input, which may be closed
-            prompt = content.decode("latin-1" if encoding == "bytes" else "utf-8-sig")
-        elif config.prompt_file is not None:
-            prompt = read_text(config.prompt_file, snapshot.data_config())
-        elif config.prompt is not None:
-            prompt = from_text(config.prompt, encoding)
-        else:
-            prompt = default_prompt(snapshot.vocabulary)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name}: cannot be read: {one_line(error)}") from error
+    name, vocabulary, encoding = "prompt", snapshot.vocabulary, snapshot.encoding
+    if config.prompt_file is not None:
+        name, prompt = f"prompt_file={config.prompt_file}", read_as_trained(config.prompt_file, snapshot)
+    elif config.prompt is not None:
+        prompt = from_text(unescaped(config.prompt, vocabulary), encoding)
+    else:
+        prompt = from_text(snapshot.separator, encoding) or default_prompt(vocabulary)
     if not prompt:
         raise UserError(f"{name}: is empty; a prompt has at least one character")
     return prompt, encode_setting(name, prompt, snapshot)
@@ -214,52 +268,141 @@ def encode_setting(name: str, text: str, snapshot: Snapshot) -> torch.Tensor:
     try:
         return encode(text, snapshot.vocabulary, snapshot.encoding)
     except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+        raise UserError(f"{name}: {error}{normal_form_hint(text, snapshot)}") from error
+
+
+def normal_form_hint(text: str, snapshot: Snapshot) -> str:
+    """Names the normal form of Unicode in which the fewest characters of `text` are unknown; empty if none helps."""
+    if snapshot.encoding == "bytes":
+        return ""
+    forms: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+    unknown = {form: len(set(unicodedata.normalize(form, text)) - set(snapshot.vocabulary)) for form in forms}
+    best = min(unknown, key=unknown.__getitem__)
+    helps = unknown[best] < len(set(text) - set(snapshot.vocabulary))
+    return f"; in normal form {best} of Unicode, fewer of its characters would be unknown" if helps else ""
+
+
+# --- the loss of a text ---
+
+
+class Units(NamedTuple):
+    """What is scored: lines, documents or a whole text."""
+
+    texts: Sequence[str]  # as read, in characters of the model; of a whole text, each scored character
+    ids: torch.Tensor  # of all units, one after the other, int64 (T,)
+    spans: list[tuple[int, int, int]]  # of each: where its context begins, its first scored character, its end
+
+
+def read_units(config: SampleConfig, snapshot: Snapshot) -> Units:
+    """Reads the text at `config.score`. The context of a line or document begins with the separator, or a newline, and
+    what ends it is scored with it. Characters that the model does not know are left out; says how many.
+    """
+    name, vocabulary, block_size = f"score={config.score}", snapshot.vocabulary, snapshot.model_config["block_size"]
+    if config.stride is not None and not 1 <= config.stride <= block_size:
+        raise UserError(f"stride={config.stride}: must be from 1 to the model's context, {block_size}")
+    assert config.score is not None
+    text, separator = read_as_trained(config.score, snapshot), from_text(snapshot.separator, snapshot.encoding)
+    start, end, parts = "", "", [text]
+    if config.by in ("line", "document"):
+        start, end = separator or default_prompt(vocabulary), "\n" if config.by == "line" else separator
+        if not end:
+            raise UserError("by=document: the run's text has no separator of documents; by=line")
+        whole = text if config.by == "line" else text.rstrip("\n")  # the file's last newline is none of a document
+        parts = whole.removesuffix(end).split(end) if whole else []
+    unknown = dict.fromkeys(map(ord, set(text) - set(vocabulary)))
+    try:
+        encode_setting(name, text, snapshot)
+    except UserError as error:
+        count = len(text) - len(text.translate(unknown))
+        print(f"[{snapshot.unit}s skipped: {count}; {error}]", file=sys.stderr)
+    pieces = [start + (part + end).translate(unknown) for part in parts]
+    spans, length = [], 0
+    for piece in pieces:
+        spans.append((length, length + max(1, len(start)), length + len(piece)))
+        length += len(piece)
+    if all(first >= last for _, first, last in spans):
+        raise UserError(f"{name}: known {snapshot.unit}s: {length}; at least 2 are needed")
+    ids = encode("".join(pieces), vocabulary, snapshot.encoding)
+    return Units(parts if start else pieces[0][1:], ids, spans)
 
 
 def score(config: SampleConfig, *snapshots: Snapshot) -> torch.Tensor:
-    """Losses in nats, float64 of shape (models, characters), of every character but the first of the text at
-    `config.score`: a row for each of `snapshots` and, if several, one more for their ensemble. They are computed in
-    each run's dtype, and without `config.stride` in its windows: the mean is what the run's evaluation gives.
+    """`unit_losses` of the text at `config.score`: of every character but the first, unless `config.by` says else."""
+    return unit_losses(config, read_units(config, snapshots[0]), *snapshots)
 
-    Sliding-window evaluation (Baevski and Auli, 2019): windows start `config.stride` characters apart; each
+
+def unit_losses(config: SampleConfig, units: Units, *snapshots: Snapshot) -> torch.Tensor:
+    """Losses in nats, float64 of shape (models, characters), of every scored character: a row for each of `snapshots`
+    and, if several, one more for their ensemble. They are computed in each run's dtype, and of a whole text without
+    `config.stride` in its windows: the mean is what the run's evaluation gives.
+
+    Sliding-window evaluation (Baevski and Auli, 2019): windows of a unit start `config.stride` characters apart; each
     but the first scores only its last `stride` characters, which see more than `block_size - stride`
-    characters. With the default stride, `block_size`, windows do not overlap.
+    characters. With the default stride, `block_size`, windows do not overlap. The longest are computed first, together
+    with others of about the same length.
 
     Ensemble (Hansen and Salamon, 1990): the probability of a character is the mean of the models'. The
     `snapshots` must have the same vocabulary and context.
     """
-    assert config.score is not None
     models = [load_model(snapshot, config.device) for snapshot in snapshots]
     block_size, device = models[0].config.block_size, models[0].tok_emb.weight.device
-    stride = block_size if config.stride is None else config.stride
-    if not 1 <= stride <= block_size:
-        raise UserError(f"stride={stride}: must be from 1 to the model's context, {block_size}")
     types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
     precisions = [Precision(device.type, name).autocast() for name in types]
-    text = read_text(config.score, snapshots[0].data_config())
-    if len(text) < 2:
-        raise UserError(f"score={config.score}: characters: {len(text)}; at least 2 are needed")
-    ids = encode_setting(f"score={config.score}", text, snapshots[0])
-    overlap, end = block_size - stride, len(ids) - 1  # the last character has no next one
-    starts = torch.arange(0, max(end - overlap, 1), stride)[:, None]
-    batches = []
-    for first in starts.split(max(1, BATCH_CHARACTERS // block_size)):
-        positions = first + torch.arange(block_size)  # (windows, block_size)
-        is_new = (first == 0) | (positions >= first + overlap)  # not scored by an earlier window
-        is_new &= positions < end
-        x = ids[positions.clamp(max=end - 1)].to(device)
-        targets = ids[positions[is_new] + 1].to(device)
-        losses = []
-        for model, precision in zip(models, precisions, strict=True):
+    ids, stride = units.ids, config.stride or block_size
+    overlap = block_size - stride
+    # Of each window, the positions of the first character, of the first whose next one it scores, and of the last one.
+    windows = torch.tensor(
+        [
+            (start, max(first - 1, start + overlap) if start > begin else first - 1, end - 1)
+            for begin, first, end in units.spans
+            for start in range(begin, max(end - 1 - overlap, begin + 1), stride)
+        ]
+    )
+    lengths, order = (windows[:, 2] - windows[:, 0]).clamp(1, block_size).sort(descending=True, stable=True)
+    losses = torch.zeros(len(models) + (len(models) > 1), len(ids), dtype=torch.float64)
+    is_scored = torch.zeros(len(ids), dtype=torch.bool)
+    done = 0
+    while done < len(windows):
+        length = int(lengths[done])
+        batch = windows[order[done : done + batch_rows(models[0], length)]]
+        done += len(batch)
+        start, first, end = batch[:, :, None].unbind(1)  # (windows, 1) each
+        positions = start + torch.arange(length)  # (windows, length)
+        is_new = (positions >= first) & (positions < end)  # not scored by an earlier window
+        x = ids[positions.clamp(max=len(ids) - 1)].to(device)
+        scored = positions[is_new] + 1
+        targets = ids[scored].to(device)
+        for row, (model, precision) in enumerate(zip(models, precisions, strict=True)):
             with torch.no_grad(), precision:
                 logits = model(x)[0][is_new.to(device)]
             each = F.cross_entropy(logits, targets, reduction="none")
-            losses.append(each.cpu().double())  # not every device has float64
-        if len(models) > 1:  # -log of the mean probability
-            losses.append(math.log(len(models)) - torch.stack(losses).neg().logsumexp(dim=0))
-        batches.append(torch.stack(losses))
-    return torch.cat(batches, dim=1)
+            losses[row, scored] = each.cpu().double()  # not every device has float64
+        is_scored[scored] = True
+    if len(models) > 1:  # -log of the mean probability
+        losses[-1] = math.log(len(models)) - losses[:-1].neg().logsumexp(dim=0)
+    return losses[:, is_scored]
+
+
+def unit_rows(units: Units, losses: torch.Tensor, snapshot: Snapshot, path: str) -> Iterator[dict[str, Any]]:
+    """For each of `units` its loss, sum and mean, from `losses` (characters,), and its text; unless `path` is .jsonl,
+    newlines, tabs and backslashes in it are escaped.
+    """
+    counts = [end - first for _, first, end in units.spans]
+    each = losses.split(counts if len(counts) == len(units.texts) else 1)
+    for text, values in zip(units.texts, each, strict=True):
+        total = values.sum().item()
+        mean = total / max(1, len(values))
+        text = to_text(text, snapshot.encoding)
+        text = text if path.endswith(".jsonl") else text.translate(ESCAPES)
+        yield {"nats": round(total, 6), f"nats per {snapshot.unit}": round(mean, 6), "text": text}
+
+
+def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes `rows` into the file `path`, atomically: JSON if it is .jsonl, otherwise values with tabs between them."""
+    with writes("out", path), atomic_write(path) as file:
+        for row in rows:
+            is_json = path.endswith(".jsonl")
+            print(json.dumps(row, ensure_ascii=False) if is_json else "\t".join(map(str, row.values())), file=file)
 
 
 def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
@@ -278,8 +421,11 @@ def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
     if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots.values()):
         note = "this is text of the run, which trained on most of its text; its held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
-    losses = score(config, *snapshots.values())
+    units = read_units(config, snapshots[first])
+    losses = unit_losses(config, units, *snapshots.values())
     *each, loss = losses.mean(dim=1).tolist()
+    if config.out is not None:
+        write_rows(config.out, unit_rows(units, losses[-1], snapshots[first], config.out))
     print(f"{unit}s scored".ljust(19), losses.size(1))
     if config.stride is not None:
         print("stride".ljust(19), config.stride)
@@ -287,6 +433,7 @@ def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
         for path, its_loss in zip(snapshots, each, strict=True):
             print(f"{path}: {its_loss:.6f} nats per {unit}")
         print(f"ensemble of {len(each)} snapshots")
+    print("nats in total".ljust(19), f"{losses[-1].sum():.6f}")
     print(f"nats per {unit}".ljust(19), f"{loss:.6f}")
     print(f"bits per {unit}".ljust(19), f"{loss / math.log(2):.6f}")
     print("perplexity".ljust(19), f"{math.exp(loss):.6f}")
@@ -302,17 +449,28 @@ def main(arguments: list[str]) -> None:
         print_score(config, snapshots)
         return
     [snapshot] = snapshots.values()
-    source = training_text(snapshot) if config.copied else ""
-    texts = print_texts(sample(config, snapshot), "" if config.stop == "\n" else "-" * 40)
-    if config.copied:
-        share = copied_share(texts, source)
+    end, start = stop_string(config, snapshot), snapshot.separator or "\n"
+    data = run_text(snapshot, f"{'new' if config.new else 'copied'}=true") if config.new or config.copied else None
+    texts: Iterable[Iterable[str]] = sample(config, snapshot)
+    if data is not None and config.new:
+        documents = data.decode(data.data.tolist()).split(start)
+        known = {"", *(document.strip("\n") for document in documents)}
+        texts = only_new(texts, known, start, config.num_samples)
+    if config.out is not None:
+        is_line = end == "\n" or "\n" not in snapshot.vocabulary
+        continued = write_texts(texts, start, is_line, config.out)
+    else:
+        continued = print_texts(texts, "" if end == "\n" else "-" * 40, start)
+    if data is not None and config.copied:
+        train, _ = data.split()
+        share = copied_share(continued, train.decode(train.data.tolist()))
         where = f"from the training text, in pieces of {COPIED} characters or whole lines"
         print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[str]:
-    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty;
-    returns what follows the prompt of each.
+def print_texts(texts: Iterable[Iterable[str]], separator: str, start: str) -> list[str]:
+    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty, and
+    without the default prompt `start`; returns what follows the prompt of each.
     """
     printed = []
     for i, text in enumerate(texts):
@@ -320,12 +478,30 @@ def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[str]:
             print(separator)
         pieces: list[str] = []
         for piece in text:
-            if pieces or piece != "\n":  # the default prompt
+            if pieces or piece != start:
                 print(piece, end="", flush=sys.stdout.isatty())
             pieces.append(piece)
         print(flush=True)
         printed.append("".join(pieces[1:]))
     return printed
+
+
+def write_texts(texts: Iterable[Iterable[str]], start: str, is_line: bool, path: str) -> list[str]:
+    """Writes texts into the file `path`; returns the same as `print_texts`. Unless `path` is .jsonl, raises `UserError`
+    for a prompt of several lines, or if not each continuation `is_line`.
+    """
+    written = []
+
+    def rows() -> Iterator[dict[str, str]]:
+        for prompt, *pieces in texts:
+            prompt = prompt.removeprefix(start)
+            if not path.endswith(".jsonl") and ("\n" in prompt or not is_line):  # at the first text
+                raise UserError(f"out={path}: a text may have several lines; name it .jsonl, or set stop='\\n'")
+            written.append("".join(pieces))
+            yield {"text": prompt + written[-1]}
+
+    write_rows(path, rows())
+    return written
 
 
 if __name__ == "__main__":

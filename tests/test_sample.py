@@ -1,4 +1,5 @@
 import itertools
+import json
 import math
 import os
 import pty
@@ -6,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import unicodedata
 
 import pytest
 import torch
@@ -106,7 +108,7 @@ def test_every_sampling_option_reaches_generate():
         return ["".join(text) for text in sampling.sample(config, model_snapshot(VOCABULARY))]
 
     [likeliest] = texts(temperature=0)
-    for settings in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-3}):
+    for settings in ({"top_k": 1}, {"top_p": 1e-46}, {"temperature": 1e-3}):
         assert texts(**{"temperature": 3.0, **settings}) == [likeliest]
     drawn = [texts(temperature=3.0, num_samples=2, seed=seed) for seed in (1337, 9, None, None)]
     assert len({likeliest, *itertools.chain(*drawn)}) == 9
@@ -141,6 +143,12 @@ def test_score_of_the_training_text_says_so(scored, paths, tmp_path, monkeypatch
     snapshot.config["data"] = {"path": paths}
     sampling.print_score(SampleConfig(score=scored.format(tmp_path)), {"a.pt": snapshot})
     assert ("this is text of the run" in capsys.readouterr().err) == (scored != "other.txt")
+
+
+def with_separator(separator: str | None, vocabulary: str = VOCABULARY):
+    snapshot = model_snapshot(vocabulary)
+    snapshot.config["data"] = {"separator": separator}
+    return snapshot
 
 
 def random_ids(length: int) -> torch.Tensor:
@@ -202,6 +210,7 @@ def test_losses_are_printed_of_each_model_and_of_the_ensemble(tmp_path, capsys):
             "characters scored   98",
             "stride              6",
             *labels,
+            f"nats in total       {nats * 98:.6f}",
             f"nats per character  {nats:.6f}",
             f"bits per character  {nats / math.log(2):.6f}",
             f"perplexity          {math.exp(nats):.6f}",
@@ -218,18 +227,80 @@ def test_an_ensemble_of_other_models_is_refused(what, vocabulary, settings, tmp_
 
 
 @pytest.mark.parametrize(
-    "text, says",
-    [
-        ("ab" * 50 + "xyz", "character 'x' (U+0078) at position 100 is not among the 10"),
-        ("a", "characters: 1; at least 2 are needed"),
-        ("", "characters: 0;"),
-    ],
+    "text, says", [("a" + "xyz" * 9, "known characters: 1; at least 2 are needed"), ("", "known characters: 0;")]
 )
 def test_a_text_that_cannot_be_scored_is_refused(text, says, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(text)
     with pytest.raises(UserError, match=re.escape(f"score={path}: {says}")):
         score(SampleConfig(score=str(path)), model_snapshot(VOCABULARY))
+
+
+@pytest.mark.parametrize("more", [{}, {"by": "line", "out": "unused"}])
+def test_unknown_characters_are_skipped_and_counted(more, tmp_path, capsys):
+    losses = []
+    for text in ("abé\ncx\nx\nd", "ab\nc\n\nd"):
+        (tmp_path / "text.txt").write_text(text)
+        losses.append(score(SampleConfig(score=str(tmp_path / "text.txt"), **more), model_snapshot(VOCABULARY)))
+    assert torch.equal(*losses)
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith("[characters skipped: 3; ") and "'é' (U+00E9) at position 2 is not among the 10" in said
+
+
+@pytest.mark.parametrize("by, separator", [("line", None), ("line", "newline"), ("document", "blank_line")])
+def test_a_line_or_document_is_scored_without_its_neighbours(by, separator, tmp_path, monkeypatch):
+    snapshot, end = with_separator(separator), "\n\n" if separator == "blank_line" else "\n"
+    parts = ["abc", "", "ab" * 40, "h", "d" * 23, "e" * 24, "f" * 25, "a b"]
+    model = sampling.load_model(snapshot, "cpu")
+    expected = []
+    for part in parts:
+        ids = torch.tensor([VOCABULARY.index(c) for c in end + part + end])
+        places = range(len(end), len(ids))
+        each = [-probabilities(model, ids[(i - 1) // 24 * 24 : i])[-1, ids[i]].log().item() for i in places]
+        expected.append([sum(each), sum(each) / len(each), part])
+    for last in ("", end):  # with or without the end of the last one
+        (tmp_path / "text.txt").write_text(end.join(parts) + last)
+        for at_once in (8192, 60, 1):
+            monkeypatch.setattr(sampling, "BATCH_CHARACTERS", at_once)
+            config = SampleConfig(score=str(tmp_path / "text.txt"), by=by, out=str(tmp_path / "scores.tsv"))
+            sampling.print_score(config, {"a.pt": snapshot})
+            rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()]
+            assert [[float(total), float(mean), text] for total, mean, text in rows] == [
+                [pytest.approx(total, abs=1e-4), pytest.approx(mean, abs=1e-4), text] for total, mean, text in expected
+            ]
+
+
+def test_lines_are_computed_together(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("abc\nde\n" * 50)
+    calls, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, idx, **more: calls.append(idx.shape) or forward(self, idx, **more))
+    score(SampleConfig(score=str(tmp_path / "text.txt"), by="line", out="unused"), model_snapshot(VOCABULARY))
+    assert calls[-1] == (100, 4) and len(calls) == 2  # the first is the probe
+
+
+def test_the_logits_of_a_batch_are_limited(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("abcd" * 100)
+    monkeypatch.setattr(sampling, "BATCH_LOGITS", 48 * len(VOCABULARY))
+    rows, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, idx, **more: rows.append(len(idx)) or forward(self, idx, **more))
+    score(SampleConfig(score=str(tmp_path / "text.txt")), model_snapshot(VOCABULARY))
+    assert max(rows) == 2
+
+
+@pytest.mark.parametrize("name", ["scores.tsv", "scores.jsonl"])
+def test_each_character_but_the_first_is_scored_into_a_line(name, tmp_path, capsys):
+    text = "ab\n\ncd" * 20
+    (tmp_path / "text.txt").write_text(text)
+    config = SampleConfig(score=str(tmp_path / "text.txt"), by="character", out=str(tmp_path / name))
+    sampling.print_score(config, {"a.pt": model_snapshot(VOCABULARY)})
+    lines = (tmp_path / name).read_text().splitlines()
+    if name.endswith(".jsonl"):
+        rows = [[*json.loads(line).values()] for line in lines]
+    else:
+        rows = [[*map(float, line.split("\t")[:2]), line.split("\t")[2].replace("\\n", "\n")] for line in lines]
+    plain = score(SampleConfig(score=config.score), model_snapshot(VOCABULARY))[0].tolist()
+    assert rows == [[pytest.approx(nats, abs=1e-5)] * 2 + [c] for nats, c in zip(plain, text[1:], strict=True)]
+    assert f"nats in total       {sum(plain):.6f}" in capsys.readouterr().out
 
 
 # --- runs and errors ---
@@ -276,18 +347,24 @@ def test_a_text_ends_before_the_stop_string(run_dir):
 
 
 def test_the_copied_share_is_of_the_training_text(run_dir):
-    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
-    train, held_out = CharDataset(DataConfig(**snapshot.config["data"])).split()
-    snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
-    source = sampling.training_text(snapshot)
+    result = sample(f"run_dir={run_dir}", "prompt=The ", "max_new_tokens=40", "copied=true")
+    assert re.search(r"^\[\d+\.\d% of this is copied from the training text", result.stderr, re.MULTILINE)
+    train, held_out = CharDataset(DataConfig(**load(str(run_dir / "gpt_snapshot.pt")).config["data"])).split()
+    source = train.decode(train.data.tolist())
     assert sampling.copied_share([train.decode(train.data[100:150]), "#" * 50], source) == 0.5
     assert sampling.copied_share([held_out.decode(held_out.data[:100])], source) == 0
+
+
+def test_a_training_text_that_is_gone_or_changed_is_one_line(run_dir):
+    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
+    assert sampling.run_text(snapshot, "new=true").digest == snapshot.text_digest
     snapshot.text_digest = "0" * 64
-    with pytest.raises(UserError, match="is not the text that was trained on"):
-        sampling.training_text(snapshot)
+    with pytest.raises(UserError, match=r"^new=true: .* is not the text that was trained on"):
+        sampling.run_text(snapshot, "new=true")
     snapshot.config["data"]["path"] = "gone.txt"
-    with pytest.raises(UserError, match=r"needs the training text, .*gone\.txt: no such file"):
-        sampling.training_text(snapshot)
+    with pytest.raises(UserError, match=r"^new=true: needs the training text, .*gone\.txt: no such file"):
+        sampling.run_text(snapshot, "new=true")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -316,8 +393,90 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
 
 def test_names_are_printed_one_per_line(capsys):
     texts = [("\n", "A", "da"), ("\n", "E", "ve")]
-    assert sampling.print_texts(texts, "") == ["Ada", "Eve"]
+    assert sampling.print_texts(texts, "", "\n") == ["Ada", "Eve"]
     assert capsys.readouterr().out == "Ada\nEve\n"
+
+
+# --- documents, new ones, files ---
+
+
+def drawn(snapshot, **settings) -> list[str]:
+    return ["".join(text) for text in sampling.sample(SampleConfig(device="cpu", **settings), snapshot)]
+
+
+@pytest.mark.parametrize("separator, text", [("newline", "\n"), ("blank_line", "\n\n"), ("g\\ng", "g\ng")])
+def test_a_sample_is_one_document(separator, text):
+    snapshot = with_separator(separator)
+    whole = drawn(snapshot, num_samples=4)
+    assert {document[: len(text)] for document in whole} == {text}  # the default prompt
+    expected = [text + document.removeprefix(text).split(text)[0] for document in whole]
+    assert drawn(snapshot, num_samples=4, stop="document") == expected != whole
+
+
+@pytest.mark.parametrize("separator", [None, "none", "newline"])  # the last does not occur in the text
+def test_without_documents_stop_document_is_refused(separator):
+    with pytest.raises(UserError, match=r"^stop=document: the run's text has no separator"):
+        drawn(with_separator(separator, "abc"), stop="document")
+
+
+@pytest.mark.parametrize("vocabulary, prompt", [("\n\tab", "a\n\tb"), ("\n\\abnt", "a\\n\\tb")])
+def test_escapes_are_read_unless_the_text_has_a_backslash(vocabulary, prompt):
+    [text] = drawn(model_snapshot(vocabulary), prompt="a\\n\\tb", stop="\\n", max_new_tokens=300)
+    stop, more = prompt[1:-2], text.removeprefix(prompt)
+    assert text.startswith(prompt) and stop.startswith(("\n", "\\n")) and stop.split("\t")[0] not in more
+
+
+@pytest.mark.parametrize("known, given", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_an_unknown_character_in_another_normal_form_names_the_form(known, given):
+    snapshot = model_snapshot("".join(sorted(set(unicodedata.normalize(known, "éa\n")))))
+    with pytest.raises(UserError, match=rf"^prompt: character .*; in normal form {known} of Unicode"):
+        drawn(snapshot, prompt=unicodedata.normalize(given, "aé"))
+    with pytest.raises(UserError, match=r"of the training text$"):
+        drawn(snapshot, prompt="z")
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """The run of a list of names."""
+    folder = tmp_path_factory.mktemp("names")
+    (folder / "names.txt").write_text("\n".join(("anna", "nan", "ann", "na") * 300))
+    run = [*TINY, "data=text", f"data.path={folder / 'names.txt'}", "data.truncate=1", "trainer.max_steps=40"]
+    assert start(*run, "optimizer.learning_rate=1e-2", f"run_dir={folder}").returncode == 0
+    return folder
+
+
+def test_new_texts_are_not_of_the_runs_text_and_differ(names, tmp_path):
+    out = tmp_path / "new.txt"
+    arguments = [f"run_dir={names}", "num_samples=10", "new=true", "temperature=1.5"]
+    result = sample(*arguments, f"out={out}")
+    assert result.returncode == 0 and result.stdout == "", result.stderr
+    texts = out.read_text().splitlines()
+    assert len(set(texts)) == len(texts) == 10 and not {"", "anna", "nan", "ann", "na"} & set(texts)
+    in_text, repeated = map(
+        int, re.search(r"\[dropped: (\d+) of the run's text, (\d+) drawn before\]", result.stderr).groups()
+    )
+    all_drawn = sample(*arguments[:1], f"num_samples={10 + in_text + repeated}", "stop=\\n", "temperature=1.5")
+    kept = [text for text in dict.fromkeys(all_drawn.stdout.splitlines()) if text in texts]
+    assert kept == texts
+    assert sample(*arguments).stdout.splitlines() == texts
+
+
+def test_drawing_ends_if_few_are_new(names, tmp_path):
+    result = sample(f"run_dir={names}", "num_samples=3", "new=true", "temperature=0", f"out={tmp_path / 'new.txt'}")
+    texts = (tmp_path / "new.txt").read_text().splitlines()
+    dropped = re.search(r"dropped: (\d+) of .* text, (\d+) drawn before; only (\d) of 3 are new", result.stderr)
+    assert len(texts) == int(dropped[3]) < 3 and sum(map(int, dropped.groups())) == 150
+
+
+def test_texts_of_several_lines_are_written_as_json_only(run_dir, tmp_path):
+    (tmp_path / "texts.txt").write_text("mine")
+    arguments = [f"run_dir={run_dir}", "num_samples=2", "max_new_tokens=40"]
+    result = sample(*arguments, f"out={tmp_path / 'texts.txt'}")
+    assert result.returncode == 1 and re.search(r"^error: out=.*name it \.jsonl", result.stderr, re.MULTILINE)
+    assert os.listdir(tmp_path) == ["texts.txt"] and (tmp_path / "texts.txt").read_text() == "mine"
+    sample(*arguments, f"out={tmp_path / 'texts.jsonl'}")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert sample(*arguments).stdout == f"\n{'-' * 40}\n".join(texts) + "\n"
 
 
 @pytest.mark.parametrize("name, size", [("n_layer", 200_000), ("n_embd", 60_000), ("vocab_size", 10**9)])
