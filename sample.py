@@ -175,7 +175,7 @@ def batch_rows(model: GPT, length: int) -> int:
 def stop_string(config: SampleConfig, snapshot: Snapshot) -> str:
     """The string that ends a text; empty for none."""
     if config.stop == "document" and not snapshot.separator:
-        raise UserError("stop=document: the run's text has no separator of documents; give a string, as stop='\\n'")
+        raise UserError("stop=document: the run's text has no separator of documents; give a string")
     if config.stop == "document" or (config.new and config.stop is None):
         return snapshot.separator or "\n"
     return unescaped(config.stop or "", snapshot.vocabulary)
@@ -496,7 +496,7 @@ def write_texts(texts: Iterable[Iterable[str]], start: str, is_line: bool, path:
         for prompt, *pieces in texts:
             prompt = prompt.removeprefix(start)
             if not path.endswith(".jsonl") and ("\n" in prompt or not is_line):  # at the first text
-                raise UserError(f"out={path}: a text may have several lines; name it .jsonl, or set stop='\\n'")
+                raise UserError(f"out={path}: a text may have several lines; name it .jsonl, or let stop= be a newline")
             written.append("".join(pieces))
             yield {"text": prompt + written[-1]}
 

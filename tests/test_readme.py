@@ -69,7 +69,7 @@ def test_a_command_of_the_readme_runs(line, tmp_path, request):
             (tmp_path / name).symlink_to(finished / "gpt_snapshot.pt")
         if "snapshots=" not in line:
             kept.append(f"run_dir={finished}")
-        kept = [a.replace("stride=64", "stride=8").replace("$\\n", "\n") for a in kept]
+        kept = [a.replace("stride=64", "stride=8") for a in kept]
         kept += [] if "score=" in line else ["max_new_tokens=5"]
         result = start(*kept, script="sample.py", cwd=tmp_path)
     elif "export.py" in words:

@@ -435,6 +435,14 @@ def test_an_unknown_character_in_another_normal_form_names_the_form(known, given
         drawn(snapshot, prompt="z")
 
 
+@pytest.mark.parametrize("data, text", [({}, "a\r\nb"), ({"newlines": "keep"}, "a\r\nb"), ({"newlines": "lf"}, "a\nb")])
+def test_a_prompt_file_is_read_as_the_text_of_the_run(data, text, tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"a\r\nb")
+    snapshot = model_snapshot("\n\rab")
+    snapshot.config["data"] = data
+    assert sampling.read_prompt(SampleConfig(prompt_file=str(tmp_path / "prompt.txt")), snapshot)[0] == text
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
     """The run of a list of names."""
