@@ -9,7 +9,9 @@ into batches by one vectorized gather. Large texts are memory-mapped.
 
 import copy
 import functools
+import hashlib
 import math
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -79,6 +81,11 @@ class CharDataset(Dataset):
         if share is None or self.config.block_size is None:
             name = "train_split" if share is None else "block_size"
             raise UserError(f"data.{name}=null: main.py chooses it; give CharDataset a number")
+        if self.config.held_out is not None:  # in the middle of the text
+            first, last = self.config.held_out
+            train, held_out = self._part(0, first), self._part(first, last)
+            train.data = torch.cat((train.data, self.data[last : self._final_start()]))
+            return train, held_out
         cut, end = self.parts[0] if self.parts[1] else int(self.in_sight * share), self._final_start()
         train, held_out = self._part(0, cut), self._part(cut, end)
         train._check_length("training part")
@@ -141,6 +148,19 @@ class CharDataset(Dataset):
         size = self.data.element_size()
         view = self.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
         return view[positions].long() & (256**size - 1)
+
+    def prefix(self, digest: str) -> int | None:
+        """The number of characters of the whole lines at the start of the text, with or without the last newline, whose
+        SHA-256 is `digest`; None if there are none.
+        """
+        hashed, length = hashlib.sha256(), 0
+        for ids in self.data.split(2**20):
+            for line in re.findall(r"\n|[^\n]+", self.decode(ids.tolist())):
+                hashed.update(line.encode())
+                length += len(line)
+                if hashed.hexdigest() == digest:
+                    return length
+        return None
 
     @functools.cached_property
     def counts(self) -> torch.Tensor:

@@ -100,6 +100,8 @@ def run_training(config: Config, started: float) -> float | None:
         # These three change `config` in place: the architecture; the text and its vocabulary; every null size.
         pretrained = read_init_weights(config, found)
         text = load_text(config, recorded)
+        if pretrained is not None:
+            keep_held_out(config, text, pretrained)
         deadline = choose_sizes(
             config, text.in_sight, recorded, started, lambda timed: build(timed, text.with_config(timed.data).split())
         )
@@ -166,6 +168,7 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     text in its `recorded` settings.
     """
     before = recorded.get("data", {}) if recorded else {}
+    config.data.held_out = before.get("held_out")
     if before and "separator" not in before:  # an older run, which had neither
         config.data = dataclasses.replace(config.data, separator="none", newlines="keep")
     folder = HydraConfig.get().sweep.dir if is_job() else config.run_dir
@@ -175,6 +178,19 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     check_ranks_agree(config, text.digest)
     config.model.vocab_size = text.vocab_size
     return text
+
+
+def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> None:
+    """If the `text` begins with that of the `pretrained` model, holds out the same part of it."""
+    theirs, data = pretrained.config.get("data", {}), config.data
+    length = text.prefix(pretrained.text_digest) if pretrained.text_digest != text.digest else None
+    if length is None or not theirs.get("train_split") or data.val_path is not None:
+        return
+    first, last = int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))
+    config.data = dataclasses.replace(data, held_out=[first, last], train_split=1 - (last - first) / text.in_sight)
+    log.info(
+        "held out    characters %s to %s, as of the pretrained model: its text has grown", f"{first:,}", f"{last:,}"
+    )
 
 
 def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset) -> float:

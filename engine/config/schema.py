@@ -80,10 +80,12 @@ class DataConfig:
     normalize: str | None = None  # a normal form of Unicode: NFC, NFD, NFKC or NFKD; null: none
     max_bytes: float | None = None  # most bytes to read, decompressed; null: 10 GB of an archive, else no limit
     cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
+    held_out: list[int] | None = None  # set by init_from= for a text that has grown: characters from, to (exclusive)
     # fmt: on
     # A text is compared by its content.
     FREE: ClassVar = ("path", "val_path", "test_path", "url", "sha256", "format", "field", "max_bytes", "cache_dir")
     IRRELEVANT: ClassVar = ("url", "sha256", "max_bytes", "cache_dir")
+    HIDDEN: ClassVar = ("held_out",)
 
     def __post_init__(self):
         self.path = expanded("data.path", self.path)

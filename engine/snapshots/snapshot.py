@@ -230,15 +230,19 @@ def check_can_resume(
     old, new = defaults | flatten(snapshot.config), flatten(config)
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
-    refused = [f"{key} was {as_typed(was)}, is {as_typed(now)}" for key, (was, now) in changes.items() if is_fixed(key)]
     was, now = snapshot.text_digest, digest
+    if was != now:
+        changes.pop("model.vocab_size", None)  # follows from the text
+    fixed = {key: values for key, values in changes.items() if is_fixed(key)}
+    refused = [f"{key} was {as_typed(before)}, is {as_typed(after)}" for key, (before, after) in fixed.items()]
     if was != now:
         before, after = changes.pop("data.path", ("the text", "now it"))
         refused.append(f"{before} had SHA-256 {was[:12]}, {after} has {now[:12]}")
     if refused:
+        tuned = f", which fine-tunes this model with init_from={path}" * (was != now and len(refused) == 1)
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
-            "with run_name=NEW_NAME, or rename this one's snapshots with trainer.resume=never"
+            f"with run_name=NEW_NAME{tuned}, or rename this one's snapshots with trainer.resume=never"
         )
     return changes
 
