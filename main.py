@@ -169,7 +169,7 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     """
     before = recorded.get("data", {}) if recorded else {}
     config.data.held_out = before.get("held_out")
-    if before and "separator" not in before:  # an older run, which had neither
+    if before and "max_bytes" not in before:  # an older run, which had none of these settings
         config.data = dataclasses.replace(config.data, separator="none", newlines="keep")
     folder = HydraConfig.get().sweep.dir if is_job() else config.run_dir
     config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, folder, before))
@@ -187,7 +187,7 @@ def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> No
     if length is None or not theirs.get("train_split") or data.val_path is not None:
         return
     first, last = int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))
-    config.data = dataclasses.replace(data, held_out=[first, last], train_split=1 - (last - first) / text.in_sight)
+    config.data = dataclasses.replace(data, held_out=[first, last])
     log.info(
         "held out    characters %s to %s, as of the pretrained model: its text has grown", f"{first:,}", f"{last:,}"
     )

@@ -169,7 +169,11 @@ def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
     assert caplog.text.count("left out    2 files that are not text: ") == 2
     assert "texts: 3 files are left out: hidden, or of runs" in caplog.text
     with pytest.raises(UserError, match=r"t.zip: more than 8 bytes; data.max_bytes= allows more"):
-        CharDataset(DataConfig(path=str(tmp_path / "t.zip"), max_bytes=8, block_size=4, **settings))
+        CharDataset(
+            DataConfig(
+                path=str(tmp_path / "t.zip"), max_bytes=8, block_size=4, **settings | {"cache_dir": str(tmp_path)}
+            )
+        )
 
 
 # --- encodings ---

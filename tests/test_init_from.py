@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, metrics, model_snapshot, some_snapshot, start
+from conftest import TINY, UNREAD, metrics, model_snapshot, some_snapshot, start
 
 from char_dataset import DataConfig
 from config import Config
@@ -302,3 +302,25 @@ def test_training_on_held_out_text_before_fine_tuning_is_a_warning(changed, dige
     pretrained.config["data"] = dataclasses.asdict(DataConfig(**settings))
     warn_if_seen(pretrained, DataConfig(**settings | changed), digest)
     assert ("may have been trained on part of the held-out text" in caplog.text) == is_seen
+
+
+def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
+    """The refusal names init_from, with which the new text is trained on, and the old held-out part held out."""
+    lines = [f"line {i * 7919 % 997}\n" for i in range(300)]
+    path = tmp_path / "n.txt"
+    run = [*UNREAD, f"data.path={path}", "data.block_size=16", "data.train_split=0.9"]
+    losses = []
+    for name, number, more in (("a", 200, ()), ("a", 300, ()), ("b", 300, (f"init_from={tmp_path / 'a'}",))):
+        path.write_text("".join(lines[:number]))
+        result = start(*run, f"run_dir={tmp_path / name}", *more)
+        if (name, number) == ("a", 300):
+            assert "which fine-tunes this model with init_from=" in result.stderr and result.returncode == 1
+            continue
+        assert result.returncode == 0, result.stderr
+        losses += [line["tokens"] for line in metrics(tmp_path / name, "val")][-1:]
+    size = len("".join(lines[:200]))
+    first = int(0.9 * size)
+    assert f"held out    characters {first:,} to {size:,}, as of the pretrained model" in result.stdout
+    assert losses[0] == losses[1] == size - first - 1
+    result = start(*run, f"run_dir={tmp_path / 'b'}", "trainer.max_steps=8")
+    assert result.returncode == 0 and "step 8/8" in result.stdout, result.stderr

@@ -155,9 +155,8 @@ class Snapshot(State):
     def data_config(self, **changes: Any) -> DataConfig:
         """The settings of the run's text, with `changes`, such as another `path` that is to be read alike."""
         known = {field.name for field in fields(DataConfig)}  # an older run may have others
-        older = {"separator": "none", "newlines": "keep"}  # a run from before these settings
         recorded = {name: value for name, value in self.config.get("data", {}).items() if name in known}
-        return DataConfig(**older | recorded | changes)
+        return DataConfig(**recorded | changes)
 
     @property
     def separator(self) -> str:
@@ -192,6 +191,8 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a snapshot of any readable format as those of this one."""
     if fields["format"] < 6 and "micro_batch_size" in fields["choices"]:
         fields["micro_batch_size"] = fields["choices"].pop("micro_batch_size")
+    if "data" in fields["config"]:  # older runs separated no documents, and kept CRLF
+        fields["config"]["data"] = {"separator": "none", "newlines": "keep"} | fields["config"]["data"]
     trainer = fields["config"].get("trainer", {})
     if trainer.get("use_amp") is False:
         trainer["amp_dtype"] = "float32"

@@ -243,7 +243,7 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
             repeated += (left + text).count(between)
             left = (left + text)[1 - len(between) :] if len(between) > 1 else ""
     number = sum(len(part.ends) for part in parts)
-    if repeated > number:
+    if repeated > number > 1:
         log.warning(
             "documents contain the separator, %s, themselves: data.separator=OTHER keeps them apart, such as "
             "data.separator='<|end|>\\n'", separator,
