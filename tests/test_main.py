@@ -150,6 +150,7 @@ def test_the_names_of_the_tutorial_are_accepted():
     assert (trainer.max_epochs, trainer.save_every, trainer.amp_dtype) == (2, 3, "float32")
     assert dataclasses.replace(trainer) == trainer
     assert TrainerConfig(use_amp=True).amp_dtype == "auto"
+    assert TrainerConfig(snapshot_path=None).snapshot_path == TrainerConfig().snapshot_path
     assert GPTConfig(model_type="gpt-nano", block_size=7).block_size == 7
 
 
@@ -258,6 +259,7 @@ IMPOSSIBLE = [
     (GPTConfig, {"n_embd": 12, "n_head": 4, "arch": "modern"}),  # an odd head
     (GPTConfig, {"bias": True, "arch": "modern"}),
     (GPTConfig, {"n_layer": 0}),
+    *((GPTConfig, {name: 2**63 - 1}) for name in ("n_layer", "n_embd", "ngram_rows")),  # the sizes overflow
     (GPTConfig, {"attn_pdrop": 1.0}),
     *((OptimizerConfig, {"learning_rate": rate}) for rate in (0.0, math.inf, math.nan)),
     *((OptimizerConfig, {"name": "sgd"}), (OptimizerConfig, {"schedule": "step"})),
@@ -311,6 +313,9 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("run_name=..", "run_name=..: must be a name without a slash"),
         ("run_name=a/b", "run_name=a/b: must be a name without a slash"),
         ("init_from=", "init_from: must not be empty"),
+        ("trainer.grad_norm_clip=0", "trainer.grad_norm_clip=0.0: must be above 0, or null"),
+        ("data.val_path=a data.train_split=0.5", "data.val_path= and data.train_split=: give only one of them"),
+        ("data.test_path=a data.final_split=0.1", "data.test_path= and data.final_split=: give only one of them"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
         ("model.vocab_size=10", "follows from"),
         ("model.block_size=7", "follows from"),

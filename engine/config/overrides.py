@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from engine.config.arguments import explain_value
 from engine.config.schema import ARCHITECTURE, GROUPS, HIDDEN, KEYS
-from engine.errors import UserError, one_line
+from engine.errors import UserError, check_only_one, one_line
 from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
@@ -150,7 +150,10 @@ def check_overrides(arguments: list[str]) -> None:
     known = [*KEYS, *FOLDERS]
     names = {key.rpartition(".")[2]: key for key in reversed(known) if key not in HIDDEN} | ALIASES
     architecture = {f"model.{name}" for name in (*ARCHITECTURE, "model_type")}
-    is_pretrained = any(override_key(a) == "init_from" and not a.endswith("=null") for a in arguments)
+    given = {override_key(argument) for argument in arguments if "=" in argument and not argument.endswith("=null")}
+    for path, share in (("data.val_path", "data.train_split"), ("data.test_path", "data.final_split")):
+        check_only_one(**{key: key in given for key in (path, share)})  # the recipe's share is ignored
+    is_pretrained = "init_from" in given
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]
