@@ -222,6 +222,8 @@ def log_consequences(config: Config, plan: Plan) -> None:
         return
     typed = {override.partition("=")[0] for override in hydra.overrides.task}
     recipe = os.path.join(CONF, "experiment", f"{hydra.runtime.choices['experiment']}.yaml")
+    if not os.path.exists(recipe):  # it is in the directory of --config-dir
+        return
     usual = OmegaConf.select(OmegaConf.load(recipe), "trainer.batch_size")
     if usual not in (None, plan.batch_size) and not typed & {
         "optimizer.learning_rate",
