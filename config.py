@@ -11,13 +11,12 @@ from typing import cast
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.config.arguments import field_table
-from engine.config.overrides import FOLDERS, check_overrides, explain
+from engine.config.overrides import COMPOSING, FOLDERS, check_overrides, explain
 from engine.config.schema import GROUPS, Config, GPTConfig, as_typed, flatten
 from engine.errors import UserError
 from engine.files import is_local
@@ -37,7 +36,7 @@ def compose(overrides: list[str]) -> DictConfig:
     try:
         with hydra.initialize_config_dir(CONF, version_base="1.3"):
             return hydra.compose("config", overrides)
-    except (HydraException, OmegaConfBaseException) as error:
+    except COMPOSING as error:
         raise UserError(explain(error)) from error
 
 

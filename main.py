@@ -42,6 +42,7 @@ from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
 from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
 from engine.parallel import distributed, sharding
+from engine.parallel.accelerate import launch_settings
 from engine.precision import resolve_amp_dtype
 from engine.repeats import repeated_share
 from engine.reports.history import Run
@@ -74,7 +75,7 @@ def configure(*overrides: str) -> DictConfig:
     `UserError`.
     """
     log_to_console()
-    return compose(add_default_recipe(list(overrides)))
+    return compose(add_default_recipe([*launch_settings(list(overrides)), *overrides]))
 
 
 def train(composed: DictConfig) -> float | None:
@@ -237,6 +238,8 @@ def log_consequences(config: Config, plan: Plan) -> None:
         return
     typed = {override.partition("=")[0] for override in hydra.overrides.task}
     recipe = os.path.join(CONF, "experiment", f"{hydra.runtime.choices['experiment']}.yaml")
+    if not os.path.exists(recipe):  # it is in the directory of --config-dir
+        return
     usual = OmegaConf.select(OmegaConf.load(recipe), "trainer.batch_size")
     if usual not in (None, plan.batch_size) and not typed & {
         "optimizer.learning_rate",
@@ -337,7 +340,7 @@ def run() -> None:
             return
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)
-        sys.argv[1:] = add_default_recipe(arguments)
+        sys.argv[1:] = add_default_recipe([*launch_settings(arguments), *arguments])
         check_overrides(sys.argv[1:])
         portable.patch_argparse()
         main()

@@ -38,10 +38,17 @@ Number = float | None
 
 
 def check_range(
-    key: str, value: Number, low: Number = None, high: Number = None, *, above: Number = None, below: Number = None
+    key: str,
+    value: Number,
+    low: Number = None,
+    high: Number = None,
+    *,
+    above: Number = None,
+    below: Number = None,
+    null: bool = False,
 ) -> None:
     """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the bounds that are
-    given. None is accepted, and nan is not.
+    given. None is accepted, and nan is not; the message names `null` if that means no limit.
     """
     bounds = [
         ("at least", operator.ge, low),
@@ -52,4 +59,4 @@ def check_range(
     given = [(words, holds, bound) for words, holds, bound in bounds if bound is not None]
     if value is not None and not all(holds(value, bound) for _, holds, bound in given):
         must = " and ".join(f"{words} {bound}" for words, _, bound in given)
-        raise UserError(f"{key}={value}: must be {must}")
+        raise UserError(f"{key}={value}: must be {must}{', or null' * null}")

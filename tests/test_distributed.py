@@ -230,6 +230,7 @@ def test_restarted_processes_do_not_read_stale_keys_of_the_store():
         (1, None, {"OMP_NUM_THREADS": "3"}, 3, None),
         (1, 2, {"OMP_NUM_THREADS": "3"}, 2, None),
         (4, None, {"OMP_NUM_THREADS": "1"}, 4, "4"),  # torchrun sets it
+        (1, None, {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}, 16, None),  # Accelerate, too
         (32, None, {}, 1, "1"),
         (4, None, {COMPILERS: "7"}, 4, "7"),
     ],

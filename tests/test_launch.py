@@ -46,6 +46,28 @@ def test_a_run_in_a_renamed_directory_resumes_and_its_changes_are_logged(tmp_pat
     assert set(changes) == {"run_dir", "trainer.max_steps"}, result.stdout
 
 
+# --- Accelerate ---
+
+
+def test_what_accelerate_is_asked_for_is_used_unless_typed_and_the_rest_is_named(tmp_path):
+    asked = {"USE_FSDP": "true", "MIXED_PRECISION": "fp16", "DYNAMO_BACKEND": "NO", "GRADIENT_ACCUMULATION_STEPS": "4"}
+    env = {f"ACCELERATE_{name}": value for name, value in asked.items()}
+    result = start(*TINY, "trainer.amp_dtype=float32", f"run_dir={tmp_path / 'run'}", nproc=2, env=env)
+    assert result.returncode == 0, result.stderr
+    trainer = load(str(tmp_path / "run" / "gpt_snapshot.pt")).config["trainer"]
+    assert (trainer["strategy"], trainer["amp_dtype"], trainer["compile"]) == ("fsdp", "float32", "auto")
+    assert result.stdout.count("accelerate  trainer.strategy=fsdp, as launched") == 1
+    assert result.stdout.count("warning: ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 is not used") == 1
+    assert result.stdout.count(" is not used") == 1
+
+
+def test_accelerate_without_a_gpu_starts_one_process_and_the_log_says_so(tmp_path):
+    env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}
+    result = start(*TINY, f"run_dir={tmp_path / 'run'}", env=env)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("accelerate  one process on the CPU; for two: torchrun --standalone") == 1
+
+
 # --- a notebook ---
 
 

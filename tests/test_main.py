@@ -14,11 +14,12 @@ import pytest
 import torch
 import yaml
 from conftest import LONG, ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
+from omegaconf import OmegaConf
 
 import main
 from char_dataset import CharDataset, DataConfig
 from config import Config, compose, help_text, validate
-from engine.config.overrides import add_default_recipe
+from engine.config.overrides import TEXTS, add_default_recipe
 from engine.config.schema import HIDDEN, KEYS
 from engine.errors import UserError
 from engine.snapshots.storage import load
@@ -149,6 +150,7 @@ def test_the_names_of_the_tutorial_are_accepted():
     assert (trainer.max_epochs, trainer.save_every, trainer.amp_dtype) == (2, 3, "float32")
     assert dataclasses.replace(trainer) == trainer
     assert TrainerConfig(use_amp=True).amp_dtype == "auto"
+    assert TrainerConfig(snapshot_path=None).snapshot_path == TrainerConfig().snapshot_path
     assert GPTConfig(model_type="gpt-nano", block_size=7).block_size == 7
 
 
@@ -185,10 +187,37 @@ def test_flags_may_stand_between_overrides():
     assert add_default_recipe(typed) == ["--cfg", "job", "-m", *overrides]
 
 
-@pytest.mark.parametrize("name", ["1_1", "1e3", "true", "007", "-1.50"])
-def test_names_and_paths_of_digits_are_taken_as_typed(name):
-    composed = main.configure("experiment=auto", f"run_name={name}", f"data.path={name}", "data=text")
-    assert (composed.run_name, composed.data.path) == (name, name)
+TYPED = ["1_1", "1e3", "true", "-1.50", "книга.txt", "my-file (1).txt", "s3://a/?b=1&c=2", "<|endoftext|>", "a#b"]
+TYPED += ["\t", "\n", " a", "it's", "~/a", "C:\\a\\", r"\n", "[ab]*", ","]
+
+
+@pytest.mark.parametrize("value", TYPED)
+def test_a_text_is_taken_as_typed(value):
+    keys = [key for key in TEXTS if not key.startswith("model.")]  # which does not go with init_from
+    composed = main.configure("experiment=overfit", "data=text", *(f"{key}={value}" for key in keys))
+    assert {OmegaConf.select(composed, key) for key in keys} == {value}
+
+
+def test_a_text_with_a_meaning_to_hydra_keeps_it():
+    values = ["null", "[a,b]", "a,b", "a${run_dir}", "'é'", '"é"', r"a\,b", "glob(*)", "choice(é,b)", '["é",b]', ""]
+    typed = ["-m", "experiment=overfit", *(f"data.path={value}" for value in values)]
+    assert add_default_recipe(typed) == typed
+    typed = ["-m", "experiment=overfit", "data.path=é,b", "data.path=[é, b (1)]"]
+    assert add_default_recipe(typed) == [*typed[:2], 'data.path="é","b"', 'data.path=["é","b (1)"]']
+
+
+@pytest.mark.parametrize(
+    "recipe, says",
+    [
+        (b"# @package _global_\n\trun_name: a", 'mine.yaml", line 2, column 1'),
+        ("# @package _global_\nrun_name: é".encode("latin-1"), "mine.yaml: must be UTF-8"),
+        (b"run_name: a", "In 'experiment/mine': a recipe's first line must be: # @package _global_"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_gets_one_line(recipe, says, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_bytes(recipe)
+    refuse(f"--config-dir={tmp_path}", "experiment=mine", "data=pydoc", says=says, cwd=tmp_path)
 
 
 def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_it(tmp_path):
@@ -230,6 +259,7 @@ IMPOSSIBLE = [
     (GPTConfig, {"n_embd": 12, "n_head": 4, "arch": "modern"}),  # an odd head
     (GPTConfig, {"bias": True, "arch": "modern"}),
     (GPTConfig, {"n_layer": 0}),
+    *((GPTConfig, {name: 2**63 - 1}) for name in ("n_layer", "n_embd", "ngram_rows")),  # the sizes overflow
     (GPTConfig, {"attn_pdrop": 1.0}),
     *((OptimizerConfig, {"learning_rate": rate}) for rate in (0.0, math.inf, math.nan)),
     *((OptimizerConfig, {"name": "sgd"}), (OptimizerConfig, {"schedule": "step"})),
@@ -272,8 +302,9 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("model.model_type=gpt-mini", "model.n_layer=null model.n_head=null model.n_embd=null"),
         ("optimizer.schedule=[wsd]", "optimizer.schedule: Cannot convert 'list' to string"),
         ("data=book.txt", "a text of your own: data=text data.path=FILE"),
-        ("data=text data.path=ä.txt", "quoted twice: 'data.path=\"ä.txt\"'"),
-        ("data=text data.path=a(1).txt", "quoted twice: 'data.path=\"a(1).txt\"'"),
+        ("optimizer=ä", "quoted twice: 'optimizer=\"ä\"'"),
+        ("hydra/launcher=joblib", "hydra/launcher=joblib: not installed: pip install hydra-joblib-launcher"),
+        ("hydra/sweeper=optuna", "hydra/sweeper=optuna: not installed: pip install hydra-optuna-sweeper"),
         ("data=text data.path=a,b.txt", "'data.path=a,b.txt' 1. To use it as a list, use key=[value1,value2]"),
         ("book.txt", "book.txt: settings are KEY=VALUE, as in data=text data.path=FILE"),
         ("data=text", "data.path: missing"),
@@ -282,6 +313,9 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("run_name=..", "run_name=..: must be a name without a slash"),
         ("run_name=a/b", "run_name=a/b: must be a name without a slash"),
         ("init_from=", "init_from: must not be empty"),
+        ("trainer.grad_norm_clip=0", "trainer.grad_norm_clip=0.0: must be above 0, or null"),
+        ("data.val_path=a data.train_split=0.5", "data.val_path= and data.train_split=: give only one of them"),
+        ("data.test_path=a data.final_split=0.1", "data.test_path= and data.final_split=: give only one of them"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
         ("model.vocab_size=10", "follows from"),
         ("model.block_size=7", "follows from"),

@@ -386,6 +386,10 @@ def test_what_nothing_can_be_chosen_for_gets_one_line(typed, characters, minutes
         choose(typed, characters=characters, minutes=minutes)
 
 
+def test_steps_that_are_set_need_no_time():
+    assert choose("trainer.max_steps=2", characters=100_000, minutes=0.001)["trainer.max_steps"] == 2
+
+
 def test_a_run_without_max_minutes_refuses_it_later():
     config = settings("trainer.max_minutes=1", recipe="nanogpt_cpu")
     recorded = {"data.path": config.data.path, "trainer.max_steps": 10, "trainer.max_minutes": None}

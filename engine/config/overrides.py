@@ -1,26 +1,37 @@
 """Command-line overrides, `KEY=VALUE`: the default recipe, names that follow from overrides, one-line errors."""
 
+import dataclasses
 import difflib
 import hashlib
 import logging
 import os
 import re
 import shlex
+import traceback
 from typing import Any
 
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from engine.config.arguments import explain_value
-from engine.config.schema import ARCHITECTURE, HIDDEN, KEYS
-from engine.errors import UserError, one_line
+from engine.config.schema import ARCHITECTURE, GROUPS, HIDDEN, KEYS
+from engine.errors import UserError, check_only_one, one_line
 from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
 FOLDERS = ("data", "model", "optimizer", "experiment")  # of conf/
+# The settings that are texts; Any: paths.
+TEXTS = {
+    prefix + setting.name
+    for prefix, group in GROUPS.items()
+    for setting in dataclasses.fields(group)
+    if setting.type in (str, str | None, Any)
+}
 # Names in other trainers that are unlike the ones here.
 ALIASES = {
     "batch": "trainer.batch_size",
@@ -66,16 +77,31 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
     # recipe: an interpolated group may not override other groups.
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     flags = [argument for argument in arguments if argument not in overrides]
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(flags)
     # null is the default, and not an override that Hydra has.
-    return [*flags, *added, *(as_text(override) for override in overrides if override != "experiment=null")]
+    return [*flags, *added, *(as_text(override, is_sweep) for override in overrides if override != "experiment=null")]
 
 
-def as_text(override: str) -> str:
-    """`override`, quoted if it is a name or path that Hydra would read as a number or a boolean: 1_1 as 11."""
+def as_text(override: str, is_sweep: bool = False) -> str:
+    """`override`, quoted if its setting is a text which Hydra refuses (`книга.txt`) or changes: `1_1` to 11, a tab to
+    nothing. In a list, and between the commas of a sweep, each item is quoted.
+    """
     key, _, value = override.partition("=")
-    is_name = key in ("run_name", "run_dir", "data.path", "data.cache_dir", "init_from", "trainer.snapshot_path")
-    is_typed = re.fullmatch(r"[-+]?([\d._]+(e[-+]?\d+)?|nan|inf)|true|false", value, re.I)
-    return quoted(key, value) if is_name and is_typed else override
+    if key.lstrip("+") not in TEXTS:
+        return override
+    try:
+        read = OverridesParser.create().parse_override(override).value()
+        is_changed = isinstance(read, int | float) or (isinstance(read, str) and read == value.strip() != value)
+        return quoted(key, value) if is_changed else override
+    except HydraException:
+        is_list = value.startswith("[") and value.endswith("]")
+        items = [item.strip() for item in value[1:-1].split(",")] if is_list else value.split(",")
+        if not is_list and not (is_sweep and all(items)):
+            items = [value]
+        elif len(items) > 1 and re.search(r"[\"'{]|^\w+\(.*\)$", value):  # commas may separate no items
+            return override
+        texts = quoted(key, *items)
+        return texts.replace("=", "=[", 1) + "]" if is_list else texts
 
 
 def fitting_recipe(has_own_text: bool, arguments: list[str]) -> str:
@@ -124,7 +150,10 @@ def check_overrides(arguments: list[str]) -> None:
     known = [*KEYS, *FOLDERS]
     names = {key.rpartition(".")[2]: key for key in reversed(known) if key not in HIDDEN} | ALIASES
     architecture = {f"model.{name}" for name in (*ARCHITECTURE, "model_type")}
-    is_pretrained = any(override_key(a) == "init_from" and not a.endswith("=null") for a in arguments)
+    given = {override_key(argument) for argument in arguments if "=" in argument and not argument.endswith("=null")}
+    for path, share in (("data.val_path", "data.train_split"), ("data.test_path", "data.final_split")):
+        check_only_one(**{key: key in given for key in (path, share)})  # the recipe's share is ignored
+    is_pretrained = "init_from" in given
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]
@@ -143,14 +172,20 @@ def check_overrides(arguments: list[str]) -> None:
             raise UserError(f"{key}: unknown key; {hint}")
 
 
-def quoted(key: str, value: str) -> str:
-    """The override KEY=VALUE with the value quoted for Hydra."""
-    return f"{key}={QuotedString(value, Quote.double).with_quotes()}"
+def quoted(key: str, *values: str) -> str:
+    """The override KEY=VALUE with the value, or each of a sweep, quoted for Hydra."""
+    return f"{key}={','.join(QuotedString(value, Quote.double).with_quotes() for value in values)}"
+
+
+# What Hydra raises for overrides and for the files of conf/.
+COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
 
 def explain(error: Exception) -> str:
-    """One line for an error of Hydra or OmegaConf."""
+    """One line for an error of `COMPOSING`. Raises a `UnicodeDecodeError` again that is not Hydra's."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        if plugin := re.fullmatch("(hydra/(launcher|sweeper))/(([a-z]+).*)", error.missing_cfg_file):
+            return f"{plugin[1]}={plugin[3]}: not installed: pip install hydra-{plugin[4]}-{plugin[2]}"
         group, _, name = error.missing_cfg_file.partition("/")
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
@@ -160,7 +195,14 @@ def explain(error: Exception) -> str:
             return f"{key}: settings are KEY=VALUE, as in data=text data.path=FILE"
         typed = shlex.quote(quoted(key, value))
         return f"{key}={value}: Hydra cannot read this; a list has no spaces; a text is quoted twice: {typed}"
+    if isinstance(error, UnicodeDecodeError):
+        found = [frame.f_locals.get("full_path") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(found):
+            raise error
+        return f"{next(filter(None, found))}: must be UTF-8: {error}"  # Hydra does not name the file
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if "Key 'experiment' not in 'Config'" in str(error):
+        return f"{str(error).partition(':')[0]}: a recipe's first line must be: # @package _global_"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return explain_value(cause)
     return one_line(cause)

@@ -154,9 +154,12 @@ class GPTConfig:
     def __post_init__(self):
         check_option("model.arch", self.arch, ("gpt2", "modern"))
         self._resolve_sizes()
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
+        for name in ("n_head", "vocab_size", "block_size"):
             check_range(f"model.{name}", getattr(self, name), 1)
-        check_range("model.ngram_rows", self.ngram_rows, 0)
+        # Below these, no size of a tensor overflows: it is the memory that ends.
+        check_range("model.n_layer", self.n_layer, 1, 2**16)
+        check_range("model.n_embd", self.n_embd, 1, 2**24)
+        check_range("model.ngram_rows", self.ngram_rows, 0, 2**31)
         for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
             check_range(f"model.{name}", getattr(self, name), 0, below=1)
         if self.n_embd is not None and self.n_head is not None:
@@ -328,7 +331,8 @@ class TrainerConfig:
     )  # fmt: skip
 
     def __post_init__(self):
-        path = self.snapshot_path.removeprefix("file://").removeprefix("local://")  # fsspec's names for a local path
+        path = TrainerConfig.snapshot_path if self.snapshot_path is None else self.snapshot_path  # None: the tutorial's
+        path = path.removeprefix("file://").removeprefix("local://")  # fsspec's names for a local path
         self.snapshot_path = os.path.expanduser(path)
         check_option("trainer.amp_dtype", self.amp_dtype, ("auto", "bfloat16", "float16", "float32"))
         if self.use_amp is False:
@@ -342,9 +346,10 @@ class TrainerConfig:
         check_option("trainer.resume", self.resume, ("auto", "must", "never"))
         for name in (
             "max_epochs", "max_steps", "micro_batch_size", "grad_norm_clip", "save_every", "save_every_steps",
-            "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience", "log_every_steps",
+            "save_every_minutes", "keep_snapshots", "eval_every_steps", "patience",
         ):  # fmt: skip
-            check_range(f"trainer.{name}", getattr(self, name), above=0)
+            check_range(f"trainer.{name}", getattr(self, name), above=0, null=True)
+        check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
         check_range("trainer.threads", self.threads, 1, 1024)

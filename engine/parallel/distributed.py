@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError, one_line
 from engine.machine import hardware
+from engine.parallel import accelerate
 from engine.parallel.rendezvous import choose_interface, rendezvous
 
 log = logging.getLogger("gpt")
@@ -107,7 +108,7 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
             "this process was forked after torch had started its threads: restart the session, and start the "
             "processes first"
         )
-    _joined_in = os.getpid()
+    is_first, _joined_in = _joined_in is None, os.getpid()
     check_launcher()
     timeout = timedelta(seconds=timeout_s)
     _local_rank, _local_size = launched("LOCAL_RANK", rank()), launched("LOCAL_WORLD_SIZE", size())
@@ -117,6 +118,8 @@ def init(wanted: str = "auto", threads: int | None = None, timeout_s: float = 60
     else:
         _device = choose_device(wanted)
     prepare_device(threads)
+    if is_first and size() == 1 and _device.type == "cpu" and accelerate.is_launcher():
+        log.info("accelerate  one process on the CPU; for two: torchrun --standalone --nproc_per_node=2 main.py")
     if size() > 1 and not dist.is_initialized():
         connect(timeout)
 
@@ -137,7 +140,8 @@ def prepare_device(threads: int | None) -> None:
             ) from error
         return
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
-    if _local_size == 1 and omp_threads.isdigit():  # torchrun sets it to 1 for several processes
+    is_default = omp_threads == "1" and accelerate.is_launcher()
+    if _local_size == 1 and omp_threads.isdigit() and not is_default:  # torchrun sets it to 1 for several processes
         share = max(1, int(omp_threads))
     torch.set_num_threads(threads or share)
     hardware.keep_freed_memory()

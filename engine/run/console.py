@@ -8,11 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from engine import signals
-from engine.config.overrides import explain
+from engine.config.overrides import COMPOSING, explain
 from engine.errors import UserError
 from engine.parallel import distributed
 from engine.parallel.slurm import export_torchrun_env
@@ -61,7 +58,7 @@ def command_line() -> Iterator[None]:
     try:
         export_torchrun_env()
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except COMPOSING as error:
         fail(explain(error))
     except UserError as error:
         fail(error)

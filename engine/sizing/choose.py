@@ -232,7 +232,7 @@ def choose_steps(
 ) -> float:
     """Chooses the steps: `FILLED` of those that fit into the remaining time, at `step_s` seconds each and
     `evaluation_steps` steps per evaluation, but at most `most_steps`. Returns when training must end, before the last
-    evaluation and save. Raises `UserError` if no step fits.
+    evaluation and save. If no step fits, keeps `trainer.max_steps`, for the clock to end; without, raises `UserError`.
     """
     trainer, evaluation_s = config.trainer, step_s * evaluation_steps
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
@@ -248,6 +248,8 @@ def choose_steps(
         number = MIN_EVALUATIONS - 1
         with_evaluations_s = step_s + evaluation_s / trainer.eval_every_steps
         fitting = int(min((left - number * evaluation_s) / step_s, left / with_evaluations_s))
+    if fitting < 1 and trainer.max_steps is not None:  # of these, the clock decides
+        return deadline - reserved
     if fitting < 1:
         missing = step_s + (number + 1) * evaluation_s - left
         enough = math.ceil(100 * (trainer.max_minutes + missing / 60)) / 100
