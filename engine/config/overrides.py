@@ -135,7 +135,7 @@ def text_name(path: Any) -> str:
     parts = re.split("[/:]", re.split("[?#]", first)[0])
     parts = [re.sub(r"(\.\w{1,10})?(\.(gz|bz2|xz|zst))?$", "", part) for part in parts]
     names = [re.sub(r"[^\w-]+", "_", part) for part in parts if "*" not in part]
-    return next((name for name in reversed(names) if name.strip("_")), "text")
+    return next((name for name in reversed(names) if name.strip("_-")), "text")
 
 
 OmegaConf.register_new_resolver("home", os.path.expanduser, replace=True)  # ~/runs
