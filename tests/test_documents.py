@@ -123,11 +123,12 @@ def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_sa
     for name in "abc":
         (tmp_path / name).write_text("one|two" if name == "b" else "three")
     paths = [str(tmp_path / name) for name in "abc"]
+    caplog.set_level("INFO", "gpt")
     dataset(paths, separator="#")
     assert f"{paths[2]} has the same content as {paths[0]}" in caplog.text
-    assert "documents contain the separator" not in caplog.text
+    assert "documents   3, separated by #\n" in caplog.text
     dataset(paths, separator="|")
-    assert "documents contain the separator, |" in caplog.text
+    assert "documents   3, separated by |, which they contain: " in caplog.text
 
 
 @pytest.mark.parametrize("order, is_said", [(sorted, True), (list, False)])

@@ -242,12 +242,6 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         if between:
             repeated += (left + text).count(between)
             left = (left + text)[1 - len(between) :] if len(between) > 1 else ""
-    number = sum(len(part.ends) for part in parts)
-    if repeated > number > 1:
-        log.warning(
-            "documents contain the separator, %s, themselves: data.separator=OTHER keeps them apart, such as "
-            "data.separator='<|end|>\\n'", separator,
-        )  # fmt: skip
     if sum(lengths) > lengths[0]:
         digest.update(repr(lengths).encode())
     vocabulary = np.flatnonzero(is_used).astype(np.uint32)
@@ -256,9 +250,11 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         ids.write(id_of[found].data)
     if config.shuffle is None and not shuffles and has_sorted_lines(points, parts[0]):
         log.warning("the lines are sorted: only their end is held out; data.shuffle=lines mixes them")
-    if separator != "none" and config.separator is None and config.shuffle not in ITEM_ENDS:
-        shown = "shuffled, and " * shuffles
-        log.info("documents   %s, %sseparated by %s (data.separator, data.shuffle)", f"{number:,}", shown, separator)
+    number = sum(len(part.ends) for part in parts)
+    if between and number > 1:
+        mixed = "shuffled, and " * shuffles
+        inside = ", which they contain: data.separator='<|end|>\\n' keeps them apart" * (repeated > number)
+        log.info("documents   %s, %sseparated by %s%s", f"{number:,}", mixed, separator, inside)
     return {
         "vocabulary": vocabulary.tobytes().decode("utf-32-le"),
         "type": id_of.dtype.name,
