@@ -112,6 +112,8 @@ def run_training(config: Config, started: float) -> float | None:
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         repeated = distributed.run_on_rank_0(lambda: find_repeats(config, *split))
+        if pretrained is not None:
+            distributed.run_on_rank_0(lambda: warn_if_known(config, split[1], pretrained))
         trainer = build(config, split, pretrained)
         log_parts(config, trainer, *split)
         log_consequences(config, trainer.plan)
@@ -149,7 +151,6 @@ def build_trainer(
     torch.manual_seed(config.trainer.seed)  # every rank starts from the same weights
     model = sharding.build(lambda: GPT(config.model), config.trainer.strategy, getattr(torch, dtype))
     if pretrained is not None:
-        warn_if_seen(pretrained, config.data, train_text.digest)
         load_pretrained(pretrained, model, train_text.vocabulary)
         pretrained.model_state.clear()  # frees its memory
     return Trainer(
@@ -208,6 +209,27 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
     if share >= 0.5:
         log.warning("the held-out loss is mostly that of text trained on: is a text in data.path twice?")
     return share
+
+
+def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -> None:
+    """Warns if the pretrained model was trained on text that is held out now: word for word if its text is still where
+    it was, or else by the names of the files.
+    """
+    try:
+        theirs = CharDataset(pretrained.data_config())
+        known = theirs.split()[0] if theirs.digest == pretrained.text_digest else None
+    except UserError:  # its text is not there, or not recorded
+        known = None
+    if known is None:
+        warn_if_seen(pretrained, config.data, held_out.digest)
+        return
+    share, _ = repeated_share(held_out, known, REPEATS_S)
+    if share >= 0.01:
+        log.warning(
+            "init_from: the model was trained on %.0f %% of the held-out text: the held-out loss is too low; hold out "
+            "what its run held out (data.train_split=%s)",
+            100 * share, pretrained.config["data"].get("train_split"),
+        )  # fmt: skip
 
 
 def log_parts(config: Config, trainer: Trainer, train_text: CharDataset, held_out: CharDataset) -> None:

@@ -209,6 +209,7 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
         (b"%PDF-1.7 \xff\xff", "it is a PDF: extract its text"),
         (gzip.compress(b"text"), r"it is gzip: its name must end with \.gz"),
     ],
+    ids=["cp1252", "utf-16", "utf-32", "pdf", "gzip"],
 )
 def test_a_file_in_another_encoding_names_the_likely_one(content, says, tmp_path):
     (tmp_path / "t.txt").write_bytes(content)

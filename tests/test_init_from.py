@@ -325,3 +325,17 @@ def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
     assert losses[0] == losses[1] == size - first - 1
     result = start(*own, *more, f"run_dir={tmp_path / 'b'}", "trainer.max_steps=8")
     assert result.returncode == 0 and "step 8/8" in result.stdout, result.stderr
+
+
+def test_a_copy_of_the_models_text_is_recognized(tmp_path):
+    text = "".join(f"line {i * 7919 % 997}\n" for i in range(300))
+    settings = ["data=text", "data.block_size=16", "trainer.max_steps=1", "experiment=null", "trainer.trackers=[]"]
+    for name, content, share, more in (
+        ("a", text, 0.9, ("model.model_type=gpt-nano",)),
+        ("b", "another line\n" + text, 0.5, (f"init_from={tmp_path / 'a'}",)),
+    ):
+        (tmp_path / f"{name}.txt").write_text(content)
+        where = [f"data.path={tmp_path / name}.txt", f"run_dir={tmp_path / name}", f"data.train_split={share}"]
+        result = start(*settings, *where, *more)
+        assert result.returncode == 0, result.stderr
+    assert re.search(r"warning: init_from: the model was trained on (7|8)\d % of the held-out text", result.stdout)
