@@ -15,7 +15,6 @@ needs safetensors (pip install safetensors). A page needs neither Python nor a n
 import dataclasses
 import json
 import os
-import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from engine.config.arguments import parse, run_program
 from engine.config.schema import NOT_ARCHITECTURE
 from engine.errors import UserError, check_only_one, one_line
-from engine.files import atomic_write, is_page_of
+from engine.files import atomic_write, is_page_of, masked
 from engine.interop import page
 from engine.interop.transformers import EXPORTED, is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
@@ -78,7 +77,7 @@ def main(arguments: list[str]) -> None:
             said = export(snapshots[paths[0]], paths[0], out)
     except OSError as error:
         raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
-    print(f"{out}: {'; '.join(f'{path}, {snapshot}' for path, snapshot in snapshots.items())}; {said}")
+    print(f"{out}: {'; '.join(f'{masked(path)}, {snapshot}' for path, snapshot in snapshots.items())}; {said}")
 
 
 def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
@@ -141,7 +140,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
         if name not in EXPORTED | NOT_ARCHITECTURE and value != field.default:
             raise UserError(f"model.{name}={value}: Transformers' models have no such setting")
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
-    files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode()
+    files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode(errors="replace")
     with tempfile.TemporaryDirectory(prefix=".export-", dir=os.path.dirname(os.path.abspath(out))) as temporary:
         folder = Path(temporary, "model")
         folder.mkdir()
@@ -214,9 +213,9 @@ The model was trained on {config.block_size} {snapshot.unit}s of context, the de
 
 
 def public_name(path: str) -> str:
-    """A URL without password and query, which may have a signature; the last part of a local or archive's path."""
+    """A URL without what may be secret; the last part of a local or archive's path."""
     path = path.rpartition("::")[2].removeprefix("file://").removeprefix("local://")
-    return os.path.basename(path.rstrip("/")) if is_local(path) else re.sub("//[^/]*@", "//", path.split("?")[0])
+    return os.path.basename(path.rstrip("/")) if is_local(path) else masked(path)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from engine.parallel.accelerate import launch_settings
 from engine.precision import resolve_amp_dtype
 from engine.repeats import repeated_share
 from engine.reports.history import Run
-from engine.reports.problems import loss_warning
+from engine.reports.problems import MOSTLY_REPEATED, REPEATED, loss_warning
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import REPORT, is_run, open_run, shell_path
@@ -91,9 +91,9 @@ def run_training(config: Config, started: float) -> float | None:
     `trainer.max_minutes` counts from `started`, as `time.monotonic()` gives it.
     """
     distributed.init(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
-    with open_run(config.run_dir, config.trainer.snapshot_path), report_exhausted():
+    with open_run(config.run_dir, config.trainer.snapshot_path) as check_files, report_exhausted():
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        snapshots = SnapshotManager(config.trainer, config.run_dir)
+        snapshots = SnapshotManager(config.trainer, config.run_dir, check_files)
         found = snapshots.found
         recorded = found.config if found else None
         build = functools.partial(build_trainer, snapshots)
@@ -107,7 +107,7 @@ def run_training(config: Config, started: float) -> float | None:
             config, text.in_sight, recorded, started, lambda timed: build(timed, text.with_config(timed.data).split())
         )
         if found:  # before a changed setting makes the split fail
-            check_can_resume(found, snapshots.path, dataclasses.asdict(config), {}, text.digest)
+            check_can_resume(found, snapshots.path, config.recorded(), {}, text.digest)
 
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
@@ -160,7 +160,7 @@ def build_trainer(
         train_text,
         held_out,
         schedule=config.optimizer.learning_rate_factor,
-        run_config=dataclasses.asdict(config),
+        run_config=config.recorded(),
         snapshots=snapshots,
     )
 
@@ -206,8 +206,8 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
         log.info(
             "repeats     %.0f %% of the held-out text is also in the training text, word for word%s", 100 * share, of
         )
-    if share >= 0.5:
-        log.warning("the held-out loss is mostly that of text trained on: is a text in data.path twice?")
+    if share >= MOSTLY_REPEATED:
+        log.warning("%s", REPEATED)
     return share
 
 
@@ -358,7 +358,8 @@ def run() -> None:
     with command_line():
         if {"-h", "--help"} & set(arguments):
             portable.restore_sigpipe()
-            print(__doc__, help_text(), sep="\n")
+            with portable.checked_output():
+                print(__doc__, help_text(), sep="\n")
             return
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)

@@ -41,7 +41,7 @@ from char_dataset import CharDataset, encode
 from engine.config.arguments import Text, parse, run_program
 from engine.config.schema import as_typed
 from engine.errors import UserError, check_only_one, check_option, check_range, one_line
-from engine.files import atomic_write
+from engine.files import atomic_write, masked, usable
 from engine.generation import default_prompt, enough_threads
 from engine.machine.hardware import check_device
 from engine.precision import Precision
@@ -73,6 +73,7 @@ class SampleConfig:
     new: bool = False  # only texts that are no document (or line) of the run's text, each once; stops at its end
     out: str | None = None  # file to write instead: one text a line; .jsonl: {"text": ...} a line
     copied: bool = False  # print the share of the texts that is copied from the training text
+    text: str | None = None  # for copied= and new=: the run's text; null: where it was
     temperature: float = 0.8  # divides the logits; 0: greedy
     top_k: int | None = None  # draw among the k likeliest; null: among all
     top_p: float | None = None  # draw among the fewest whose probabilities reach p; null: among all
@@ -93,6 +94,8 @@ class SampleConfig:
             ):  # fmt: skip
                 if (value := getattr(self, name)) != getattr(SampleConfig, name):
                     raise UserError(f"{name}={as_typed(value)}: has no effect with score=; leave it out")
+        if self.text is not None and not (self.copied or self.new):
+            raise UserError("text= requires copied=true or new=true")
         for name in ("snapshots", "by", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
@@ -194,10 +197,13 @@ def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
     yield from held
 
 
-def run_text(snapshot: Snapshot, setting: str) -> CharDataset:
-    """The text that a model was trained on, for `setting`. Raises `UserError` if it is missing or has changed."""
+def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
+    """The text that a model was trained on, for `setting`, at `path` or where it was. Raises `UserError` if it is
+    missing or has changed.
+    """
     try:
-        data = CharDataset(snapshot.data_config())
+        recorded = snapshot.config.get("data", {}).get("path")
+        data = CharDataset(snapshot.data_config(path=path or usable(recorded, "text")))
     except UserError as error:
         raise UserError(f"{setting}: needs the training text, as named when training started: {error}") from error
     if data.digest != snapshot.text_digest:
@@ -431,7 +437,7 @@ def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
         print("stride".ljust(19), config.stride)
     if each:
         for path, its_loss in zip(snapshots, each, strict=True):
-            print(f"{path}: {its_loss:.6f} nats per {unit}")
+            print(f"{masked(path)}: {its_loss:.6f} nats per {unit}")
         print(f"ensemble of {len(each)} snapshots")
     print("nats in total".ljust(19), f"{losses[-1].sum():.6f}")
     print(f"nats per {unit}".ljust(19), f"{loss:.6f}")
@@ -444,13 +450,14 @@ def main(arguments: list[str]) -> None:
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
     snapshots = {path: load_full(path) for path in paths}
     for path, snapshot in snapshots.items():
-        print(f"[{path}, {snapshot}]", file=sys.stderr)
+        print(f"[{masked(path)}, {snapshot}]", file=sys.stderr)
     if config.score is not None:
         print_score(config, snapshots)
         return
     [snapshot] = snapshots.values()
     end, start = stop_string(config, snapshot), snapshot.separator or "\n"
-    data = run_text(snapshot, f"{'new' if config.new else 'copied'}=true") if config.new or config.copied else None
+    name = f"{'new' if config.new else 'copied'}=true"
+    data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)
     if data is not None and config.new:
         documents = data.decode(data.data.tolist()).split(start)

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import MicroBatches, move_if_small
 from engine.config.schema import OptimizerConfig, TrainerConfig, as_plain, defaults_of, flatten
-from engine.errors import UserError
+from engine.errors import UserError, one_line
+from engine.files import masked
 from engine.generation import draw_samples
 from engine.machine.hardware import count_flops
 from engine.optim import set_learning_rate
@@ -98,7 +99,7 @@ class Trainer:
         for group, part in (("model", bare), ("data", train_dataset)):
             if is_dataclass(own := getattr(part, "config", None)):
                 configs[group] = own
-        self.run_config = as_plain(configs | (run_config or {}))
+        self.run_config = masked(as_plain(configs | (run_config or {})))
         self.snapshots = snapshots or SnapshotManager(config, run_dir)
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, distributed.size())
         self.state = State(minutes=config.max_minutes)
@@ -166,13 +167,14 @@ class Trainer:
     def train(self, deadline: float | None = None, on_start: Callable[[], None] = lambda: None) -> float | None:
         """Trains to the end of the run; returns the newest held-out loss, None if there is none. With a `deadline`, as
         `time.monotonic()` gives it, the run ends by then, even if not all steps are done; a run that resumes keeps its
-        time limit. `on_start` is called on rank 0 once the files of the run are open. All ranks must call it.
+        time limit. `on_start` writes further files of the run, on rank 0 once the others are open, and again if one of
+        them is deleted or it raised OSError. All ranks must call it.
 
         SIGTERM, SIGHUP, SIGUSR2 and SIGINT save, and raise `Stopped`. SIGUSR1 saves, and training continues. Raises
         `UserError` on every rank if a loss or gradient is not finite, or the last snapshot cannot be written. Earlier
         snapshots are kept.
         """
-        state, config = self.state, self.config
+        state, config, self.on_start = self.state, self.config, on_start
         if deadline is None and config.max_minutes is not None:  # resumed before the clock had started
             deadline = time.monotonic() + 60 * config.max_minutes
         self.clock.deadline = deadline
@@ -183,7 +185,7 @@ class Trainer:
             return state.loss
         self.optimizer.zero_grad()
         self.model.train()
-        with self._running(on_start):
+        with self._running():
             while True:
                 is_evaluated = self._evaluation_is_due(self._is_over())
                 if is_evaluated:
@@ -208,7 +210,7 @@ class Trainer:
         return self.state.progress >= 1 or (self.state.is_evaluated and is_out_of_patience)
 
     @contextlib.contextmanager
-    def _running(self, on_start: Callable[[], None]) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """A context for the loop: opens and closes the files of the run, and serves requests to stop."""
         state, snapshots = self.state, self.snapshots
         with contextlib.ExitStack() as stack:
@@ -218,7 +220,7 @@ class Trainer:
             stack.enter_context(self.precision.determinism())
             try:
                 distributed.run_on_rank_0(self._open_files)
-                distributed.run_on_rank_0(on_start)
+                distributed.run_on_rank_0(self._record_start)
                 self.log.start(self.precision)
                 yield
             except Stopped as stopped:
@@ -233,6 +235,24 @@ class Trainer:
     def _open_files(self) -> None:
         self.snapshots.open(self.state, HISTORY)
         self.log.open(self.snapshots.run_dir, flatten(self.run_config))
+
+    def _record_start(self) -> None:
+        """On rank 0: calls `on_start`, and logs an OSError."""
+        try:
+            self.on_start()
+            self.is_recorded = True
+        except OSError as error:
+            self.is_recorded = False
+            log.warning("%s; will retry", one_line(error))
+
+    def _check_files(self) -> None:
+        """Writes files of the run anew that are gone. Raises `UserError` on every rank if another run has begun in
+        their place.
+        """
+        if not distributed.run_on_rank_0(lambda: self.snapshots.check_files() and self.is_recorded):
+            self.log.reopen()
+            distributed.run_on_rank_0(self._record_start)
+            self.snapshots.recover_best(self.state)
 
     def close(self) -> None:
         """Ends the prefetch threads."""
@@ -384,6 +404,7 @@ class Trainer:
         """Starts to save this step, unless its weights, or the loss computed with them, are not finite: then returns
         which. The loss is that of the evaluation or, without training on it, of the last micro-batch.
         """
+        self._check_files()
         state = self.state
         loss: Any = state.loss
         if not state.is_evaluated:

@@ -1,13 +1,18 @@
-"""Local files: atomic writes; locks; recognizing the pages that this project wrote."""
+"""Paths without their secrets; local files: atomic writes, locks, recognizing the pages that this project wrote."""
 
 import contextlib
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from filelock import FileLock
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from engine.errors import UserError
 
 log = logging.getLogger("gpt")
 
@@ -17,6 +22,40 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # as of NFS on many c
 def is_local(path: str) -> bool:
     """Whether `path` is not a URL."""
     return "://" not in path
+
+
+def masked(value: Any) -> Any:
+    """`value`, a text or nested settings, with *** for what may be secret in a URL: the user, and the query, which may
+    have a signature. A part with `${oc.env:NAME}` stays: it shows no secret.
+    """
+    if isinstance(value, dict):
+        return {key: masked(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [*map(masked, value)]
+    if not isinstance(value, str) or is_local(value):
+        return value
+
+    def mask(match: re.Match[str]) -> str:
+        return match[1] + (match[2] if "${oc.env:" in match[2] else "***")
+
+    value = re.sub(r"(://)([^\s/?#]+)(?=@)", mask, value)
+    # Without what follows a URL in a list, quotes or a sentence.
+    return re.sub(r"(://[^\s?'\"]*\?)((?:(?!,\w+:)\S)*[^\s'\".,:;)\]])", mask, value)
+
+
+def usable(path: Any, setting: str) -> Any:
+    """A path, or several, that a run recorded, with the values of `${oc.env:NAME}`. Raises `UserError` for a variable
+    that is not set, and for a masked path; `setting` can then give the path.
+    """
+    if "***" in str(path):
+        raise UserError(f"{path}: the run recorded this without what may be secret; give {setting}=")
+    if "${oc.env:" not in str(path):
+        return path
+    try:
+        found: Any = OmegaConf.to_object(OmegaConf.create({"path": path}))
+        return found["path"]
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
 
 
 @contextlib.contextmanager

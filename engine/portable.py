@@ -1,10 +1,12 @@
 """Portability: signals, standard streams, a check of argparse."""
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 try:
@@ -36,6 +38,19 @@ def restore_sigpipe() -> None:
     """Ends the process silently when its output pipe is closed, as in `--help | head`."""
     for number in available_signals("SIGPIPE"):
         signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def checked_output() -> Iterator[None]:
+    """A context for printing, which ends when all is written. Raises OSError naming standard output if that fails: at
+    the interpreter's end it would be a traceback.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no other try at the end
+        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def replace_unprintable() -> None:

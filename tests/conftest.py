@@ -78,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # What a finished run that saved once leaves in its directory, beside `tensorboard/`.
 RUN_FILES = {
     ".gpt_snapshot.pt.lock",
+    ".gpt_snapshot.pt.owner",
     ".lock",
     "config.yaml",
     "environment.jsonl",

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import glob
 import os
 import random
 import re
@@ -15,7 +16,21 @@ from pathlib import Path
 
 import chaos
 import pytest
-from conftest import LONG, ROOT, TINY, command, equal, lines, metrics, read_until, small_disk, start, wait_until
+from conftest import (
+    LONG,
+    ROOT,
+    RUN_FILES,
+    TINY,
+    command,
+    equal,
+    lines,
+    metrics,
+    patched_main,
+    read_until,
+    small_disk,
+    start,
+    wait_until,
+)
 
 from engine.snapshots.storage import load
 
@@ -191,6 +206,64 @@ def test_the_last_save_waits_for_room_and_a_signal_has_it_write_elsewhere(tmp_pa
         shutil.move(rescued, run / "gpt_snapshot.pt")
         result = start(*settings, f"run_dir={run}")
         assert "this run is finished: it has 500 steps of 500" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_run_whose_directory_another_has_taken_ends_and_writes_nothing(tmp_path, begin, nproc):
+    run = tmp_path / "run"
+    settings = [*LONG, "trainer.save_every_steps=200", f"run_dir={run}"]
+    first = begin(*settings, nproc=nproc, start_new_session=True)
+    wait_until(lambda: (run / "gpt_snapshot.pt").exists(), first)
+    os.killpg(first.pid, signal.SIGSTOP)
+    shutil.rmtree(run)
+    second = start(*settings, "trainer.max_steps=100", "model.n_embd=8")
+    assert second.returncode == 0, second.stderr
+    os.killpg(first.pid, signal.SIGCONT)
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    out = first.communicate(timeout=60)[0]
+    assert first.returncode == 1 and "another run has begun here since; this one ends" in out
+    assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
+    assert before == {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert load(str(run / "gpt_snapshot.pt")).step == 100
+
+
+@pytest.mark.parametrize("nproc, deleted", [(0, "*"), (2, "")])
+def test_files_that_are_deleted_during_a_run_are_written_anew(tmp_path, begin, nproc, deleted):
+    settings = [*LONG, "trainer.max_steps=500", "trainer.save_every_steps=50", "trainer.trackers=[]"]
+    run = tmp_path / "run"
+    process = begin(*settings, f"run_dir={run}", nproc=nproc)
+    wait_until(lambda: lines(run) > 20, process)
+    for path in glob.glob(f"{run}/{deleted}"):  # * finds no lock
+        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, out
+    assert out.count("gone while the run trains, and written anew") == 1
+    left = RUN_FILES if deleted else RUN_FILES - {".lock", ".gpt_snapshot.pt.lock"}
+    assert {path.name for path in run.iterdir()} == left
+    steps = [line["step"] for line in metrics(run, "train")]
+    assert steps == [*range(10, 501, 10)]
+
+
+def test_an_error_of_the_disk_on_other_files_than_snapshots_is_a_warning(tmp_path):
+    patch = """
+import builtins, errno, os
+open_file, failed = builtins.open, set()
+def fail_once(path, *arguments, **options):
+    name = os.path.basename(str(path)).removesuffix(".tmp")
+    if name in {"metrics.jsonl", "config.yaml", "environment.jsonl"} - failed and "/b/" in str(path):
+        failed.add(name)
+        raise OSError(errno.EIO, "Input/output error", path)
+    return open_file(path, *arguments, **options)
+builtins.open = fail_once
+"""
+    script = patched_main(tmp_path, patch)
+    for name in "ab":
+        result = start(*TINY, "trainer.save_every_steps=1", f"run_dir={tmp_path / name / 'run'}", script=script)
+        assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Input/output error") == 3
+    a, b = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    assert {path.name for path in a.iterdir()} == {path.name for path in b.iterdir()}
+    assert metrics(a) == metrics(b)
 
 
 @pytest.fixture

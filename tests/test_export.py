@@ -317,7 +317,7 @@ def test_the_files_are_for_everyone_and_the_card_counts_all_parameters(exported)
 def test_public_names_contain_no_local_path():
     for path in ("/home/me/runs/mine/", "file:///home/me/mine", "zip://*::/home/me/mine"):
         assert export.public_name(path) == "mine"
-    assert export.public_name("https://me:secret@host/a.txt?signature=1") == "https://host/a.txt"
+    assert export.public_name("https://me:secret@host/a.txt?signature=1") == "https://***@host/a.txt?***"
 
 
 @pytest.mark.parametrize(

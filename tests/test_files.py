@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from engine.errors import UserError
-from engine.files import atomic_write
+from engine.files import atomic_write, masked
 from engine.run.directory import locked_file, log_to_file
 
 
@@ -72,6 +72,25 @@ with file_lock(sys.argv[1]):
     assert isinstance(error, UserError) and str(error).startswith("run_dir=runs/a: another run is using it; wait")
     start()
     holder.communicate()
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("https://me:pw@h/f?X-Sig=a,b&c=d: cannot be read", "https://***@h/f?***: cannot be read"),
+        ("[https://me:p@w@h/a?x=1,s3://k@h/b?y]", "[https://***@h/a?***,s3://***@h/b?***]"),
+        ("zip://a.txt::https://h/f.zip?s.", "zip://a.txt::https://h/f.zip?***."),
+        (
+            'data.path="https://${oc.env:ME}@h/f?s=${oc.env:SIG}"',
+            'data.path="https://${oc.env:ME}@h/f?s=${oc.env:SIG}"',
+        ),
+        ("[https://me@h/f,https://h/f?${oc.env:SIG}]", "[https://***@h/f,https://h/f?${oc.env:SIG}]"),
+        ({"a": ["https://h/@me/f?x"], "b": 1}, {"a": ["https://h/@me/f?***"], "b": 1}),
+        ("is it a?b@c", "is it a?b@c"),
+    ],
+)
+def test_the_user_and_the_query_of_a_url_are_masked(text, shown):
+    assert masked(text) == shown
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])

@@ -13,7 +13,7 @@ from operator import attrgetter
 import pytest
 import torch
 import yaml
-from conftest import LONG, ROOT, RUN_FILES, TINY, command, metrics, start, wait_until
+from conftest import LONG, ROOT, RUN_FILES, TINY, UNREAD, command, metrics, start, wait_until
 from omegaconf import OmegaConf
 
 import main
@@ -236,7 +236,7 @@ def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_i
     assert "cannot" not in elsewhere.stdout and os.listdir(tmp_path) == ["deep"]
 
     (run / "environment.jsonl").unlink()  # a report needs it, the run does not
-    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "main.log"}
+    before = {path: path.read_bytes() for path in run.iterdir() if path.suffix not in (".log", ".owner", "")}
     result = start(*TINY, f"run_dir={run}", "optimizer.learning_rate=0.5")
     assert result.returncode == 0 and "optimizer.learning_rate was 0.0003, is 0.5" in result.stdout
     refuse(*TINY, f"run_dir={run}", "data.truncate=0.03", says="data.truncate was 0.02, is 0.03")
@@ -386,6 +386,24 @@ def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert "held-out loss" in (tmp_path / "main.log").read_text()
     assert (tmp_path / "gpt_snapshot.pt").exists()
+
+
+@pytest.mark.parametrize("script", ["main.py", "sample.py", "report.py", "export.py"])
+def test_help_that_cannot_be_written_is_one_line(script):
+    with open("/dev/full", "w") as full:
+        line = command("--help", script=script)
+        result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 1 and re.fullmatch("error: .*standard output.*\n", result.stderr), result.stderr
+
+
+def test_names_that_are_not_utf8_are_used_and_reported(tmp_path, text_file):
+    text, run = (os.fsdecode(os.fsencode(tmp_path) + name) for name in (b"/\xff.txt", b"/run\xe9"))
+    os.rename(text_file, text)
+    result = start(*UNREAD, "data.block_size=16", f"data.path={text}", f"run_dir={run}", "report=true")
+    assert result.returncode == 0, result.stderr
+    assert "/run?/report.html" in open(f"{run}/main.log").read() and os.path.exists(f"{run}/report.html")
+    export = start(f"run_dir={run}", f"out={tmp_path / 'model'}", script="export.py")
+    assert export.returncode == 0, export.stderr
 
 
 def test_closed_standard_streams_change_no_exit_status(tmp_path):

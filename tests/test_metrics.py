@@ -67,7 +67,7 @@ def test_damaged_lines_matter_only_before_good_ones(tmp_path):
     path.write_bytes(good + b'\xff\xfe\n{"step": 4, "spl')
     log_run(tmp_path, [], 3, range(4, 4))
     assert path.read_bytes() == good
-    for line in (b"\xff\xfe", b"3", b'{"step": 1}'):
+    for line in (b"\xff\xfe", b"3", b'{"step": 1}', b'{"step": "1", "split": "val"}'):
         path.write_bytes(line + b"\n" + good)
         with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: damaged; correct it"):
             MetricsFile(str(tmp_path), 3)

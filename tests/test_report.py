@@ -19,9 +19,9 @@ from config import compose
 from engine.config.schema import FIXED, FREE, HIDDEN, IRRELEVANT, KEYS, is_fixed
 from engine.errors import UserError
 from engine.generation import draw_samples
-from engine.reports.history import Run
+from engine.reports.history import Run, compare_means, students_t
 from engine.reports.page import draw_charts, render, ticks
-from engine.reports.problems import OFF_TRACK, check, loss_warning
+from engine.reports.problems import OFF_TRACK, REPEATED, check, loss_warning
 from engine.run.directory import choose_snapshot
 from model import GPT, GPTConfig
 
@@ -132,6 +132,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
         ("config.yaml", b"{trainer: {}, data: 5, run_name: a}", "data is missing, or not of type dict"),
         ("environment.jsonl", b"", "is missing, empty or damaged"),
         ("environment.jsonl", b'{"step": 0}', "is missing, empty or damaged"),
+        ("config.yaml", b"[" * 1000, "cannot be read: maximum recursion depth"),
         ("job.yaml", b"", "overrides is missing, or not of type list"),
     ],
 )
@@ -304,9 +305,44 @@ def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
         some_run(tmp_path / f"p{patience}", lambda s: 2, lambda s: 2 + s / 1e4, steps=1000, **patient)
     some_run(tmp_path / "deep", trainer__seed=4, model__n_layer=9)
     html = render([Run(str(path)) for path in sorted(tmp_path.iterdir())])
-    row = ["mean of 4 seeds: &lt;u&gt;1, p1, &lt;u&gt;2, &lt;u&gt;0", "2.0875", "1.5000 to 2.5000"]
+    losses = (2.5, 1.5, 2.3, 2.05)
+    half = 3.182 * statistics.stdev(losses) / 2  # Student's t for 3 degrees of freedom
+    row = ["mean of 4 seeds: &lt;u&gt;1, p1, &lt;u&gt;2, &lt;u&gt;0", "2.0875", f"± {half:.4f} (95 %)"]
+    row.append(f"deviation {statistics.stdev(losses):.4f}")
     places = [html.index(text) for text in row]
     assert places == sorted(places) and html.count("mean of") == 1 and "<u>" not in html
+
+
+def test_students_t_is_that_of_tables():
+    table = {1: 12.706, 2: 4.303, 5: 2.571, 6: 2.447, 10: 2.228, 30: 2.042, 1e6: 1.96}
+    assert {n: students_t(n) for n in table} == pytest.approx(table, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "worse, says",
+    [
+        ((1.2, 1.3, 1.22), "differ: by 0.1900 ± 0.1337"),  # variances of 0.0025 and 0.0028: 3.98 degrees of freedom
+        ((1.0, 1.4, 1.1), "do not differ by more than chance: by 0.1167"),
+        ((1.05, 1.05, 1.05), "do not differ by more than chance: by 0.0000"),
+    ],
+)
+def test_the_best_two_means_differ_if_welchs_interval_excludes_0(worse, says):
+    assert says in compare_means((1.0, 1.1, 1.05), worse)
+
+
+def test_runs_with_different_numbers_of_steps_are_like_seeds(tmp_path):
+    runs = [some_run(tmp_path / name) for name in "ab"]
+    assert "different orders" not in render(runs)
+    runs[1].starts[-1]["total_steps"] = 3000
+    assert "different orders, like runs with different seeds" in render(runs)
+
+
+def test_the_report_warns_of_held_out_text_that_was_trained_on(tmp_path):
+    run = some_run(tmp_path)
+    for share, is_shown in ((None, False), (0.4, False), (0.5, True)):
+        run.starts[-1]["repeated_share"] = share
+        verdict, sentences = check(run)
+        assert (verdict, REPEATED in sentences) == ("on track", is_shown)
 
 
 def test_long_run_names_stay_on_the_screen(browser, tmp_path):

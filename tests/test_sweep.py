@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import LONG, TINY, lines, metrics, start, wait_until
+from conftest import LONG, TINY, UNREAD, lines, metrics, start, wait_until
 
 from engine.config.overrides import job_name
 from engine.errors import UserError
@@ -18,7 +18,7 @@ def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "fi
     run.step, run.val = 10, [] if loss is None else [{"step": 5, "loss": loss}]
     run.job = {"overrides": ["a=1", *overrides], "status": status}
     run.starts = [{"total_steps": 10, "text_sha256": "ab"}]
-    run.config = dict(override.split("=") for override in overrides)
+    run.config = {"data": {}, **dict(override.split("=") for override in overrides)}
     return run
 
 
@@ -104,11 +104,22 @@ def test_the_table_names_jobs_by_what_differs_and_has_means_over_seeds(tmp_path)
     assert shown[1] == "lr=0.2 seed=1 2.0000 5 10 finished"
     assert shown[len(jobs) :] == [
         "lr=4 seed=2 - - 10 failed",
-        "mean of 2 seeds: lr=3 1.2500 1.0000 to 1.5000",
-        "mean of 2 seeds: lr=0.2 2.2500 2.0000 to 2.5000",
+        "mean of 2 seeds: lr=3 1.2500 ± 3.1765 (95 %), deviation 0.3536",
+        "mean of 2 seeds: lr=0.2 2.2500 ± 3.1765 (95 %), deviation 0.3536",
+        "the best two means do not differ by more than chance: by 1.0000 ± 1.5213 (95 %)",
     ]
-    assert " ".join(table(jobs[:2])[-1].split()) == "mean of 2 seeds 2.2500 2.0000 to 2.5000"
+    assert " ".join(table(jobs[:2])[-1].split()) == "mean of 2 seeds 2.2500 ± 3.1765 (95 %), deviation 0.3536"
     assert table(jobs[:1])[1].startswith(f"{tmp_path.name} ")
+
+
+def test_a_sweep_over_texts_recommends_none(tmp_path, text_file):
+    other = tmp_path / "other.txt"
+    other.write_text("".join(reversed(text_file.read_text())))
+    paths = f"data.path={text_file},{other}"
+    result = start("-m", *UNREAD, "data.block_size=16", paths, f"run_dir={tmp_path / 'run'}", "run_name=both")
+    assert result.returncode == 0, result.stderr
+    said = "warning: The runs have different texts, encodings or splits: their losses cannot be compared."
+    assert result.stdout.splitlines()[-1] == said
 
 
 def test_the_best_job_is_first_and_a_partial_last_line_is_ignored(tmp_path):

@@ -15,6 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from engine import portable
 from engine.config.schema import as_typed
 from engine.errors import UserError
+from engine.files import masked
 
 T = TypeVar("T")
 Text = Annotated[str, "verbatim"]  # type of a field whose value is no path and is taken as it is, also null and ~
@@ -91,15 +92,19 @@ def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> No
     portable.restore_sigpipe()
     portable.replace_unprintable()
     arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
-        print((sys.modules[program.__module__].__doc__ or "").strip())
-        for config in configs:
-            print(f"\n{config.__doc__}\n\n{field_table(config)}")
-        return
     try:
-        sys.exit(program(arguments))
+        if {"-h", "--help"} & set(arguments):
+            with portable.checked_output():
+                print((sys.modules[program.__module__].__doc__ or "").strip())
+                for config in configs:
+                    print(f"\n{config.__doc__}\n\n{field_table(config)}")
+            return
+        status = program(arguments)
+        with portable.checked_output():
+            pass
+        sys.exit(status)
     except (UserError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(masked(f"error: {error}"))
     except KeyboardInterrupt:
         print(file=sys.stderr)  # start the shell's prompt on a new line
         sys.exit(128 + signal.SIGINT)

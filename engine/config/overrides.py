@@ -21,6 +21,7 @@ from yaml import YAMLError
 from engine.config.arguments import explain_value
 from engine.config.schema import ARCHITECTURE, GROUPS, HIDDEN, KEYS
 from engine.errors import UserError, check_only_one, one_line
+from engine.files import masked
 from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
@@ -126,13 +127,13 @@ def job_name(overrides: list[str], swept: str = "") -> str:
     own = sorted(overrides)
     shown = ",".join(o for o in own if not swept or override_key(o) in swept.split()) or "defaults"
     digest = hashlib.sha256(",".join(own).encode()).hexdigest()
-    return re.sub(r"[^\w.,=+-]", "_", shown)[:100] + f"-{digest[:8]}"
+    return re.sub(r"[^\w.,=+-]", "_", masked(shown))[:100] + f"-{digest[:8]}"
 
 
 def text_name(path: Any) -> str:
     """Run name for the text at `path`: its first file's name without extension or, for a pattern, its directory's."""
     first = str(path[0] if isinstance(path, list | ListConfig) else path)
-    parts = re.split("[/:]", re.split("[?#]", first)[0])
+    parts = re.split("[/:]", re.split("[?#]", masked(first))[0])
     parts = [re.sub(r"(\.\w{1,10})?(\.(gz|bz2|xz|zst))?$", "", part) for part in parts]
     names = [re.sub(r"[^\w-]+", "_", part) for part in parts if "*" not in part]
     return next((name for name in reversed(names) if name.strip("_-")), "text")

@@ -386,6 +386,17 @@ class Config:
     FIXED: ClassVar = ("init_from",)  # other initial weights
     IRRELEVANT: ClassVar = ("samples", "report", "run_name", "run_dir")
 
+    def __post_init__(self):
+        self.typed: dict[str, Any] = {}  # by key: URLs with ${oc.env:NAME}, which files of the run keep as they are
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings, for files of the run."""
+        settings = dataclasses.asdict(self)
+        for key, value in self.typed.items():
+            group, _, name = key.rpartition(".")
+            (settings[group] if group else settings)[name] = value
+        return settings
+
     def resolve_architecture(self, architecture: dict[str, Any]) -> None:
         """Copies a pretrained model's `architecture`; the context is the smaller of both."""
         source = GPTConfig.recorded(architecture).complete()

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from engine.config.schema import Config, DataConfig
 from engine.errors import UserError
+from engine.files import masked
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import run_on_rank_0
@@ -34,7 +35,7 @@ def read_init_weights(config: Config, snapshot: Snapshot | None) -> Snapshot | N
     if source is None:
         config.init_from = recorded  # for the snapshots to come
         return None
-    if recorded is not None and os.path.abspath(source) == os.path.abspath(recorded):
+    if recorded is not None and os.path.abspath(masked(source)) == os.path.abspath(masked(recorded)):
         config.init_from = recorded  # may be spelled with a slash at its end, or from the root
     if snapshot is not None:  # the source may be gone
         log.info("init_from   not read: resuming from the run's own snapshot")

@@ -4,10 +4,12 @@ import functools
 import math
 import os
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
-from engine.config.schema import IRRELEVANT, flatten
+from engine.config.schema import IRRELEVANT, as_typed, flatten
 from engine.errors import UserError
+from engine.files import masked
 from engine.run.directory import CONFIG, ENVIRONMENT, JOB, METRICS, read_yaml
 from engine.run.metrics import format_loss, parse_lines
 from engine.text.documents import unit_of
@@ -20,7 +22,7 @@ MEASUREMENT = {
 }  # fmt: skip
 START = {
     "step": Number, "total_steps": Number, "started": str, "recipe": str | None, "overrides": list | None,
-    "unigram_loss": Number | None, "text_sha256": str,
+    "unigram_loss": Number | None, "text_sha256": str, "repeated_share": Number | None,
 }  # fmt: skip
 
 
@@ -70,7 +72,7 @@ class Run:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """`config.yaml`, nested dictionaries."""
-        return read_yaml(os.path.join(self.path, CONFIG), trainer=dict, run_name=str, data=dict)
+        return masked(read_yaml(os.path.join(self.path, CONFIG), trainer=dict, run_name=str, data=dict))
 
     @property
     def unit(self) -> str:
@@ -81,7 +83,7 @@ class Run:
     def starts(self) -> list[dict[str, Any]]:
         """The lines of `environment.jsonl`, one per start. Raises `UserError` without one."""
         path = os.path.join(self.path, ENVIRONMENT)
-        if starts := [line for line in parse_lines(path) if line is not None and has_types(line, START)]:
+        if starts := [masked(line) for line in parse_lines(path) if line is not None and has_types(line, START)]:
             return starts
         raise UserError(f"{path}: is missing, empty or damaged; reports are of runs that main.py started")
 
@@ -89,7 +91,8 @@ class Run:
     def job(self) -> dict[str, Any]:
         """`job.yaml` of a sweep's job: `overrides`, and `status`: finished, failed, stopped; empty for another run."""
         path = os.path.join(self.path, JOB)
-        return read_yaml(path, overrides=list, status=str) if os.path.exists(path) else {}
+        job = read_yaml(path, overrides=list, status=str) if os.path.exists(path) else {}
+        return job | {"overrides": [*map(str, job["overrides"])]} if job else job
 
     def read(self) -> None:
         """Reads all files now. Raises `UserError` or OSError for one that cannot be read."""
@@ -125,27 +128,79 @@ def name_runs(runs: list[Run]) -> list[str]:
     return [" ".join(f"{key.split('.')[-1]}={value}" for key, _, value in job) for job in own]
 
 
-def seed_means(runs: list[Run], names: list[str]) -> list[tuple[str, str, str]]:
+def are_comparable(runs: list[Run]) -> bool:
+    """Whether the held-out losses of `runs` are of the same text."""
+    parts = ("encoding", "train_split", "final_split", "held_out")  # decide what is scored
+    scored = {
+        # An older run has not all of them.
+        (run.starts[-1]["text_sha256"], *(as_typed(run.config["data"].get(part) or 0) for part in parts))
+        for run in runs
+    }
+    return len(scored) <= 1
+
+
+def caveat(runs: list[Run]) -> str:
+    """A sentence on what a comparison of the losses of `runs` cannot say; empty for runs of one kind."""
+    if not are_comparable(runs):
+        return "The runs have different texts, encodings or splits: their losses cannot be compared."
+    if len({run.total_steps for run in runs}) > 1:
+        return (
+            "The runs have different numbers of steps, and therefore see the text in different orders, like runs with "
+            "different seeds: 0.01 nats may be chance; compare means over several seeds."
+        )
+    return ""
+
+
+T_95 = (12.706, 4.303, 3.182, 2.776)  # for 1 to 4 degrees of freedom
+
+
+def students_t(freedom: float) -> float:
+    """Half the width of a 95 % interval, in standard errors: a quantile of Student's t distribution. Below 5 degrees of
+    freedom, which are rounded down, from a table; then to 0.2 % (Cornish-Fisher expansion).
+    """
+    if freedom < 5:
+        return T_95[int(freedom) - 1]
+    return 1.95996 + 2.3722 / freedom + 2.8225 / freedom**2 + 2.5558 / freedom**3
+
+
+def compare_means(best: Sequence[float], next_best: Sequence[float]) -> str:
+    """A sentence on whether the means of two samples of losses differ: Welch's t interval."""
+    a, b = (statistics.variance(losses) / len(losses) for losses in (best, next_best))
+    # Welch and Satterthwaite's degrees of freedom.
+    freedom = (a + b) ** 2 / (a**2 / (len(best) - 1) + b**2 / (len(next_best) - 1)) if a + b else 1
+    half = students_t(freedom) * math.sqrt(a + b)
+    apart = statistics.mean(next_best) - statistics.mean(best)
+    verdict = "differ" if apart > half else "do not differ by more than chance"
+    return f"the best two means {verdict}: by {apart:.4f} ± {half:.4f} (95 %)"
+
+
+def seed_means(runs: list[Run], names: list[str]) -> tuple[list[tuple[str, str, str]], str]:
     """Means over seeds of the lowest held-out loss, over finished runs that differ only in the seed and in
     settings that change the loss no more than a seed. Returns rows, lowest mean first: label (from the
-    `names` of its runs), mean, and range from lowest to highest loss (nats per character).
+    `names` of its runs), mean, and its 95 % interval with the standard deviation (nats per character); and whether the
+    best two differ, empty for fewer than two or if they cannot be compared.
     """
-    groups: dict[str, dict[str, tuple[float, str]]] = {}  # by settings: the loss and name of each seed
+    groups: dict[str, dict[str, tuple[Run, str]]] = {}  # by settings: the run and name of each seed
     for run, name in zip(runs, names, strict=True):
         if run.best is not None and run.has_ended:
             settings = flatten(run.config)
             seed = str(settings.get("trainer.seed", 0))
             ignored = IRRELEVANT | {"trainer.max_minutes"}  # from which the steps follow
             relevant = sorted((key, str(value)) for key, value in settings.items() if key not in ignored)
-            group = groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {})
-            group.setdefault(seed, (run.best["loss"], name))
+            groups.setdefault(f"{run.starts[-1]['text_sha256']} {relevant}", {}).setdefault(seed, (run, name))
     means = []
     for group in groups.values():
         if len(group) > 1:
-            losses, members = zip(*group.values(), strict=True)
+            members = [name for _, name in group.values()]
+            losses = [run.best["loss"] for run, _ in group.values() if run.best]
             shared = [word for word in members[0].split() if all(word in name.split() for name in members)]
             which = " ".join(shared) or (", ".join(members) if len(groups) > 1 else "")
             label = f"mean of {len(members)} seeds{': ' if which else ''}{which}"
-            span = f"{format_loss(min(losses))} to {format_loss(max(losses))}"
-            means.append((label, format_loss(statistics.mean(losses)), span))
-    return sorted(means, key=lambda row: float(row[1]))
+            mean, deviation = statistics.mean(losses), statistics.stdev(losses)
+            half = students_t(len(losses) - 1) * deviation / math.sqrt(len(losses))
+            row = (label, format_loss(mean), f"± {half:.4f} (95 %), deviation {deviation:.4f}")
+            means.append((mean, losses, row))
+    means.sort(key=lambda entry: entry[0])
+    counted = [run for group in groups.values() for run, _ in group.values()]
+    verdict = compare_means(means[0][1], means[1][1]) if len(means) > 1 and are_comparable(counted) else ""
+    return [row for _, _, row in means], verdict

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from engine.config.schema import as_typed, flatten
-from engine.reports.history import Run, best_first, name_runs, seed_means
+from engine.reports.history import Run, best_first, caveat, name_runs, seed_means
 from engine.reports.problems import check
 from engine.run.metrics import duration, format_loss
 
@@ -70,12 +70,7 @@ def render(runs: list[Run]) -> str:
     """The page of `runs`, the one with the lowest held-out loss first."""
     runs = best_first(runs)
     labels = name_runs(runs) if len(runs) > 1 else [runs[0].config["run_name"]]
-    parts = ("encoding", "train_split", "final_split")  # decide what is scored
-    scored = {
-        # An older run has no final_split.
-        (run.starts[-1]["text_sha256"], *(as_typed(run.config["data"].get(part) or 0) for part in parts))
-        for run in runs
-    }
+    means, verdict = seed_means(runs, labels)
     described = [shown_values(run, label, hue(i)) for i, (run, label) in enumerate(zip(runs, labels, strict=True))]
     import jinja2  # which only this needs
 
@@ -91,8 +86,9 @@ def render(runs: list[Run]) -> str:
         charts=draw_charts(runs, labels),
         ticks=ticks,
         varied=varied_settings(runs),
-        are_comparable=len(scored) == 1,
-        means=seed_means(runs, labels),
+        caveat=caveat(runs),
+        means=means,
+        verdict_on_means=verdict,
         facts=dict.fromkeys(fact for run in described for fact in run["facts"]),
         runs=described,
     )
@@ -133,7 +129,7 @@ def command(start: dict[str, Any]) -> str:
     if start["overrides"] is None:
         return ""
     recipe = [] if start["recipe"] else ["experiment=null"]  # otherwise main.py adds one
-    return shlex.join(["python", "main.py", *recipe, *start["overrides"]])
+    return shlex.join(["python", "main.py", *recipe, *map(str, start["overrides"])])
 
 
 # --- charts: curves over the steps of training, in the coordinates of their values ---

@@ -7,6 +7,8 @@ from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
 FIRST_JUDGED = 50  # steps; earlier losses say little
+MOSTLY_REPEATED = 0.5  # share of the held-out text that stands in the training text
+REPEATED = "The held-out loss is mostly that of text trained on: is a text in data.path twice?"
 BEST_IS_USED = "sample.py and export.py use the best snapshot; "
 
 
@@ -18,9 +20,12 @@ def check(run: Run) -> tuple[str, list[str]]:
         problems.append(f"The run diverges: step {run.diverged['step']}: {reason}.")
     if warning := loss_warning(run):
         problems.append(warning)
+    verdict = OFF_TRACK if problems else ON_TRACK
     if run.step < FIRST_JUDGED and not run.diverged:
-        return TOO_FEW, problems
-    return OFF_TRACK if problems else ON_TRACK, problems
+        verdict = TOO_FEW
+    if (run.starts[-1].get("repeated_share") or 0) >= MOSTLY_REPEATED:
+        problems.append(REPEATED)
+    return verdict, problems
 
 
 def is_too_early(run: Run) -> bool:

@@ -10,6 +10,7 @@ import glob
 import logging
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from engine.config.overrides import override_key, quoted
 from engine.errors import UserError
-from engine.files import atomic_write
+from engine.files import atomic_write, masked
 from engine.parallel import distributed
-from engine.reports.history import Run, best_first, name_runs, seed_means
+from engine.reports.history import Run, are_comparable, best_first, caveat, name_runs, seed_means
 from engine.run.directory import JOB, shell_path
 from engine.run.metrics import format_loss
 
@@ -69,6 +70,11 @@ class Sweep(Callback):
 
     def on_job_start(self, config: DictConfig, **_) -> None:
         write_status(config, "stopped")  # unless it ends otherwise
+        path = os.path.join(config.hydra.sweep.dir, "multirun.yaml")  # Hydra's
+        if os.path.exists(path):
+            content = Path(path).read_text(encoding="utf-8")
+            with atomic_write(path) as file:
+                file.write(masked(content))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_) -> None:
         done = job_return.status == JobStatus.COMPLETED
@@ -79,7 +85,7 @@ def write_status(config: DictConfig, status: str) -> None:
     """Writes `job.yaml`, the overrides and the status of a sweep's job."""
     if config.hydra.mode != RunMode.MULTIRUN:
         return
-    overrides = list(config.hydra.overrides.task)
+    overrides = masked(list(config.hydra.overrides.task))
     with atomic_write(os.path.join(config.hydra.runtime.output_dir, JOB)) as file:
         yaml.safe_dump({"overrides": overrides, "status": status}, file)
 
@@ -99,10 +105,11 @@ def table(runs: list[Run]) -> list[str]:
     for run, name in zip(runs, names, strict=True):
         loss, at = (format_loss(run.best["loss"]), run.best["step"]) if run.best else ("-", "-")
         rows.append((name, loss, f"{at}", f"{run.step}", run.job["status"]))
-    means = seed_means(runs, names)
+    means, verdict = seed_means(runs, names)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[0] = max(len(row[0]) for row in [*rows, *means])  # a mean's range may be wider than its column
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [*rows, *means]]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [*rows, *means]]
+    return [*lines, verdict] if verdict else lines
 
 
 def log_results(sweep_dir: str) -> None:
@@ -111,12 +118,15 @@ def log_results(sweep_dir: str) -> None:
         jobs = read_jobs(sweep_dir)
         if not jobs:
             return
-        lines = table(jobs)
+        lines, with_loss = table(jobs), [job for job in jobs if job.best]
+        warning, may_recommend = caveat(with_loss), with_loss and are_comparable(with_loss)
     except UserError as error:  # a damaged file of one of them
         log.error("%s", error)
         return
     log.info("sweep       %d jobs in %s; held-out losses", len(jobs), sweep_dir)
     for line in lines:
         log.info("%s", line)
-    if jobs[0].best:
+    if warning:
+        log.warning("%s", warning)
+    if may_recommend:
         log.info("sample      python sample.py run_dir=%s", shell_path(jobs[0].path))

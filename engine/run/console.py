@@ -8,16 +8,18 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from engine import signals
+from engine import portable, signals
 from engine.config.overrides import COMPOSING, explain
 from engine.errors import UserError
+from engine.files import masked
 from engine.parallel import distributed
 from engine.parallel.slurm import export_torchrun_env
+from engine.run.directory import MaskedFormatter
 
 log = logging.getLogger("gpt")
 
 
-class LevelFormatter(logging.Formatter):
+class LevelFormatter(MaskedFormatter):
     """Messages unchanged, with the level before warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,7 +45,7 @@ def log_to_console() -> None:
 def fail(error: Exception | str, status: int = 1) -> NoReturn:
     """Ends the process with one line on standard error."""
     rank = f" (rank {distributed.rank()})" if distributed.size() > 1 else ""
-    sys.stderr.write(f"error{rank}: {error}\n")  # in one call: the ranks share a terminal
+    sys.stderr.write(masked(f"error{rank}: {error}\n"))  # in one call: the ranks share a terminal
     distributed.leave(status)
 
 
@@ -54,6 +56,7 @@ def command_line() -> Iterator[None]:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raises errors instead of printing them
     signals.interruptible()
+    portable.replace_unprintable()
     log_to_console()
     try:
         export_torchrun_env()

@@ -1,4 +1,4 @@
-"""Run directory: the names of its files, its lock, the newest run, the snapshot to read."""
+"""Run directory: the names of its files, its lock and owner, the newest run, the snapshot to read."""
 
 import contextlib
 import glob
@@ -6,14 +6,15 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
 from filelock import Timeout
 
 from engine.errors import UserError, check_only_one, one_line
-from engine.files import file_lock
+from engine.files import atomic_write, file_lock, masked, usable
 from engine.parallel.distributed import report_unresponsive_ranks, run_on_rank_0
 from engine.signals import Stopped
 from engine.snapshots import storage
@@ -21,26 +22,31 @@ from engine.snapshots import storage
 log = logging.getLogger("gpt")
 
 LOCK = ".lock"
+OWNER = ".owner"  # a token of the run that holds the lock beside it
 LOG = "main.log"
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "environment.jsonl"
 REPORT = "report.html"
 JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
-OTHER_FILES = (LOCK, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
+OTHER_FILES = (LOCK, OWNER, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
 HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # renamed by a run from scratch
 SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 
 
 @contextlib.contextmanager
-def open_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
+def open_run(run_dir: str, snapshot_path: str) -> Iterator[Callable[[], bool]]:
     """On rank 0, creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
     in it, for as long as the block lasts. If a collective fails within it, the log names the ranks that do not respond.
+    Gives `check_files` of this run, for rank 0.
 
     Raises `UserError` on every rank if a file cannot be written, another run holds a lock, or `snapshot_path`
     names no file, or another file of the run.
     """
     path = storage.snapshot_path(snapshot_path, run_dir)
+    folder, name = os.path.split(path) if storage.is_local(path) else (run_dir, "")
+    beside = os.path.join(folder, f".{name}" if name else "")  # the lock and the owner of the snapshots
+    owner, token = f"{beside}{OWNER}", uuid.uuid4().hex
     stack = contextlib.ExitStack()
 
     def enter() -> None:
@@ -51,20 +57,19 @@ def open_run(run_dir: str, snapshot_path: str) -> Iterator[None]:
         if is_new:
             stack.callback(remove_if_unused, run_dir)
         stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
-        if storage.is_local(path):
-            folder, name = os.path.split(path)
-            beside = os.path.join(folder, f".{name}{LOCK}")
-            stack.enter_context(locked_file(beside, f"trainer.snapshot_path={path}"))
+        if name:
+            stack.enter_context(locked_file(f"{beside}{LOCK}", f"trainer.snapshot_path={path}"))
+        write_token(owner, token)
 
     with stack, report_unresponsive_ranks(lambda: "while the run starts or ends"):
         run_on_rank_0(enter)
-        yield
+        yield lambda: check_files(run_dir, owner, token)
 
 
 def remove_if_unused(run_dir: str) -> None:
     """Removes the directory of a run that ended before it wrote more than its log."""
     with contextlib.suppress(OSError):  # already removed
-        if all(name == LOG or name.endswith(LOCK) for name in os.listdir(run_dir)):
+        if all(name == LOG or name.endswith((LOCK, OWNER)) for name in os.listdir(run_dir)):
             shutil.rmtree(run_dir)
 
 
@@ -82,13 +87,60 @@ def locked_file(path: str, setting: str) -> contextlib.AbstractContextManager[An
         raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
 
 
+def write_token(owner: str, token: str) -> None:
+    """Writes the `token` of this run. Logs an error."""
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(owner)), exist_ok=True)
+        with atomic_write(owner) as file:
+            file.write(token)
+    except OSError as error:
+        log.warning("cannot write %s (%s); will retry", owner, error.strerror)
+
+
+def check_files(run_dir: str, owner: str, token: str) -> bool:
+    """Whether the files of this run are where it wrote them. If one is gone, or the token cannot be read, warns, begins
+    the token and the log anew, and returns False: the caller writes the others.
+
+    Raises `UserError` if the token is another run's: a lock goes with a directory that is deleted, so that another run
+    may have begun there. The lock file itself must not be opened again: closing it would release a POSIX lock.
+    """
+    try:
+        with open(owner, encoding="utf-8", errors="replace") as file:
+            found = file.read()
+    except OSError:
+        found = ""
+    if found not in ("", token):
+        raise UserError(f"{owner}: another run has begun here since; this one ends, and writes nothing over its files")
+    paths = [os.path.join(run_dir, name) for name in (LOG, CONFIG, METRICS, ENVIRONMENT)]
+    gone = [path for path in paths if not os.path.exists(path)] + [owner] * (not found)
+    if not gone:
+        return True
+    write_token(owner, token)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+        for handler in (each for each in log.handlers if isinstance(each, logging.FileHandler)):
+            if old := handler.setStream(open(handler.baseFilename, "a", encoding="utf-8", errors="replace")):
+                old.close()
+    except OSError as error:
+        log.warning("cannot write %s (%s); will retry", error.filename, error.strerror)
+    log.warning("gone while the run trains, and written anew: %s", ", ".join(gone))
+    return False
+
+
+class MaskedFormatter(logging.Formatter):
+    """Messages and tracebacks without what may be secret in a URL."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
 @contextlib.contextmanager
 def log_to_file(path: str) -> Iterator[None]:
     """Logs to the file at `path` during the block, including the error that ends it."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="replace")
     # A full disk does not end the run here: metrics and snapshots report it, each with a line.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+    handler.setFormatter(MaskedFormatter("[%(asctime)s] %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
         yield
@@ -147,7 +199,7 @@ def read_yaml(path: str, **types: type) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     values = found if isinstance(found, dict) else {}
     for key, kind in types.items():
@@ -167,7 +219,9 @@ def choose_snapshot(snapshot: str | None, run_dir: str | None) -> str:
     run_dir, name = snapshot or run_dir or newest_run(), SNAPSHOT
     if os.path.exists(config := os.path.join(run_dir, CONFIG)):  # a Trainer without main.py writes none
         name = read_yaml(config, trainer=dict)["trainer"].get("snapshot_path", SNAPSHOT)
-    latest = storage.snapshot_path(name, run_dir)
+        if not isinstance(name, str):
+            raise UserError(f"{config}: trainer.snapshot_path is not of type str")
+    latest = storage.snapshot_path(usable(name, "snapshot"), run_dir)
     for path in (storage.beside(latest, "best"), latest):
         if storage.exists(path):
             return path

@@ -1,6 +1,8 @@
 """Metrics: one JSON line per measurement in `metrics.jsonl`."""
 
+import contextlib
 import errno
+import io
 import json
 import logging
 import math
@@ -27,8 +29,9 @@ def parse_lines(path: str, *keys: str) -> list[dict[str, Any] | None]:
     for line in lines:
         try:
             record = json.loads(line, parse_constant=lambda name: None)
-            records.append(record if {"step", *keys} <= record.keys() else None)
-        except (ValueError, AttributeError, RecursionError):
+            is_whole = isinstance(record["step"], int) and record.keys() >= {*keys}
+            records.append(record if is_whole else None)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             records.append(None)
     if records and records[-1] is None and not lines[-1].endswith("\n"):
         records.pop()
@@ -83,18 +86,43 @@ class MetricsFile:
     """
 
     def __init__(self, run_dir: str, step: int = 0, evaluated: bool = True, lines: int = 0):
-        os.makedirs(run_dir, exist_ok=True)
-        self.path = os.path.join(run_dir, METRICS)
+        self.path, self.start = os.path.join(run_dir, METRICS), (step, evaluated, lines)
+        self.file: io.FileIO | None = None
+        self.lines = lines  # in the file, or waiting to be written
+        self.unwritten = b""
+        self.logged = (step, evaluated)
+        self.flush()
+
+    def _open(self) -> io.FileIO:
+        """Drops the lines that will be logged again, and opens the file."""
+        step, evaluated, lines = self.start
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
         earlier = read_lines(self.path, "split")
         kept = [line for line in earlier if position(line) <= (step, evaluated) and line["split"] != "final"]
         write_lines(self.path, kept)
-        self.lines = len(kept)  # in the file, or waiting to be written
-        missing = lines - self.lines
+        file = open(self.path, "a+b", buffering=0)  # each write reaches the system or fails
+        self.lines = len(kept) + self.unwritten.count(b"\n")
+        missing = lines - len(kept)
         if missing > 0:
             log.warning("%s: missing %d of %d lines up to step %d", self.path, missing, lines, step)
-        self.file = open(self.path, "ab", buffering=0)  # each write reaches the system or fails
-        self.unwritten = b""
         self.logged = max([(step, evaluated), *map(position, earlier)])
+        return file
+
+    def reopen(self) -> None:
+        """Writes the lines so far into a new file: the old one may be deleted."""
+        if self.file is None:
+            return
+        lines = b""
+        with contextlib.suppress(OSError):  # of NFS, a deleted file cannot be read
+            self.file.seek(0)
+            lines = self.file.read()
+        try:
+            with atomic_write(self.path, "wb") as file:
+                file.write(lines)
+            self.file, old = open(self.path, "a+b", buffering=0), self.file
+            old.close()
+        except OSError as error:
+            log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
 
     def log(self, step: int, epoch: float, split: str, loss: float, seconds: float, **values: Any) -> dict[str, Any]:
         """Writes one measurement, and returns it. Non-finite values become null: JSON has no NaN."""
@@ -109,10 +137,11 @@ class MetricsFile:
         return record
 
     def flush(self, sync: bool = False) -> None:
-        """Writes all pending lines or none; `sync` flushes them to disk. Logs an error; unwritten lines stay in memory
-        for the next call.
+        """Writes all pending lines or none, once the file can be opened; `sync` flushes them to disk. Logs an error;
+        unwritten lines stay in memory for the next call.
         """
         try:
+            self.file = self.file or self._open()
             size = self.file.seek(0, os.SEEK_END)
             if self.file.write(self.unwritten) < len(self.unwritten):
                 self.file.truncate(size)  # half a line
@@ -126,4 +155,5 @@ class MetricsFile:
     def close(self) -> None:
         """Closes the file. Unwritten lines are lost; if a snapshot counts them, a run that resumes from it warns."""
         self.flush()
-        self.file.close()
+        if self.file is not None:
+            self.file.close()

@@ -9,7 +9,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from engine.files import atomic_write
+from engine.files import atomic_write, masked
 from engine.machine import hardware
 from engine.parallel import distributed
 from engine.run.directory import CONFIG, ENVIRONMENT
@@ -28,7 +28,7 @@ def record_start(run_dir: str, run_config: dict[str, Any], step: int, facts: dic
         "step": step,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "recipe": hydra.runtime.choices.get("experiment") if hydra else None,
-        "overrides": list(hydra.overrides.task) if hydra else None,
+        "overrides": masked(list(hydra.overrides.task)) if hydra else None,
         **facts,
         "device": hardware.device_name(distributed.device()),
         "processes": distributed.size(),

@@ -5,12 +5,14 @@ writes the file while training continues. `wait` ends the cycle: every rank lear
 snapshot count as saved. All ranks call every method at the same point of the run.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from engine.parallel import distributed, sharding
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
 from engine.snapshots.snapshot import Snapshot, not_finite
 from engine.snapshots.state import State
-from engine.snapshots.storage import SnapshotStorage, rename, snapshot_path
+from engine.snapshots.storage import SnapshotStorage, exists, rename, snapshot_path
 
 log = logging.getLogger("gpt")
 RETRY_S = 30.0  # seconds after which a failed save is tried again
@@ -45,8 +47,9 @@ class SaveInProgress(NamedTuple):
 
 
 class SnapshotManager:
-    """The snapshots of the run in `run_dir`, with the settings of a `TrainerConfig`. Raises `UserError` on every rank
-    if the run cannot resume from the files that exist.
+    """The snapshots of the run in `run_dir`, with the settings of a `TrainerConfig`. `check_files` says, on rank 0,
+    whether the run's other files are there. Raises `UserError` on every rank if the run cannot resume from the files
+    that exist.
 
     Attributes:
         found: the snapshot to resume from, until it is restored; None for a new run. On ranks other than 0, its tensors
@@ -56,8 +59,8 @@ class SnapshotManager:
         due_at: on rank 0, when the clock asks for a save, as `time.monotonic()` gives it.
     """
 
-    def __init__(self, config: TrainerConfig, run_dir: str):
-        self.config, self.run_dir = config, run_dir
+    def __init__(self, config: TrainerConfig, run_dir: str, check_files: Callable[[], bool] = lambda: True):
+        self.config, self.run_dir, self.check_files = config, run_dir, check_files
         self.path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(self.path, config.keep_snapshots)
         minutes = config.save_every_minutes
@@ -239,7 +242,10 @@ class SnapshotManager:
             self._log_failure(saving.state.step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
-        intact = "" if self.saved_step is None else "; the snapshots saved before are intact"
+        intact = ""
+        with contextlib.suppress(UserError):  # a store that does not answer
+            if self.saved_step is not None and exists(self.path):
+                intact = "; the snapshots saved before are intact"
         log.warning("step %d: the snapshot was not written to %s: %s%s", step, self.path, error, intact)
 
 

@@ -19,6 +19,7 @@ import torch.nn as nn
 
 from engine.config.schema import DataConfig, GPTConfig, as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
+from engine.files import masked
 from engine.parallel import distributed
 from engine.parallel.sharding import is_dtensor
 from engine.precision import evaluating
@@ -226,9 +227,9 @@ def check_can_resume(
 ) -> dict[str, tuple[Any, Any]]:
     """Raises `UserError`, naming the differences, if the run in `snapshot`, at `path`, cannot resume with these
     settings and a text of this `digest`. Returns all other changes: before and now, by dotted key. Settings that the
-    snapshot lacks have their `defaults` (dotted keys).
+    snapshot lacks have their `defaults` (dotted keys). What may be secret in a URL is not compared.
     """
-    old, new = defaults | flatten(snapshot.config), flatten(config)
+    old, new = masked(defaults | flatten(snapshot.config)), masked(flatten(config))
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
     was, now = snapshot.text_digest, digest

@@ -22,7 +22,7 @@ from fsspec.utils import infer_compression
 
 from engine.config.schema import DataConfig
 from engine.errors import UserError, one_line
-from engine.files import atomic_write, file_lock
+from engine.files import atomic_write, file_lock, masked
 
 log = logging.getLogger("gpt")
 
@@ -149,11 +149,11 @@ def is_pipe(path: str) -> bool:
 
 
 def real_files(path: str | list[str]) -> set[str]:
-    """The files at local paths or patterns, symbolic links resolved, and URLs as they are."""
+    """The files at local paths or patterns, symbolic links resolved, and URLs, masked."""
     names = listed(path)
     local = [name for name in names if "://" not in name]
     files = [file for name in local for file in (glob.glob(name, recursive=True) if "*" in name else [name])]
-    return {*map(os.path.realpath, files), *(name for name in names if "://" in name)}
+    return {*map(os.path.realpath, files), *(masked(name) for name in names if "://" in name)}
 
 
 def name_of(file: OpenFile) -> str:
