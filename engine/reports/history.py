@@ -130,7 +130,7 @@ def name_runs(runs: list[Run]) -> list[str]:
 
 def are_comparable(runs: list[Run]) -> bool:
     """Whether the held-out losses of `runs` are of the same text."""
-    parts = ("encoding", "train_split", "final_split", "held_out")  # decide what is scored
+    parts = ("encoding", "train_split", "final_split", "held_out", "val_path")  # decide what is scored
     scored = {
         # An older run has not all of them.
         (run.starts[-1]["text_sha256"], *(as_typed(run.config["data"].get(part) or 0) for part in parts))
