@@ -13,6 +13,7 @@ needs safetensors (pip install safetensors). A page needs neither Python nor a n
 """
 
 import dataclasses
+import html
 import json
 import os
 import tempfile
@@ -178,10 +179,11 @@ def compare(folder: str, model: GPT) -> str:
 def model_card(snapshot: Snapshot, model: GPT, path: str, folder: str) -> str:
     """`README.md` of the directory `folder`: the model, its training, its loss and its use."""
     config = model.config
-    name = snapshot.config.get("run_name", "run")
+    name = html.escape(snapshot.config.get("run_name", "run"))  # Markdown has HTML in it
     unknown = ord(unknown_token(snapshot.vocabulary, snapshot.encoding))
     trust = ", trust_remote_code=True" if is_shifted(dataclasses.asdict(config)) else ""
-    rows = "\n".join(f"| {label} | {value} |" for label, value in facts(snapshot, model))
+    rows = "\n".join(f"| {label} | {html.escape(value)} |" for label, value in facts(snapshot, model))
+    longer = "Longer inputs raise an IndexError.\n" * (config.arch == "gpt2")  # its positions are learned
     prompt = json.dumps(default_prompt(snapshot.vocabulary), ensure_ascii=False)  # in double quotes
     return f"""---
 library_name: transformers
@@ -209,7 +211,7 @@ One token is one {snapshot.unit}. Those that are not in the training text become
 U+{unknown:04X} (id {config.vocab_size}), which was not trained and is never generated.
 To measure a loss, drop its logit, the last one; the others are the trained model's.
 The model was trained on {config.block_size} {snapshot.unit}s of context, the default `max_length` of a generated text.
-"""
+{longer}"""
 
 
 def public_name(path: str) -> str:

@@ -12,7 +12,7 @@ import export
 import report
 import sample
 from engine.config import arguments
-from engine.config.arguments import field_table
+from engine.config.arguments import field_table, split_paths
 from engine.errors import UserError
 from export import ExportConfig
 from report import ReportArguments
@@ -154,3 +154,10 @@ def test_every_program_has_help_and_refuses_an_unknown_argument_in_one_line(prog
 def test_help_has_a_meaning_for_every_argument(program):
     for line in field_table(program).splitlines():
         assert len(re.split("  +", line.strip())) == 3, line
+
+
+def test_a_list_has_files_whose_names_have_commas(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=1,b=2").write_text("")
+    for text, items in (("a=1,b=2", ["a=1,b=2"]), ("x,a=1,b=2,y", ["x", "a=1,b=2", "y"]), ("x,y*", ["x", "y*"])):
+        assert split_paths(text) == items

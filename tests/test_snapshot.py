@@ -163,3 +163,22 @@ def test_the_loss_is_shown_with_its_step():
     assert str(Snapshot({}, {}, step=7, loss=1.5, loss_step=7)) == "step 7, held-out loss 1.5000"
     stopped = Snapshot({}, {}, step=7, loss=1.5, loss_step=5)
     assert str(stopped) == "step 7, held-out loss 1.5000 at step 5"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "7"},
+        {"model_state": []},
+        {"vocabulary": None},
+        {"config": {"trainer": [], "model": {}}},
+        {"optimizer_state": {"b": 1}},
+        {"shards": {"folder": "f", "files": {"x": 1}}},
+        {"shards": {"folder": 3, "files": {}}},
+        {"shards": {"files": {}}},
+    ],
+)
+def test_fields_of_another_type_are_no_snapshot(change):
+    content = dataclasses.replace(some_snapshot(), **change).to_bytes()
+    with pytest.raises(UserError, match=r"^s.pt: not a snapshot of this application: "):
+        Snapshot.from_bytes(content, "s.pt")

@@ -43,7 +43,7 @@ def parse(cls: type[T], arguments: list[str]) -> T:
             given[name] = value
         elif list[str] in types[name] and value != "null":
             is_list = value.startswith("[") and value.endswith("]")
-            items = value[1:-1].split(",") if is_list else [value]
+            items = split_paths(value[1:-1]) if is_list else [value]
             given[name] = [os.path.expanduser(item.strip()) for item in items if item.strip()]
         elif str in types[name] and value != "null":
             given[name] = os.path.expanduser(value)
@@ -56,6 +56,18 @@ def parse(cls: type[T], arguments: list[str]) -> T:
     for name in OmegaConf.missing_keys(typed) - given.keys():
         raise UserError(f"{name}: missing; give {name}=VALUE")
     return cls(**given)
+
+
+def split_paths(text: str) -> list[str]:
+    """The items between commas. A file whose name has commas, as the jobs of a sweep have, is one."""
+    items: list[str] = []
+    left = text.split(",")
+    while left:
+        joined = [",".join(left[:n]) for n in range(len(left), 0, -1)]
+        item = next((each for each in joined if os.path.exists(os.path.expanduser(each.strip()))), left[0])
+        items.append(item)
+        left = left[item.count(",") + 1 :]
+    return items
 
 
 def explain_value(error: OmegaConfBaseException) -> str:

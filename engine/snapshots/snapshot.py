@@ -12,12 +12,12 @@ import logging
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
 
-from engine.config.schema import DataConfig, GPTConfig, as_typed, flatten, is_fixed
+from engine.config.schema import GROUPS, DataConfig, GPTConfig, as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.files import masked
 from engine.parallel import distributed
@@ -101,6 +101,8 @@ class Snapshot(State):
                 raise ValueError("its entries declare more bytes than the file has")
             loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             snapshot = cls(**upgraded(loaded)) if loaded.get("format") in READABLE_FORMATS else None
+            if snapshot:
+                check_types(snapshot)
         except Exception as error:  # a crafted file can raise anything
             raise UserError(f"{name}: not a snapshot of this application: {one_line(error)}") from error
         if snapshot is None:
@@ -186,6 +188,26 @@ class Snapshot(State):
             return seen[key]
 
         return Snapshot(**visit(vars(self)))
+
+
+def check_types(snapshot: Snapshot) -> None:
+    """Raises TypeError if a field, or one of its parts that others rely on, is of another type than declared."""
+    for name, hint in get_type_hints(Snapshot).items():
+        kind = get_origin(hint) if get_origin(hint) in (dict, list) else hint
+        value = getattr(snapshot, name)
+        if not isinstance(value, kind) and not (isinstance(value, int) and float in (*get_args(hint), hint)):
+            raise TypeError(f"{name} is of type {type(value).__name__}")
+    parts = {group.rstrip("."): snapshot.config.get(group.rstrip("."), {}) for group in GROUPS if group}
+    parts |= {name: snapshot.optimizer_state[name] for name in snapshot.optimizer_state}
+    parts |= {"files": snapshot.shards.get("files", {})} if snapshot.shards else {}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise TypeError(f"{name} is of type {type(part).__name__}")
+    if snapshot.shards and not isinstance(snapshot.shards["folder"], str):
+        raise TypeError("the folder of the shards is no text")
+    for size, digest in snapshot.shards.get("files", {}).values():
+        if not (isinstance(size, int) and isinstance(digest, str)):
+            raise TypeError("the files of the shards are not [size, SHA-256] each")
 
 
 def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
