@@ -358,13 +358,13 @@ def test_the_copied_share_is_of_the_training_text(run_dir):
 def test_a_training_text_that_is_gone_or_changed_is_one_line(run_dir):
     snapshot = load(str(run_dir / "gpt_snapshot.pt"))
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
-    assert sampling.run_text(snapshot, "new=true").digest == snapshot.text_digest
+    assert sampling.run_text(snapshot, "new=true", None).digest == snapshot.text_digest
     snapshot.text_digest = "0" * 64
     with pytest.raises(UserError, match=r"^new=true: .* is not the text that was trained on"):
-        sampling.run_text(snapshot, "new=true")
+        sampling.run_text(snapshot, "new=true", None)
     snapshot.config["data"]["path"] = "gone.txt"
     with pytest.raises(UserError, match=r"^new=true: needs the training text, .*gone\.txt: no such file"):
-        sampling.run_text(snapshot, "new=true")
+        sampling.run_text(snapshot, "new=true", None)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -435,7 +435,7 @@ def test_an_unknown_character_in_another_normal_form_names_the_form(known, given
         drawn(snapshot, prompt="z")
 
 
-@pytest.mark.parametrize("data, text", [({}, "a\r\nb"), ({"newlines": "keep"}, "a\r\nb"), ({"newlines": "lf"}, "a\nb")])
+@pytest.mark.parametrize("data, text", [({"newlines": "keep"}, "a\r\nb"), ({"newlines": "lf"}, "a\nb")])
 def test_a_prompt_file_is_read_as_the_text_of_the_run(data, text, tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"a\r\nb")
     snapshot = model_snapshot("\n\rab")

@@ -45,7 +45,7 @@ def read_init_weights(config: Config, snapshot: Snapshot | None) -> Snapshot | N
     encoding = pretrained.encoding
     if (encoding == "bytes") != (config.data.encoding == "bytes"):
         raise UserError(f"init_from={source}: was trained with data.encoding={encoding}; set the same")
-    if pretrained.config["data"].get("newlines") == "keep" and config.data.newlines != "keep":
+    if pretrained.config.get("data", {}).get("newlines") == "keep" and config.data.newlines != "keep":
         log.info("init_from   data.newlines=keep, as the model was trained: it knows CRLF")
         config.data.newlines = "keep"
     config.resolve_architecture(pretrained.model_config)
