@@ -33,7 +33,8 @@ MAX_COUNTED = 2**26  # characters
 
 class CharDataset(Dataset):
     """All windows of `block_size` characters of a text: `dataset[i]` is `(x, y)`, int64 of shape `(block_size,)` each,
-    `y` being `x` one character later. Raises `UserError` for a text that is missing, empty, not UTF-8 or too short.
+    `y` being `x` one character later. Raises `UserError` for a text that is missing, empty, too short, or in another
+    encoding.
 
     Attributes:
         vocabulary: the distinct characters of the text, sorted; positions are ids (`stoi`, `itos`, as in minGPT).
@@ -46,7 +47,7 @@ class CharDataset(Dataset):
         self.block_size = config.block_size or 1  # until it is chosen
         self.vocabulary, self.data, self.digest, separator, self.parts = open_text(config)
         used, held_out, _ = self.parts
-        self.in_sight = used + held_out  # characters outside the final part, unless that is a share of them
+        self.in_sight = used + held_out  # characters of data.path and data.val_path
         if held_out:
             config = replace(config, train_split=used / self.in_sight)
         self.config = config = replace(config, separator=separator)
@@ -155,7 +156,8 @@ class CharDataset(Dataset):
         """
         hashed, length = hashlib.sha256(), 0
         for ids in self.data.split(2**20):
-            for line in re.findall(r"\n|[^\n]+", self.decode(ids.tolist())):
+            characters = "".join(map(self.vocabulary.__getitem__, ids.tolist()))
+            for line in re.findall(r"\n|[^\n]+", characters):
                 hashed.update(line.encode())
                 length += len(line)
                 if hashed.hexdigest() == digest:

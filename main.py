@@ -40,7 +40,7 @@ from config import CONF, Config, check_ranks_agree, compose, help_text, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
-from engine.interop.pretrained import load_pretrained, read_init_weights, warn_if_seen
+from engine.interop.pretrained import load_pretrained, read_init_weights
 from engine.parallel import distributed, sharding
 from engine.parallel.accelerate import launch_settings
 from engine.precision import resolve_amp_dtype
@@ -98,7 +98,7 @@ def run_training(config: Config, started: float) -> float | None:
         recorded = found.config if found else None
         build = functools.partial(build_trainer, snapshots)
 
-        # These three change `config` in place: the architecture; the text and its vocabulary; every null size.
+        # These change `config` in place: the architecture; the text and its vocabulary; every null size.
         pretrained = read_init_weights(config, found)
         text = load_text(config, recorded)
         if pretrained is not None:
@@ -172,7 +172,8 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     before = recorded.get("data", {}) if recorded else {}
     config.data.held_out = before.get("held_out")
     if before and "max_bytes" not in before:  # an older run, which had none of these settings
-        config.data = dataclasses.replace(config.data, separator="none", newlines="keep")
+        newlines = "keep" if config.data.newlines == "lf" else config.data.newlines
+        config.data = dataclasses.replace(config.data, separator=config.data.separator or "none", newlines=newlines)
     folder = HydraConfig.get().sweep.dir if is_job() else config.run_dir
     config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, folder, before))
     text = CharDataset(config.data)
@@ -185,10 +186,14 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
 def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> None:
     """If the `text` begins with that of the `pretrained` model, holds out the same part of it."""
     theirs, data = pretrained.config.get("data", {}), config.data
-    length = text.prefix(pretrained.text_digest) if pretrained.text_digest != text.digest else None
-    if length is None or not theirs.get("train_split") or data.val_path is not None:
+    is_same = pretrained.text_digest == text.digest
+    length = None if is_same else text.prefix(pretrained.text_digest)
+    held_out = theirs.get("held_out") if is_same or length else None
+    if held_out is None and length is not None and theirs.get("train_split"):
+        held_out = [int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))]
+    if held_out is None or data.val_path is not None:
         return
-    first, last = int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))
+    first, last = held_out
     config.data = dataclasses.replace(data, held_out=[first, last])
     log.info(
         "held out    characters %s to %s, as of the pretrained model: its text has grown", f"{first:,}", f"{last:,}"
@@ -201,7 +206,7 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
     """
     seconds = min(REPEATS_S, 0.03 * 60 * (config.trainer.max_minutes or math.inf))
     share, searched = repeated_share(held_out, train_text, seconds)
-    of = f", of which {searched:.0%} were searched" if searched < 1 else ""
+    of = f"; {searched:.0%} of that text was searched" if searched < 1 else ""
     if share >= 0.01:
         log.info(
             "repeats     %.0f %% of the held-out text is also in the training text, word for word%s", 100 * share, of
@@ -212,17 +217,17 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
 
 
 def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -> None:
-    """Warns if the pretrained model was trained on text that is held out now: word for word if its text is still where
-    it was, or else by the names of the files.
-    """
+    """Warns if the pretrained model was trained on text that is held out now, or if that cannot be known."""
     try:
+        if not pretrained.config.get("data", {}).get("path"):
+            raise UserError("it is not recorded")
         theirs = CharDataset(pretrained.data_config())
-        known = theirs.split()[0] if theirs.digest == pretrained.text_digest else None
-    except UserError:  # its text is not there, or not recorded
-        known = None
-    if known is None:
-        warn_if_seen(pretrained, config.data, held_out.digest)
+        if theirs.digest != pretrained.text_digest:
+            raise UserError(f"{theirs.config.path} has changed")
+    except UserError as error:
+        log.warning("init_from: the text of the model may have the held-out text, but cannot be compared: %s", error)
         return
+    known, _ = theirs.split()
     share, _ = repeated_share(held_out, known, REPEATS_S)
     if share >= 0.01:
         log.warning(
@@ -263,11 +268,7 @@ def log_consequences(config: Config, plan: Plan) -> None:
     if not os.path.exists(recipe):  # it is in the directory of --config-dir
         return
     usual = OmegaConf.select(OmegaConf.load(recipe), "trainer.batch_size")
-    if usual not in (None, plan.batch_size) and not typed & {
-        "optimizer.learning_rate",
-        "optimizer",
-        "trainer.max_steps",
-    }:
+    if usual not in (None, plan.batch_size) and not typed & {"optimizer", "optimizer.learning_rate"}:
         passes = plan.total_steps * plan.step_characters / plan.windows
         log.warning(
             "trainer.batch_size=%d, in the recipe %d: the learning rate stays %g, and the text is passed over %.3g "

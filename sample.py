@@ -313,8 +313,9 @@ def read_units(config: SampleConfig, snapshot: Snapshot) -> Units:
         start, end = separator or default_prompt(vocabulary), "\n" if config.by == "line" else separator
         if not end:
             raise UserError("by=document: the run's text has no separator of documents; by=line")
-        whole = text if config.by == "line" else text.rstrip("\n")  # the file's last newline is none of a document
-        parts = whole.removesuffix(end).split(end) if whole else []
+        # The file's last newline is none of a document.
+        whole = text.removesuffix(end) if config.by == "line" or text.endswith(end) else text.rstrip("\n")
+        parts = whole.split(end) if whole else []
     unknown = dict.fromkeys(map(ord, set(text) - set(vocabulary)))
     try:
         encode_setting(name, text, snapshot)

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 import tarfile
@@ -61,9 +62,9 @@ def test_the_field_of_each_record_is_a_document_and_rows_of_tables_are_shuffled(
     rows = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
     path = tmp_path / f"names.{kind}"
     path.write_bytes(table(kind, rows))
-    with pytest.raises(UserError, match=r"data.field=: which field has the text\? .* the fields id, name"):
+    with pytest.raises(UserError, match=r"has the fields id, name: give data.field= the one with the text"):
         dataset(str(path))
-    with pytest.raises(UserError, match=r"no record of .* has it"):
+    with pytest.raises(UserError, match=r"has the fields id, name: no record has data.field=title"):
         dataset(str(path), field="title")
     data = dataset(str(path), field="name")
     found = text_of(data).splitlines()
@@ -71,6 +72,8 @@ def test_the_field_of_each_record_is_a_document_and_rows_of_tables_are_shuffled(
     assert data.config.separator == "newline"
     assert text_of(dataset(str(path), field="name", shuffle="none")).splitlines() == NAMES
     (tmp_path / "other").write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match=r"other has no records; data.format= says|it is Parquet: data.format=parquet"):
+        dataset(str(tmp_path / "other"), field="name", encoding="latin-1" if kind == "parquet" else "utf-8")
     assert text_of(dataset(str(tmp_path / "other"), field="name", format=kind)) == text_of(data)
 
 
@@ -125,7 +128,7 @@ def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_sa
     paths = [str(tmp_path / name) for name in "abc"]
     caplog.set_level("INFO", "gpt")
     dataset(paths, separator="#")
-    assert f"{paths[2]} has the same content as {paths[0]}" in caplog.text
+    assert f"1 files have the same content as others: {paths[2]} as {paths[0]}" in caplog.text
     assert "documents   3, separated by #\n" in caplog.text
     dataset(paths, separator="|")
     assert "documents   3, separated by |, which they contain: " in caplog.text
@@ -266,3 +269,26 @@ def test_standard_input_is_read_once_and_kept_for_resuming(nproc, tmp_path):
     assert result.returncode == 1 and "belongs to another run" in result.stderr
     result = start(*run[:-1], f"run_dir={tmp_path / 'new'}", input="", nproc=nproc)
     assert result.returncode == 1 and "data.path=-: standard input is empty" in result.stderr
+
+
+def test_what_is_wrong_with_a_part_is_said_of_it(dataset, tmp_path):
+    for name, content in (("a.txt", b"abcdefgh" * 9), ("empty.txt", b""), ("u.txt", "wort".encode("utf-16-le"))):
+        (tmp_path / name).write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "T.ZIP", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in "ab":
+            archive.writestr(name, name * 9)
+    (tmp_path / "cut.tgz").write_bytes(gzip.compress(b"x" * 999)[:-9])
+    (tmp_path / "mixed.json").write_text('["text", {"a": "b"}]')
+    a, empty = str(tmp_path / "a.txt"), str(tmp_path / "empty.txt")
+    assert text_of(dataset(str(tmp_path / "T.ZIP"), separator="none")) == "a" * 9 + "b" * 9
+    for path, settings, says in (
+        (a, {"val_path": empty}, r"data.val_path=.*empty.txt: the text is empty"),
+        (a, {"test_path": empty}, r"data.test_path=.*empty.txt: the text is empty"),
+        (str(tmp_path / "cut.tgz"), {}, r"cut.tgz: cannot be read"),
+        (str(tmp_path / "mixed.json"), {}, r"mixed.json has the fields a: give data.field="),
+        (str(tmp_path / "u.txt"), {"encoding": "utf-16"}, r"u.txt: .*; it is probably utf-16-le"),
+    ):
+        with pytest.raises(UserError, match=says):
+            dataset(path, **settings)
+    sha256 = hashlib.sha256((tmp_path / "a.txt").read_bytes()).hexdigest()
+    assert dataset(a, val_path=str(tmp_path / "T.ZIP"), sha256=sha256).parts == [73, 20, 0]

@@ -480,3 +480,12 @@ def test_a_resumed_run_names_a_change_that_leaves_too_little_held_out_text(tmp_p
     assert (tmp_path / "run" / "gpt_snapshot.pt").exists()
     with pytest.raises(UserError, match=r"another run: data.final_split was 0.0, is 0.099\."):
         main.train(main.configure(*settings, "data.final_split=0.099"))
+
+
+def test_a_batch_unlike_the_recipes_and_a_warm_up_beyond_the_end_are_said(tmp_path, text_file):
+    recipe = ["experiment=shakespeare_quick", "data=text", f"data.path={text_file}", f"run_dir={tmp_path / 'run'}"]
+    small = ["model.n_embd=32", "model.n_head=2", "model.ngram_rows=0", "data.block_size=8", "trainer.device=cpu"]
+    result = start(*recipe, *small, "trainer.batch_size=128", "trainer.max_steps=2", "optimizer.warmup_steps=9")
+    assert result.returncode == 0, result.stderr
+    assert "warning: optimizer.warmup_steps=9: the run has only 2" in result.stdout
+    assert "trainer.batch_size=128, in the recipe 16: the learning rate stays 0.011" in result.stdout

@@ -12,7 +12,7 @@ import os
 import torch
 import torch.nn as nn
 
-from engine.config.schema import Config, DataConfig
+from engine.config.schema import Config
 from engine.errors import UserError
 from engine.files import masked
 from engine.interop import transformers
@@ -21,7 +21,6 @@ from engine.parallel.distributed import run_on_rank_0
 from engine.run.directory import choose_snapshot
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
-from engine.text.sources import real_files
 
 log = logging.getLogger("gpt")
 
@@ -59,10 +58,7 @@ def read_pretrained(source: str) -> Snapshot:
     try:
         if os.path.exists(os.path.join(source, "config.json")):
             model, weights, vocabulary, encoding = transformers.read(source)
-            log.info(
-                "init_from   %s; its training text is unknown: if it contains the held-out text, losses are too low",
-                source,
-            )
+            log.info("init_from   %s", source)
             settings = {"model": model, "data": {"encoding": encoding}}
             return Snapshot(weights, {}, vocabulary=vocabulary, config=settings)
         path = choose_snapshot(source, None)
@@ -73,23 +69,6 @@ def read_pretrained(source: str) -> Snapshot:
     except UserError as error:
         what = str(error).removeprefix(f"{source}: ").removeprefix(f"snapshot={source}: ")
         raise UserError(f"init_from={source}: {what}") from error
-
-
-def warn_if_seen(pretrained: Snapshot, data: DataConfig, digest: str) -> None:
-    """Warns if the weights were trained on text that `data` (`DataConfig`) holds out, which has this `digest`."""
-    theirs = pretrained.config.get("data", {})
-    assert data.train_split is not None
-    is_seen = data.train_split < (theirs.get("train_split") or 0)
-    if pretrained.text_digest != digest:  # another text, which may have files of the first
-        before, now = real_files(theirs.get("path") or []), real_files(data.path)
-        is_changed = before != now or any(theirs.get(n) != getattr(data, n) for n in ("truncate", "shuffle"))
-        is_seen = bool(before & now) and (is_changed or is_seen)
-    if is_seen:
-        log.warning(
-            "init_from: the model may have been trained on part of the held-out text, and the held-out loss be too "
-            "low; set data.train_split=%s or more, and the other settings of the text as they were",
-            theirs.get("train_split"),
-        )
 
 
 @torch.no_grad()

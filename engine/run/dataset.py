@@ -40,20 +40,12 @@ class HeldOutText(Text, Protocol):
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class MapStyle(Protocol):
-    """A map-style data set of `(x, y)`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 class StackedItems:
     """A map-style data set whose items are `(x, y)`, int64 of shape (T,) each: items are stacked, and each is one
     window. Its digest covers the number of items, the first, the middle and the last.
     """
 
-    def __init__(self, dataset: MapStyle):
+    def __init__(self, dataset: Any):
         self.dataset = dataset
         try:
             x, _ = dataset[0]

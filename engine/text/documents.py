@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.config.schema import DataConfig
 from engine.errors import UserError, one_line
-from engine.text.sources import Source, find_files, open_sources
+from engine.text.sources import Source, check_sha256, find_files, open_sources
 
 log = logging.getLogger("gpt")
 
@@ -29,6 +29,14 @@ EXTENSIONS = {"ndjson": "jsonl"} | {name: name for name in ("json", *TABLES)}
 # With the longest first: the mark of UTF-16 begins that of UTF-32.
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF8: "utf-8-sig"}
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+
+MAGIC = {  # how other kinds of files begin
+    b"%PDF": "a PDF: extract its text",
+    b"\x1f\x8b": "gzip: its name must end with .gz",
+    b"PK": "a zip: its name must end with .zip",
+    b"PAR1": "Parquet: data.format=parquet",
+}
 
 
 class Documents:
@@ -44,17 +52,21 @@ class Documents:
         self.left_out: list[str] = []
         self.converted = 0  # files with CRLF or CR
         self.names: dict[bytes, str] = {}  # by digest
+        self.repeated: list[str] = []  # files with the content of another
+        self.has_records = False
 
     def __iter__(self) -> Iterator[str]:
         if self.path == PYDOC:
             yield from (from_text(pydoc_text(), self.config.encoding), DOCUMENT_END)
             return
         whole = hashlib.sha256()
-        for source in open_sources(find_files(self.path, self.config.cache_dir), self.config):
+        for source in open_sources(find_files(self.path, self.config.cache_dir, says=True), self.config):
             own = hashlib.sha256()
             source = source._replace(pieces=hashed(source.pieces, own, whole))
-            extension = re.sub(r"\.(gz|bz2|xz)$", "", source.name.lower()).rpartition(".")[2]
-            kind = self.config.format or EXTENSIONS.get(extension, "text")
+            name = re.sub(r"\?.*", "", source.name.lower()) if "://" in source.name else source.name.lower()
+            name = name if source.is_member else re.sub(r"\.(gz|bz2|xz)$", "", name)
+            kind = self.config.format or EXTENSIONS.get(name.rpartition(".")[2], "text")
+            self.has_records |= kind != "text"
             if kind == "text" and not source.is_named:
                 text_source = self._only_text(source)
                 if text_source is None:
@@ -65,16 +77,18 @@ class Documents:
                 yield DOCUMENT_END
             first = self.names.setdefault(own.digest(), source.name)
             if first != source.name:
-                log.warning("%s has the same content as %s", source.name, first)
-        if self.config.sha256 not in (None, whole.hexdigest()):
+                self.repeated.append(f"{source.name} as {first}")
+        check_sha256(whole.hexdigest(), self.config.sha256, self.path)
+        if self.config.field is not None and not self.has_records:
             raise UserError(
-                f"{self.path}: SHA-256 is {whole.hexdigest()}, but data.sha256={self.config.sha256}; remove a damaged "
-                "file to download it again, or set data.sha256=null to accept this text"
+                f"data.field={self.config.field}: {self.path} has no records; data.format= says what a file is whose "
+                "name does not"
             )
+        if self.repeated:
+            log.warning("%d files have the same content as others: %s", len(self.repeated), abridged(self.repeated))
         if self.left_out:
-            shown = ", ".join(self.left_out[:3]) + ", ..." * (len(self.left_out) > 3)
-            log.info("left out    %d files that are not text: %s", len(self.left_out), shown)
-        if self.converted and self.config.newlines == "lf":
+            log.info("left out    %d files that are not text: %s", len(self.left_out), abridged(self.left_out))
+        if self.converted and self.config.newlines == "lf" and self.config.encoding != "bytes":
             log.info("newlines    CRLF and CR are read as LF; data.newlines=keep keeps them")
 
     def _only_text(self, source: Source) -> Source | None:
@@ -87,7 +101,7 @@ class Documents:
         try:
             decoder = codecs.getincrementaldecoder(codec_of(head, self.config.encoding))()
             is_text = "\0" not in decoder.decode(head, final=len(head) < SNIFFED)
-        except UnicodeDecodeError:
+        except UnicodeError:
             is_text = False
         if is_text or self.config.encoding == "bytes":
             return source._replace(pieces=itertools.chain([head] if head else [], source.pieces))
@@ -109,7 +123,9 @@ class Documents:
             num_bytes += len(piece)
             try:
                 text = decoder.decode(piece, final=not piece)
-            except UnicodeDecodeError as error:
+            except UnicodeError as error:
+                if not isinstance(error, UnicodeDecodeError):  # UTF-16 without a mark
+                    raise UserError(f"{name}: {one_line(error)}; {advice(head)}") from error
                 at = num_bytes - len(error.object) + error.start
                 raise UserError(
                     f"{name}: not {codec.removesuffix('-sig').upper()}: byte 0x{error.object[error.start]:02x} at "
@@ -118,7 +134,7 @@ class Documents:
             total, nul = total + len(text), nul + text.count("\0")
             if text:
                 yield text
-        self.converted += "\r" in str(decoder.newlines or "").replace("\\r", "\r")
+        self.converted += "\r" in "".join(decoder.newlines or ())
         if self.config.encoding != "bytes" and total and nul >= total / 20:
             raise UserError(f"{name}: {nul / total:.0%} of its characters are NUL; {advice(head)}")
 
@@ -130,8 +146,8 @@ class Documents:
             value: Any = record
             if isinstance(record, dict):
                 if field is None:
-                    break
-                value = at(record, field.split("."))
+                    raise no_field(source, record, "give data.field= the one with the text, or data.format=text")
+                value = record[field] if field in record else at(record, field.split("."))
             if value is None or value == []:
                 missing += 1
                 continue
@@ -144,9 +160,7 @@ class Documents:
             number += 1
             yield from (text, DOCUMENT_END) if text else ()
         if isinstance(record, dict) and not number:
-            names = ", ".join(map(str, record))
-            wrong = f"no record of {source.name} has it" if field else "which field has the text"
-            raise UserError(f"data.field={field or ''}: {wrong}? {source.name} has the fields {names}")
+            raise no_field(source, record, f"no record has data.field={field}")
         skipped = f"; {missing:,} without {field} are skipped" if missing else ""
         log.info("records     %s: %s%s", source.name, f"{number:,}", skipped)
 
@@ -178,9 +192,8 @@ class Documents:
             raise UserError(f"{source.name}: pyarrow is missing: pip install pyarrow")
         from pyarrow import ArrowException, parquet  # an extra
 
-        with open(source.path, "rb") if source.path else tempfile.TemporaryFile() as stream:
-            if not source.path:  # a file of Parquet ends with its index
-                stream.writelines(source.pieces)
+        with tempfile.TemporaryFile() as stream:  # a file of Parquet ends with its index
+            stream.writelines(source.pieces)
             try:
                 file = parquet.ParquetFile(stream)
                 names, field = file.schema_arrow.names, self.config.field
@@ -191,6 +204,16 @@ class Documents:
                     yield from batch.to_pylist()
             except ArrowException as error:
                 raise UserError(f"{source.name}: not PARQUET: {one_line(error)}") from error
+
+
+def no_field(source: Source, record: dict[Any, Any], what: str) -> UserError:
+    """The error of records without a text."""
+    return UserError(f"{source.name} has the fields {', '.join(map(str, record))}: {what}")
+
+
+def abridged(names: list[str]) -> str:
+    """The first of several names."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def hashed(pieces: Iterator[bytes], *digests: Any) -> Iterator[bytes]:
@@ -231,8 +254,7 @@ def codec_of(head: bytes, encoding: str) -> str:
 
 def advice(content: bytes) -> str:
     """What a file that is not in its encoding may be, by some of its `content`."""
-    for magic, what in ((b"%PDF", "a PDF: extract its text"), (b"\x1f\x8b", "gzip: its name must end with .gz"),
-                        (b"PK", "a zip: its name must end with .zip")):  # fmt: skip
+    for magic, what in MAGIC.items():
         if content.startswith(magic):
             return f"it is {what}"
     likely = "cp1252"
@@ -272,7 +294,7 @@ def pydoc_text() -> str:
 
 def read_text(path: str | list[str], config: DataConfig) -> str:
     """The whole text at `path`, read as `config` says; several documents are separated. Raises `UserError`."""
-    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None))
+    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None, format=None))
     texts = ["".join(group) for is_end, group in itertools.groupby(pieces, DOCUMENT_END.__eq__) if not is_end]
     separator = separator_text(config.separator)
     if len(texts) == 1 or not separator:

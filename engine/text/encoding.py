@@ -68,8 +68,8 @@ class EncodedText(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The documents of one of the paths: where the first begins among all code points, and where each ends, with how
-    many newlines.
+    """Where the documents of one path lie in the file of code points: the first begins at `start`; document i ends at
+    `ends[i]`, and its last `tails[i]` characters are newlines.
     """
 
     start: int
@@ -102,7 +102,8 @@ def open_text(config: DataConfig) -> EncodedText:
     if is_small_local_file(config):
         ids = io.BytesIO()
         record = encode(config, ids, io.BytesIO())
-        return from_record(record, torch.from_numpy(np.frombuffer(ids.getbuffer(), record["type"])))
+        kind = record.pop("type")
+        return EncodedText(data=torch.from_numpy(np.frombuffer(ids.getbuffer(), kind)), **record)
 
     paths = [path for path in (config.path, config.val_path, config.test_path) if path is not None and path != PYDOC]
     names = [name for path in paths for name in listed(path)]
@@ -172,19 +173,14 @@ def load_cached(stem: str) -> EncodedText | None:
             record = dict(json.load(file))
         if record.pop("checksum") != checksum(record, f"{stem}.ids"):
             return None
-        ids = np.memmap(f"{stem}.ids", record["type"], mode="r")
+        ids = np.memmap(f"{stem}.ids", record.pop("type"), mode="r")
+        # Mapped read-only: Linux may refuse a writable private mapping larger than memory. torch warns
+        # about read-only arrays; nothing writes to this one.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return EncodedText(data=torch.from_numpy(ids), **record)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # Mapped read-only: Linux may refuse a writable private mapping larger than memory. torch warns
-    # about read-only arrays; nothing writes to this one.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return from_record(record, torch.from_numpy(ids))
-
-
-def from_record(record: dict[str, Any], data: torch.Tensor) -> EncodedText:
-    """The text of which `encode` returned the `record`."""
-    return EncodedText(data=data, **{name: record[name] for name in ("vocabulary", "digest", "separator", "parts")})
 
 
 def checksum(record: dict[str, Any], path: str) -> str:
@@ -214,13 +210,15 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     character is left.
     """
     parts, shuffles = [], config.shuffle == "documents"
-    for path in (config.path, config.val_path, config.test_path):
-        documents = Documents(path, config) if path is not None else None
-        parts.append(write_points(documents or (), config if path is config.path else None, points))
-        shuffles |= bool(documents and documents.has_tables) and config.shuffle is None and path is config.path
-    if not len(parts[0].ends):
-        share = f", with data.truncate={config.truncate}" if config.truncate < 1 else ""
-        raise UserError(f"data.path={config.path}: the text is empty{share}")
+    held_out = dataclasses.replace(config, sha256=None)
+    for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
+        is_first = name == "path"
+        documents = Documents(path, config if is_first else held_out) if path is not None else None
+        parts.append(write_points(documents or (), config if is_first else None, points))
+        shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
+        if path is not None and not len(parts[-1].ends):
+            share = f", with data.truncate={config.truncate}" if config.truncate < 1 and is_first else ""
+            raise UserError(f"data.{name}={path}: the text is empty{share}")
     separator = choose_separator(config, parts, points)
     between = separator_text(separator)
 

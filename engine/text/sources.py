@@ -31,7 +31,7 @@ PIECE = 2**18  # bytes read at once
 PROGRESS_S = 5  # seconds between progress lines
 # Keys of fsspec file infos that change with the content of a file.
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
-ARCHIVE = re.compile(r"\.(zip|tgz|tbz2|txz|tar(\.(gz|bz2|xz))?)$")
+ARCHIVE = re.compile(r"(?i)\.(zip|tgz|tbz2|txz|tar(\.(gz|bz2|xz))?)(\?.*)?$")  # also of a signed URL
 MOST_OF_ARCHIVES = 10e9  # bytes, decompressed, unless data.max_bytes says more
 OF_A_RUN = {".lock", "metrics.jsonl"}  # files in the directory of a run
 
@@ -48,12 +48,12 @@ class Found(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A file, or a member of an archive, and its content, decompressed; `path` of a plain local file."""
+    """A file, or a member of an archive, and its content; that of a file is decompressed."""
 
     name: str
     pieces: Iterator[bytes]
     is_named: bool
-    path: str | None = None
+    is_member: bool = False
 
 
 @contextlib.contextmanager
@@ -83,10 +83,10 @@ def file_errors(name: str) -> Iterator[None]:
 # --- finding files ---
 
 
-def find_files(path: str | list[str], cache_dir: str = "") -> list[Found]:
+def find_files(path: str | list[str], cache_dir: str = "", says: bool = False) -> list[Found]:
     """Finds the files at `path`, without opening them: a local path or fsspec URL, a folder (all files below it, but no
     hidden ones, runs, or `cache_dir`), a pattern (with a `*`; files sorted by name), or a list of these, in the order
-    given. As in a shell, `*` does not match a dot at the start of a name.
+    given. As in a shell, `*` does not match a dot at the start of a name. `says`: logs how many are left out.
     """
     files: list[Found] = []
     for name in listed(path):
@@ -103,7 +103,7 @@ def find_files(path: str | list[str], cache_dir: str = "") -> list[Found]:
             fs.invalidate_cache()  # drop cached listings
             if not options and "*" not in name and fs.isdir(pattern):
                 files += [Found(OpenFile(fs, each, compression=infer_compression(each)), False)
-                          for each in files_below(fs, pattern, cache_dir)]  # fmt: skip
+                          for each in files_below(fs, pattern, cache_dir, says)]  # fmt: skip
                 continue
             matches = fsspec.open_files(name, "rb", compression="infer", **options)
         dots = f"/{pattern}".count("/.")
@@ -114,7 +114,7 @@ def find_files(path: str | list[str], cache_dir: str = "") -> list[Found]:
     return files
 
 
-def files_below(fs: Any, folder: str, cache_dir: str) -> list[str]:
+def files_below(fs: Any, folder: str, cache_dir: str, says: bool) -> list[str]:
     """The files below a folder, sorted, without hidden ones, those of runs, and caches."""
     found: list[str] = []
     left_out = 0
@@ -131,7 +131,7 @@ def files_below(fs: Any, folder: str, cache_dir: str) -> list[str]:
                 folders.remove(name)
         found += (f"{parent}/{name}" for name in names if not name.startswith("."))
         left_out += sum(name.startswith(".") for name in names)
-    if left_out:
+    if left_out and says:
         log.info("folder      %s: %d files are left out: hidden, or of runs", folder, left_out)
     if not found:
         raise Unreadable(f"{folder}: there is no file in this folder")
@@ -180,29 +180,28 @@ def open_sources(files: list[Found], config: DataConfig) -> Iterator[Source]:
 
     def limited(pieces: Iterator[bytes], most: float) -> Iterator[bytes]:
         nonlocal read
-        for piece in pieces:
-            read += len(piece)
-            if read > most:
-                raise UserError(f"{name}: more than {most:,.0f} bytes; data.max_bytes= allows more")
-            yield piece
+        with file_errors(name):
+            for piece in pieces:
+                read += len(piece)
+                if read > most:
+                    raise UserError(f"{name}: more than {most:,.0f} bytes; data.max_bytes= allows more")
+                yield piece
 
     for file, is_named in files:
         name = name_of(file)
         if ARCHIVE.search(file.path):
+            most = config.max_bytes or read + MOST_OF_ARCHIVES
             with file_errors(name), contextlib.closing(members(file)) as found:
                 for member, pieces in found:
-                    most = config.max_bytes or MOST_OF_ARCHIVES
-                    yield Source(f"{name}, {member}", limited(pieces, most), False)
-            continue
-        is_plain = isinstance(file.fs, LocalFileSystem) and not file.compression
-        pieces = limited(read_file(file), config.max_bytes or float("inf"))
-        yield Source(name, pieces, is_named, file.path if is_plain else None)
+                    yield Source(f"{name}, {member}", limited(pieces, most), False, is_member=True)
+        else:
+            yield Source(name, limited(read_file(file), config.max_bytes or float("inf")), is_named)
 
 
 def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None]:
     """Yields the name and the content, in pieces, of each file in an archive that is not hidden."""
     packed = OpenFile(file.fs, file.path)  # tarfile decompresses it
-    if not file.path.endswith(".zip"):
+    if ".zip" not in file.path.lower():
         with packed as stream, tarfile.open(fileobj=stream, mode="r|*") as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isfile() and not is_hidden(member.name) else None
@@ -276,18 +275,18 @@ def download(url: str, path: str, sha256: str | None) -> None:
                 target.writelines(read_file(files[0].file))
                 target.flush()
                 partial = OpenFile(LocalFileSystem(), target.name, compression=infer_compression(path))
-                check_sha256(read_file(partial) if sha256 else iter(()), sha256, url)
+                digest = hashlib.sha256()
+                for piece in read_file(partial) if sha256 else ():
+                    digest.update(piece)
+                check_sha256(digest.hexdigest(), sha256, url)
 
 
-def check_sha256(pieces: Iterator[bytes], sha256: str | None, name: str) -> None:
-    """Reads the content of `name`. Raises `UserError` if its SHA-256 is not `sha256`."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    if sha256 not in (None, digest.hexdigest()):
+def check_sha256(found: str, expected: str | None, name: Any) -> None:
+    """Raises `UserError`, naming the source, if the SHA-256 of its content is not the `expected` one, if any."""
+    if expected and found != expected:
         raise UserError(
-            f"{name}: SHA-256 is {digest.hexdigest()}, but data.sha256={sha256}; remove a damaged file to download it "
-            "again, or set data.sha256=null to accept this text"
+            f"{name}: SHA-256 is {found}, but data.sha256={expected}; remove a damaged file to download it again, or "
+            "set data.sha256=null to accept this text"
         )
 
 
@@ -298,7 +297,8 @@ def copy_pipe(path: str, cache_dir: str) -> str:
     if not is_pipe(path):
         return path
     log.info("reading     %s until it ends", path)
-    copied = copy_stream(read_file(OpenFile(LocalFileSystem(), path)), cache_dir, os.path.splitext(path)[1])
+    pieces = read_file(OpenFile(LocalFileSystem(), path))
+    copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir")
     if copied is None:
         raise UserError(f"data.path={path}: the text is empty")
     return copied
@@ -309,7 +309,7 @@ def copy_stdin(folder: str, recorded: str | None) -> str:
     resumes, or for later jobs of a sweep, returns the copy of the run, `recorded` in its snapshot, or the newest one.
     """
     stream: BinaryIO | None = sys.stdin.buffer if sys.stdin is not None and not sys.stdin.isatty() else None
-    if stream is not None and (copied := copy_stream(in_pieces(stream), folder, ".stdin")):
+    if stream is not None and (copied := copy_stream(in_pieces(stream), folder, ".stdin", "run_dir")):
         return copied
     earlier = sorted(glob.glob(os.path.join(glob.escape(folder), "*.stdin")), key=os.path.getmtime)
     if recorded and os.path.exists(recorded):
@@ -319,9 +319,11 @@ def copy_stdin(folder: str, recorded: str | None) -> str:
     return earlier[-1]
 
 
-def copy_stream(pieces: Iterator[bytes], folder: str, extension: str) -> str | None:
-    """Writes `pieces` into a file of `folder` that is named by its SHA-256; returns its path, None without a byte."""
-    with writes("data.cache_dir", folder):
+def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: str) -> str | None:
+    """Writes `pieces` into a file of `folder`, as `setting` says, that is named by its SHA-256; returns its path, None
+    without a byte.
+    """
+    with writes(setting, folder):
         os.makedirs(folder, exist_ok=True)
         copy, digest, size = os.path.join(folder, f"{uuid.uuid4().hex}.pipe"), hashlib.sha256(), 0
         with atomic_write(copy, "wb") as target:
