@@ -84,6 +84,10 @@ class CharDataset(Dataset):
             raise UserError(f"data.{name}=null: main.py chooses it; give CharDataset a number")
         if self.config.held_out is not None:  # in the middle of the text
             first, last = self.config.held_out
+            if last > self._final_start():
+                raise UserError(
+                    "data.final_split, data.test_path: not with text that the pretrained model's run held out"
+                )
             train, held_out = self._part(0, first), self._part(first, last)
             train.data = torch.cat((train.data, self.data[last : self._final_start()]))
             return train, held_out

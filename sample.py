@@ -103,6 +103,8 @@ class SampleConfig:
             check_option("by", self.by, ("line", "document", "character"))
         if self.score is not None and (self.by is None) != (self.out is None):
             raise UserError("by= and out= belong together: score=book.txt by=line out=scores.tsv")
+        if self.out is not None and self.out == self.score:
+            raise UserError(f"out={self.out}: is the text to score")
         if self.out is not None and not os.path.isdir(os.path.dirname(self.out) or "."):
             raise UserError(f"out={self.out}: its folder does not exist")
         check_range("num_samples", self.num_samples, 1, 10_000)

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import tarfile
 import unicodedata
 import zipfile
@@ -154,9 +155,11 @@ def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
         "run/main.log": b"no",
         "cache/z": b"no",
     }
+    hidden |= {"s.sweep/multirun.yaml": b"no", "s.sweep/0/x": b"no"}
     for name, content in (contents | hidden).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+    os.mkfifo(folder / "pipe")
     with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive, tarfile.open(tmp_path / "t.tgz", "w:gz") as tar:
         for name in contents:
             archive.write(folder / name, name)
@@ -171,7 +174,7 @@ def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
         config = DataConfig(path=str(tmp_path / path), block_size=4, **settings)
         assert text_of(CharDataset(config)) == expected
     assert caplog.text.count("left out    2 files that are not text: ") == 2
-    assert "texts: 3 files are left out: hidden, or of runs" in caplog.text
+    assert caplog.text.count("texts: 5 files are left out: hidden, of runs, or no files") == 1
     with pytest.raises(UserError, match=r"t.zip: more than 8 bytes; data.max_bytes= allows more"):
         CharDataset(
             DataConfig(
@@ -292,3 +295,20 @@ def test_what_is_wrong_with_a_part_is_said_of_it(dataset, tmp_path):
             dataset(path, **settings)
     sha256 = hashlib.sha256((tmp_path / "a.txt").read_bytes()).hexdigest()
     assert dataset(a, val_path=str(tmp_path / "T.ZIP"), sha256=sha256).parts == [73, 20, 0]
+
+
+def test_values_of_records_are_text_or_json(dataset, tmp_path):
+    rows = [{"t": ["a", None, "b"]}, {"t": True}, {"t": {"x": "é"}}, {"t": 1.5}, {"t": [], "a.b": 0}]
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(table("jsonl", rows))
+    settings = {"field": "t", "shuffle": "none", "separator": "|"}
+    assert text_of(dataset(str(path), **settings)) == 'a\nb|true|{"x": "é"}|1.5|'
+    assert text_of(dataset(str(path), **settings, encoding="bytes")) == 'a\nb|true|{"x": "é"}|1.5|'
+    assert text_of(dataset(str(path), field="a.b", block_size=1)) == "0"
+    (tmp_path / "t.csv").write_text('t,n\n"open,1\nb,2\n')
+    with pytest.raises(UserError, match=r"t.csv: not CSV: unexpected end of data"):
+        dataset(str(tmp_path / "t.csv"), field="t")
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        for content in ("first", "second"):
+            archive.writestr("a.txt", content)
+    assert text_of(dataset(str(tmp_path / "two.zip"), separator="|")) == "first|second|"

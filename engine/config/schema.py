@@ -103,7 +103,7 @@ class DataConfig:
         check_range("data.train_split", self.train_split, above=0, below=1)
         check_range("data.truncate", self.truncate, above=0, high=1)
         check_range("data.final_split", self.final_split, 0, below=1)
-        if (self.train_split or 0) + self.final_split >= 1:
+        if self.val_path is None and (self.train_split or 0) + self.final_split >= 1:
             raise UserError(
                 f"data.train_split={self.train_split}, data.final_split={self.final_split}: must add up to less than 1"
             )

@@ -47,11 +47,11 @@ class Documents:
     `has_tables`, at the end, is whether there was a table.
     """
 
-    def __init__(self, path: str | list[str], config: DataConfig):
+    def __init__(self, path: str | list[str], config: DataConfig, names: dict[bytes, str] | None = None):
         self.path, self.config, self.has_tables = path, config, False
         self.left_out: list[str] = []
         self.converted = 0  # files with CRLF or CR
-        self.names: dict[bytes, str] = {}  # by digest
+        self.names = {} if names is None else names  # of files read so far, by digest
         self.repeated: list[str] = []  # files with the content of another
         self.has_records = False
 
@@ -111,12 +111,13 @@ class Documents:
     def _decoded(self, source: Source) -> Iterator[str]:
         """The characters of a file in pieces."""
         config = self.config
-        pieces = self._characters(source, config.newlines == "lf" and config.encoding != "bytes")
+        converts = config.newlines == "lf" and config.encoding != "bytes"
+        pieces = self._characters(source, converts, config.encoding)
         return normalized(pieces, config.normalize) if config.normalize and config.encoding != "bytes" else pieces
 
-    def _characters(self, source: Source, converts: bool) -> Iterator[str]:
+    def _characters(self, source: Source, converts: bool, encoding: str) -> Iterator[str]:
         name, head, total, nul, num_bytes = source.name, next(source.pieces, b""), 0, 0, 0
-        codec = codec_of(head, self.config.encoding)
+        codec = codec_of(head, encoding)
         # As Python's `open`: also where CRLF is in two pieces.
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(codec)(), translate=converts)
         for piece in itertools.chain([head] if head else [], source.pieces, [b""]):
@@ -135,7 +136,7 @@ class Documents:
             if text:
                 yield text
         self.converted += "\r" in "".join(decoder.newlines or ())
-        if self.config.encoding != "bytes" and total and nul >= total / 20:
+        if encoding != "bytes" and total and nul >= total / 20:
             raise UserError(f"{name}: {nul / total:.0%} of its characters are NUL; {advice(head)}")
 
     def _of_records(self, source: Source, kind: str) -> Iterator[str]:
@@ -151,12 +152,14 @@ class Documents:
             if value is None or value == []:
                 missing += 1
                 continue
-            text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+            values = value if isinstance(value, list) else [value]
+            text = "\n".join(as_text(each, source.name) for each in values if each is not None)
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may have half a character
             if self.config.newlines == "lf":
                 text = text.replace("\r\n", "\n").replace("\r", "\n")
             if self.config.normalize:
                 text = unicodedata.normalize(self.config.normalize, text)  # type: ignore[arg-type]
+            text = from_text(text, self.config.encoding)
             number += 1
             yield from (text, DOCUMENT_END) if text else ()
         if isinstance(record, dict) and not number:
@@ -169,7 +172,8 @@ class Documents:
         if kind == "parquet":
             yield from self._parquet(source)
             return
-        characters = self._characters(source, converts=False)
+        encoding = "utf-8" if self.config.encoding == "bytes" else self.config.encoding  # JSON is text
+        characters = self._characters(source, False, encoding)
         number = 0
         try:
             if kind == "json":
@@ -182,8 +186,11 @@ class Documents:
                         yield json.loads(line)
             else:
                 csv.field_size_limit(2**31 - 1)
-                yield from csv.DictReader(lines_of(characters), delimiter="\t" if kind == "tsv" else ",")
-        except (json.JSONDecodeError, csv.Error, RecursionError) as error:
+                delimiter = "\t" if kind == "tsv" else ","
+                yield from csv.DictReader(lines_of(characters), delimiter=delimiter, strict=True)
+        except UserError:
+            raise
+        except (ValueError, csv.Error, RecursionError) as error:
             line = f", line {number}" * bool(number)
             raise UserError(f"{source.name}{line}: not {kind.upper()}: {one_line(error)}") from error
 
@@ -216,6 +223,13 @@ def abridged(names: list[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
+def as_text(value: Any, name: str) -> str:
+    """A value of a record as text: a number or a nested record as JSON. Raises `UserError` for bytes."""
+    if isinstance(value, bytes):
+        raise UserError(f"{name}: the field has bytes, not text")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def hashed(pieces: Iterator[bytes], *digests: Any) -> Iterator[bytes]:
     """The pieces, added to each of the digests."""
     for piece in pieces:
@@ -235,12 +249,15 @@ def at(value: Any, names: list[str]) -> Any:
 
 def lines_of(pieces: Iterable[str]) -> Iterator[str]:
     """The lines of a text in pieces, with their ends."""
-    left = ""
+    left: list[str] = []  # pieces of a line
     for piece in pieces:
-        *lines, left = (left + piece).split("\n")
-        yield from (f"{line}\n" for line in lines)
-    if left:
-        yield left
+        first, *others = piece.split("\n")
+        left.append(first)
+        for start in others:
+            yield "".join(left) + "\n"
+            left = [start]
+    if any(left):
+        yield "".join(left)
 
 
 def codec_of(head: bytes, encoding: str) -> str:

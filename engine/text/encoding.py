@@ -25,7 +25,7 @@ from fsspec.utils import infer_compression
 from engine.config.schema import SHAKESPEARE_URL, DataConfig
 from engine.errors import UserError
 from engine.files import atomic_write, file_lock, masked
-from engine.text.documents import DOCUMENT_END, PYDOC, Documents, separator_text
+from engine.text.documents import DOCUMENT_END, PYDOC, Documents, from_text, separator_text
 from engine.text.sources import (
     ARCHIVE,
     STDIN,
@@ -157,8 +157,11 @@ def prepare_text(config: DataConfig, folder: str = ".", recorded: dict[str, Any]
             return pydoc
     if config.path == STDIN:
         config = dataclasses.replace(config, path=copy_stdin(folder, recorded_path))
-    copies = [copy_pipe(path, config.cache_dir) for path in listed(config.path)]
-    config = dataclasses.replace(config, path=copies if isinstance(config.path, list) else copies[0])
+    for name in ("path", "val_path", "test_path"):
+        path = getattr(config, name)
+        if path is not None:
+            copies = [copy_pipe(each, config.cache_dir) for each in listed(path)]
+            config = dataclasses.replace(config, **{name: copies if isinstance(path, list) else copies[0]})
     if not is_small_local_file(config):
         open_text(config)
     return config
@@ -210,17 +213,17 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     character is left.
     """
     parts, shuffles = [], config.shuffle == "documents"
-    held_out = dataclasses.replace(config, sha256=None)
+    held_out, names = dataclasses.replace(config, sha256=None), {}
     for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
         is_first = name == "path"
-        documents = Documents(path, config if is_first else held_out) if path is not None else None
+        documents = Documents(path, config if is_first else held_out, names) if path is not None else None
         parts.append(write_points(documents or (), config if is_first else None, points))
         shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
         if path is not None and not len(parts[-1].ends):
             share = f", with data.truncate={config.truncate}" if config.truncate < 1 and is_first else ""
             raise UserError(f"data.{name}={path}: the text is empty{share}")
     separator = choose_separator(config, parts, points)
-    between = separator_text(separator)
+    between = from_text(separator_text(separator), config.encoding)
 
     lengths, digest, is_used, left, repeated = [0, 0, 0], hashlib.sha256(), np.zeros(0x110000, bool), "", 0
 

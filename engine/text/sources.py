@@ -33,7 +33,7 @@ PROGRESS_S = 5  # seconds between progress lines
 VERSION = re.compile("(?i)size|mtime|created|modified|updated|etag|md5|sha|crc|generation|blob_?id")
 ARCHIVE = re.compile(r"(?i)\.(zip|tgz|tbz2|txz|tar(\.(gz|bz2|xz))?)(\?.*)?$")  # also of a signed URL
 MOST_OF_ARCHIVES = 10e9  # bytes, decompressed, unless data.max_bytes says more
-OF_A_RUN = {".lock", "metrics.jsonl"}  # files in the directory of a run
+OF_A_RUN = {".lock", "metrics.jsonl", "multirun.yaml", ".cache.lock"}  # in the directory of a run, a sweep or a cache
 
 
 class Unreadable(UserError):
@@ -129,10 +129,15 @@ def files_below(fs: Any, folder: str, cache_dir: str, says: bool) -> list[str]:
             )
             if name.startswith(".") or is_cache:
                 folders.remove(name)
-        found += (f"{parent}/{name}" for name in names if not name.startswith("."))
-        left_out += sum(name.startswith(".") for name in names)
+        for name in names:
+            # A pipe in a folder would be waited for.
+            is_read = not isinstance(fs, LocalFileSystem) or os.path.isfile(f"{parent}/{name}")
+            if is_read and not name.startswith("."):
+                found.append(f"{parent}/{name}")
+            else:
+                left_out += 1
     if left_out and says:
-        log.info("folder      %s: %d files are left out: hidden, or of runs", folder, left_out)
+        log.info("folder      %s: %d files are left out: hidden, of runs, or no files", folder, left_out)
     if not found:
         raise Unreadable(f"{folder}: there is no file in this folder")
     return sorted(found)
@@ -212,10 +217,10 @@ def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None
         if not isinstance(file.fs, LocalFileSystem):  # a zip ends with its list of files
             stream.writelines(read_file(packed))
         with zipfile.ZipFile(stream) as archive:
-            for name in sorted(archive.namelist()):
-                if not name.endswith("/") and not is_hidden(name):
-                    with archive.open(name) as content:
-                        yield name, in_pieces(content)
+            for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
+                if not entry.is_dir() and not is_hidden(entry.filename):
+                    with archive.open(entry) as content:
+                        yield entry.filename, in_pieces(content)
 
 
 def is_hidden(name: str) -> bool:
