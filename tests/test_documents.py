@@ -298,13 +298,13 @@ def test_what_is_wrong_with_a_part_is_said_of_it(dataset, tmp_path):
 
 
 def test_values_of_records_are_text_or_json(dataset, tmp_path):
-    rows = [{"t": ["a", None, "b"]}, {"t": True}, {"t": {"x": "é"}}, {"t": 1.5}, {"t": [], "a.b": 0}]
+    rows = [{"t": ["a", None, "b"]}, {"t": True}, {"t": {"x": "é"}}, {"t": 1.5}, {"t": [], "a.b": 10}]
     path = tmp_path / "t.jsonl"
     path.write_bytes(table("jsonl", rows))
     settings = {"field": "t", "shuffle": "none", "separator": "|"}
     assert text_of(dataset(str(path), **settings)) == 'a\nb|true|{"x": "é"}|1.5|'
     assert text_of(dataset(str(path), **settings, encoding="bytes")) == 'a\nb|true|{"x": "é"}|1.5|'
-    assert text_of(dataset(str(path), field="a.b", block_size=1)) == "0"
+    assert text_of(dataset(str(path), field="a.b", block_size=1)) == "10"
     (tmp_path / "t.csv").write_text('t,n\n"open,1\nb,2\n')
     with pytest.raises(UserError, match=r"t.csv: not CSV: unexpected end of data"):
         dataset(str(tmp_path / "t.csv"), field="t")

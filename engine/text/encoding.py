@@ -161,7 +161,8 @@ def prepare_text(config: DataConfig, folder: str = ".", recorded: dict[str, Any]
         path = getattr(config, name)
         if path is not None:
             copies = [copy_pipe(each, config.cache_dir) for each in listed(path)]
-            config = dataclasses.replace(config, **{name: copies if isinstance(path, list) else copies[0]})
+            copied: Any = {name: copies if isinstance(path, list) else copies[0]}
+            config = dataclasses.replace(config, **copied)
     if not is_small_local_file(config):
         open_text(config)
     return config
@@ -213,7 +214,8 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     character is left.
     """
     parts, shuffles = [], config.shuffle == "documents"
-    held_out, names = dataclasses.replace(config, sha256=None), {}
+    held_out = dataclasses.replace(config, sha256=None)
+    names: dict[bytes, str] = {}  # of files, by digest
     for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
         is_first = name == "path"
         documents = Documents(path, config if is_first else held_out, names) if path is not None else None
