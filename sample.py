@@ -213,15 +213,17 @@ def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
     return data
 
 
-def only_new(texts: Iterable[Iterable[str]], known: set[str], start: str, count: int) -> Iterator[list[str]]:
-    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated. Says how many
-    others there were. Newlines around a text are ignored.
+def only_new(texts: Iterable[Iterable[str]], known: set[str], start: str, count: int, most: int) -> Iterator[list[str]]:
+    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated, nor cut off
+    after `most` characters. Says how many others there were. Newlines around a text are ignored.
     """
     seen: set[str] = set()
-    in_text = repeated = 0
+    in_text = repeated = cut = 0
     for pieces in map(list, texts):
         text = "".join(pieces).removeprefix(start).strip("\n")
-        if text in known:
+        if len(pieces) > most:  # and the prompt
+            cut += 1
+        elif text in known:
             in_text += 1
         elif text in seen:
             repeated += 1
@@ -231,7 +233,8 @@ def only_new(texts: Iterable[Iterable[str]], known: set[str], start: str, count:
         if len(seen) == count:
             break
     fewer = f"; only {len(seen)} of {count} are new" if len(seen) < count else ""
-    print(f"[dropped: {in_text} of the run's text, {repeated} drawn before{fewer}]", file=sys.stderr)
+    cut_off = f", {cut} cut off by max_new_tokens" * bool(cut)
+    print(f"[dropped: {in_text} of the run's text, {repeated} drawn before{cut_off}{fewer}]", file=sys.stderr)
 
 
 def copied_share(texts: list[str], source: str) -> float:
@@ -465,7 +468,7 @@ def main(arguments: list[str]) -> None:
     if data is not None and config.new:
         documents = data.decode(data.data.tolist()).split(start)
         known = {"", *(document.strip("\n") for document in documents)}
-        texts = only_new(texts, known, start, config.num_samples)
+        texts = only_new(texts, known, start, config.num_samples, config.max_new_tokens)
     if config.out is not None:
         is_line = end == "\n" or "\n" not in snapshot.vocabulary
         continued = write_texts(texts, start, is_line, config.out)
