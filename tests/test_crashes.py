@@ -212,13 +212,16 @@ def test_the_last_save_waits_for_room_and_a_signal_has_it_write_elsewhere(tmp_pa
 def test_a_run_whose_directory_another_has_taken_ends_and_writes_nothing(tmp_path, begin, nproc):
     run = tmp_path / "run"
     settings = [*LONG, "trainer.save_every_steps=200", f"run_dir={run}"]
-    first = begin(*settings, nproc=nproc, start_new_session=True)
+    first = begin(*settings, nproc=nproc)
     wait_until(lambda: (run / "gpt_snapshot.pt").exists(), first)
-    os.killpg(first.pid, signal.SIGSTOP)
+    processes = [first.pid, *chaos.children(first.pid)]  # torchrun's ranks have sessions of their own
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
     shutil.rmtree(run)
     second = start(*settings, "trainer.max_steps=100", "model.n_embd=8")
     assert second.returncode == 0, second.stderr
-    os.killpg(first.pid, signal.SIGCONT)
+    for pid in processes:
+        os.kill(pid, signal.SIGCONT)
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     out = first.communicate(timeout=60)[0]
     assert first.returncode == 1 and "another run has begun here since; this one ends" in out

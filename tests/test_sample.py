@@ -470,7 +470,14 @@ def test_new_texts_are_not_of_the_runs_text_and_differ(names, tmp_path):
 
 
 def test_drawing_ends_if_few_are_new(names, tmp_path):
-    result = sample(f"run_dir={names}", "num_samples=3", "new=true", "temperature=0", f"out={tmp_path / 'new.txt'}")
+    result = sample(
+        f"run_dir={names}",
+        "num_samples=3",
+        "new=true",
+        "temperature=0",
+        "max_new_tokens=50",
+        f"out={tmp_path / 'new.txt'}",
+    )
     texts = (tmp_path / "new.txt").read_text().splitlines()
     pattern = (
         r"dropped: (\d+) of .* text, (\d+) drawn before(?:, (\d+) cut off by max_new_tokens)?; only (\d) of 3 are new"
