@@ -62,10 +62,14 @@ def validate(composed: DictConfig) -> Config:
     if "/" in config.run_name or config.run_name in (".", ".."):
         raise UserError(f"run_name={config.run_name}: must be a name without a slash; run_dir= may be any directory")
     path = config.trainer.snapshot_path
-    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if in_sweep and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
+    if in_sweep() and (os.path.isabs(path) or not is_local(path)) and config.run_dir not in path:
         raise UserError(f"trainer.snapshot_path={path}: all jobs of the sweep would share it; include ${{run_dir}}")
     return config
+
+
+def in_sweep() -> bool:
+    """Whether this is a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def check_ranks_agree(config: Config, text_digest: str) -> None:

@@ -30,13 +30,12 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import report
 from char_dataset import CharDataset
-from config import CONF, Config, check_ranks_agree, compose, help_text, validate
+from config import CONF, Config, check_ranks_agree, compose, help_text, in_sweep, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
@@ -133,11 +132,6 @@ def run_training(config: Config, started: float) -> float | None:
     return loss
 
 
-def is_job() -> bool:
-    """Whether this is a job of a sweep."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
 def build_trainer(
     snapshots: SnapshotManager,
     config: Config,
@@ -174,7 +168,7 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     if before and "max_bytes" not in before:  # an older run, which had none of these settings
         newlines = "keep" if config.data.newlines == "lf" else config.data.newlines
         config.data = dataclasses.replace(config.data, separator=config.data.separator or "none", newlines=newlines)
-    folder = HydraConfig.get().sweep.dir if is_job() else config.run_dir
+    folder = HydraConfig.get().sweep.dir if in_sweep() else config.run_dir
     config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, folder, before))
     text = CharDataset(config.data)
     config.data = text.config
@@ -341,11 +335,11 @@ def main(composed: DictConfig) -> float | None:
     if chosen != os.getcwd():  # a sweep's job, or hydra.run.dir
         composed.run_dir = chosen
     try:  # each job of a sweep has the whole time
-        return run_training(validate(composed), time.monotonic() if is_job() else signals.started)
+        return run_training(validate(composed), time.monotonic() if in_sweep() else signals.started)
     except Stopped as stopped:  # also ends the sweep
         distributed.leave(stopped.status)
     except UserError as error:
-        if not is_job():
+        if not in_sweep():
             fail(error)  # before Hydra adds a line of its own
         log.error("%s", error)
         message = str(error)

@@ -246,8 +246,8 @@ class Trainer:
             log.warning("%s; will retry", one_line(error))
 
     def _check_files(self) -> None:
-        """Writes files of the run anew that are gone. Raises `UserError` on every rank if another run has begun in
-        their place.
+        """Writes deleted files of the run again. Raises `UserError` on every rank if another run has started in its
+        directory.
         """
         if not distributed.run_on_rank_0(lambda: self.snapshots.check_files() and self.is_recorded):
             self.log.reopen()

@@ -224,7 +224,7 @@ def test_a_run_whose_directory_another_has_taken_ends_and_writes_nothing(tmp_pat
         os.kill(pid, signal.SIGCONT)
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     out = first.communicate(timeout=60)[0]
-    assert first.returncode == 1 and "another run has begun here since; this one ends" in out
+    assert first.returncode == 1 and "another run has started in this directory; this run ends" in out
     assert not re.search(rf'File "{ROOT}/\w+\.py', out), out
     assert before == {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert load(str(run / "gpt_snapshot.pt")).step == 100
@@ -240,7 +240,7 @@ def test_files_that_are_deleted_during_a_run_are_written_anew(tmp_path, begin, n
         shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0, out
-    assert out.count("gone while the run trains, and written anew") == 1
+    assert out.count("deleted while the run was training; writing again") == 1
     left = RUN_FILES if deleted else RUN_FILES - {".lock", ".gpt_snapshot.pt.lock"}
     assert {path.name for path in run.iterdir()} == left
     steps = [line["step"] for line in metrics(run, "train")]

@@ -7,9 +7,9 @@ import logging
 import os
 
 log = logging.getLogger("gpt")
-DEFAULTS = ("", "no", "false", "1", "auto")  # Accelerate's own: nobody asked for them
+DEFAULTS = ("", "no", "false", "1", "auto")  # what Accelerate sets unasked
 SHARDED = "trainer.strategy=fsdp shards the model over all processes"
-# The settings of a variable's values, and what there is instead of others.
+# For each variable: the setting that a value of it stands for, and the advice for any other value.
 VARIABLES = {
     "ACCELERATE_USE_CPU": ({"true": "trainer.device=cpu"}, ""),
     "ACCELERATE_USE_FSDP": ({"true": "trainer.strategy=fsdp"}, ""),

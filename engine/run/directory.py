@@ -98,11 +98,11 @@ def write_token(owner: str, token: str) -> None:
 
 
 def check_files(run_dir: str, owner: str, token: str) -> bool:
-    """Whether the files of this run are where it wrote them. If one is gone, or the token cannot be read, warns, begins
-    the token and the log anew, and returns False: the caller writes the others.
+    """Whether the files of this run still exist. If one was deleted, or the token cannot be read, warns, writes the
+    token and the log again, and returns False: the caller writes the others.
 
-    Raises `UserError` if the token is another run's: a lock goes with a directory that is deleted, so that another run
-    may have begun there. The lock file itself must not be opened again: closing it would release a POSIX lock.
+    Raises `UserError` if the token is another run's. Deleting a run directory deletes its lock, and another run can
+    start there. Do not open the lock file itself: closing it releases a POSIX lock.
     """
     try:
         with open(owner, encoding="utf-8", errors="replace") as file:
@@ -110,7 +110,7 @@ def check_files(run_dir: str, owner: str, token: str) -> bool:
     except OSError:
         found = ""
     if found not in ("", token):
-        raise UserError(f"{owner}: another run has begun here since; this one ends, and writes nothing over its files")
+        raise UserError(f"{owner}: another run has started in this directory; this run ends without writing")
     paths = [os.path.join(run_dir, name) for name in (LOG, CONFIG, METRICS, ENVIRONMENT)]
     gone = [path for path in paths if not os.path.exists(path)] + [owner] * (not found)
     if not gone:
@@ -123,7 +123,7 @@ def check_files(run_dir: str, owner: str, token: str) -> bool:
                 old.close()
     except OSError as error:
         log.warning("cannot write %s (%s); will retry", error.filename, error.strerror)
-    log.warning("gone while the run trains, and written anew: %s", ", ".join(gone))
+    log.warning("deleted while the run was training; writing again: %s", ", ".join(gone))
     return False
 
 
