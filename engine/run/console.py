@@ -33,8 +33,6 @@ def log_to_console() -> None:
         return
     log.propagate = False
     log.setLevel(logging.INFO)
-    for library in ("fsspec", "httpx"):  # each compression that is inferred; each request to the Hugging Face Hub
-        logging.getLogger(library).setLevel(logging.WARNING)
     handler = logging.StreamHandler(sys.stdout)
     # A closed pipe does not end the run, and prints no traceback for each line.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
