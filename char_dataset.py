@@ -11,7 +11,6 @@ import copy
 import functools
 import hashlib
 import math
-import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +22,7 @@ from torch.utils.data import Dataset
 from engine.config.schema import DataConfig
 from engine.errors import UserError
 from engine.kernels.ops import IGNORE
-from engine.run.dataset import Text, TrainingText
+from engine.run.dataset import Text
 from engine.run.plan import MicroBatch, Plan
 from engine.text.documents import from_text, to_text, unit_of
 from engine.text.encoding import open_text
@@ -82,17 +81,13 @@ class CharDataset(Dataset):
         if share is None or self.config.block_size is None:
             name = "train_split" if share is None else "block_size"
             raise UserError(f"data.{name}=null: main.py chooses it; give CharDataset a number")
-        if self.config.held_out is not None:  # in the middle of the text
-            first, last = self.config.held_out
-            if last > self._final_start():
-                raise UserError(
-                    "data.final_split, data.test_path: not with text that the pretrained model's run held out"
-                )
-            train, held_out = self._part(0, first), self._part(first, last)
-            train.data = torch.cat((train.data, self.data[last : self._final_start()]))
-            return train, held_out
-        cut, end = self.parts[0] if self.parts[1] else int(self.in_sight * share), self._final_start()
+        final = self._final_start()
+        cut, end = self.config.held_out or (self.parts[0] if self.parts[1] else int(self.in_sight * share), final)
+        if end > final:
+            raise UserError("data.final_split, data.test_path: not with text that the pretrained model's run held out")
         train, held_out = self._part(0, cut), self._part(cut, end)
+        if end < final:  # held out in the middle of the text
+            train.data = torch.cat((train.data, self.data[end:final]))
         train._check_length("training part")
         held_out._check_length("held-out part")
         return train, held_out
@@ -154,19 +149,12 @@ class CharDataset(Dataset):
         view = self.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
         return view[positions].long() & (256**size - 1)
 
-    def prefix(self, digest: str) -> int | None:
-        """The number of characters of the whole lines at the start of the text, with or without the last newline, whose
-        SHA-256 is `digest`; None if there are none.
-        """
-        hashed, length = hashlib.sha256(), 0
-        for ids in self.data.split(2**20):
-            characters = "".join(map(self.vocabulary.__getitem__, ids.tolist()))
-            for line in re.findall(r"\n|[^\n]+", characters):
-                hashed.update(line.encode())
-                length += len(line)
-                if hashed.hexdigest() == digest:
-                    return length
-        return None
+    def begins_with(self, length: int, digest: str) -> bool:
+        """Whether `digest` is the SHA-256 of the first `length` characters."""
+        hashed = hashlib.sha256()
+        for ids in self.data[:length].split(2**20):
+            hashed.update("".join(map(self.vocabulary.__getitem__, ids.tolist())).encode())
+        return hashed.hexdigest() == digest
 
     @functools.cached_property
     def counts(self) -> torch.Tensor:
@@ -296,7 +284,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        dataset: TrainingText,
+        dataset: Text,
         seed: int,
         plan: Plan,
         rank: int = 0,

@@ -30,12 +30,12 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import report
 from char_dataset import CharDataset
-from config import CONF, Config, check_ranks_agree, compose, help_text, in_sweep, validate
+from config import Config, check_ranks_agree, compose, help_text, in_sweep, validate
 from engine import portable
 from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
@@ -164,7 +164,8 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     text in its `recorded` settings.
     """
     before = recorded.get("data", {}) if recorded else {}
-    config.data.held_out = before.get("held_out")
+    if before.get("held_out"):
+        config.data = dataclasses.replace(config.data, held_out=before["held_out"], train_split=before["train_split"])
     if before and "max_bytes" not in before:  # an older run, which had none of these settings
         newlines = "keep" if config.data.newlines == "lf" else config.data.newlines
         config.data = dataclasses.replace(config.data, separator=config.data.separator or "none", newlines=newlines)
@@ -179,16 +180,18 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
 
 def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> None:
     """If the `text` begins with that of the `pretrained` model, holds out the same part of it."""
-    theirs, data = pretrained.config.get("data", {}), config.data
-    is_same = pretrained.text_digest == text.digest
-    length = None if is_same else text.prefix(pretrained.text_digest)
-    held_out = theirs.get("held_out") if is_same or length else None
-    if held_out is None and length is not None and theirs.get("train_split"):
-        held_out = [int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))]
-    if held_out is None or data.val_path is not None:
+    theirs, length = pretrained.config.get("data", {}), pretrained.characters
+    held_out = theirs.get("held_out")
+    if text.digest != pretrained.text_digest:
+        if not text.begins_with(length, pretrained.text_digest):
+            return
+        split, final = theirs.get("train_split") or 1.0, theirs.get("final_split", 0.0)
+        held_out = held_out or [int(length * split), length - int(length * final)]
+    if held_out is None or config.data.val_path is not None:
         return
     first, last = held_out
-    config.data = dataclasses.replace(data, held_out=[first, last])
+    share = round(1 - (last - first) / text.in_sight, 6)  # from which sizes are chosen
+    config.data = dataclasses.replace(config.data, held_out=held_out, train_split=share)
     log.info(
         "held out    characters %s to %s, as of the pretrained model: its text has grown", f"{first:,}", f"{last:,}"
     )
@@ -254,15 +257,14 @@ def log_consequences(config: Config, plan: Plan) -> None:
     """
     if config.optimizer.warmup_steps > plan.total_steps:
         log.warning("optimizer.warmup_steps=%d: the run has only %d", config.optimizer.warmup_steps, plan.total_steps)
-    hydra = HydraConfig.get() if HydraConfig.initialized() else None
-    if hydra is None or hydra.runtime.choices.get("experiment") is None:
+    if not HydraConfig.initialized():
         return
-    typed = {override.partition("=")[0] for override in hydra.overrides.task}
-    recipe = os.path.join(CONF, "experiment", f"{hydra.runtime.choices['experiment']}.yaml")
-    if not os.path.exists(recipe):  # it is in the directory of --config-dir
+    typed = {override.partition("=")[0] for override in HydraConfig.get().overrides.task}
+    recipe = HydraConfig.get().runtime.choices.get("experiment")
+    if recipe is None or "trainer.batch_size" not in typed or typed & {"optimizer", "optimizer.learning_rate"}:
         return
-    usual = OmegaConf.select(OmegaConf.load(recipe), "trainer.batch_size")
-    if usual not in (None, plan.batch_size) and not typed & {"optimizer", "optimizer.learning_rate"}:
+    usual = hydra.compose("config", [f"experiment={recipe}"]).trainer.batch_size
+    if usual not in (None, plan.batch_size):
         passes = plan.total_steps * plan.step_characters / plan.windows
         log.warning(
             "trainer.batch_size=%d, in the recipe %d: the learning rate stays %g, and the text is passed over %.3g "

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from char_dataset import MicroBatches, move_if_small
+from char_dataset import CharDataset, MicroBatches, move_if_small
 from engine.config.schema import OptimizerConfig, TrainerConfig, as_plain, defaults_of, flatten
 from engine.errors import UserError, one_line
 from engine.files import masked
@@ -30,7 +30,7 @@ from engine.parallel.distributed import report_unresponsive_ranks
 from engine.precision import resolve
 from engine.run import memory
 from engine.run.cuda_graph import WARM_UP, CapturedStep, can_capture
-from engine.run.dataset import HeldOutText, TrainingText, as_text
+from engine.run.dataset import Text, as_text
 from engine.run.directory import HISTORY
 from engine.run.evaluation import Evaluation, evaluate
 from engine.run.log import RunLog
@@ -77,8 +77,8 @@ class Trainer:
         config: TrainerConfig,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        train_dataset: TrainingText,
-        test_dataset: HeldOutText | None = None,
+        train_dataset: Text,
+        test_dataset: Text | None = None,
         *,
         schedule: Callable[[int, int], float] = lambda step, total_steps: 1.0,
         run_dir: str = ".",
@@ -113,11 +113,13 @@ class Trainer:
             self._log_rise(found.config.get("trainer", {}).get("max_steps"))
         flops = self.plan.total_steps * self.plan.step_characters * count_flops(bare)
         self.precision = resolve(config, device, flops / (distributed.size() if device.type == "cuda" else 1), earlier)
-        self.precision.compile_at_first_step(bare)
+        if self.precision.compile:
+            torch.compiler.reset()  # otherwise a process compiles at most eight models
+            bare.compile(dynamic=False)  # at the first step
         self.state.choices = asdict(self.precision)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision.amp_dtype == "float16")
         if device.type == "cuda" and config.data_loader_workers == 0:
-            move_if_small([part for part in (train_dataset, test_dataset) if part is not None], device)
+            move_if_small([part for part in (train_dataset, test_dataset) if isinstance(part, CharDataset)], device)
         if config.micro_batch_size is None:
             is_known = found and (found.processes, found.choices.get("device")) == (distributed.size(), device.type)
             limit = self.state.micro_batch_size if is_known else None
@@ -250,7 +252,8 @@ class Trainer:
         directory.
         """
         if not distributed.run_on_rank_0(lambda: self.snapshots.check_files() and self.is_recorded):
-            self.log.reopen()
+            if self.log.metrics:
+                self.log.metrics.reopen()
             distributed.run_on_rank_0(self._record_start)
             self.snapshots.recover_best(self.state)
 
@@ -419,7 +422,6 @@ class Trainer:
         snapshots, path = self.snapshots, self.snapshots.path
         for left in reversed(range(tries)):
             if self._save_this_step():
-                snapshots.finish()
                 return
             if left:
                 log.warning("trying again in %g s; Ctrl-C or SIGTERM gives up", pause_s)
@@ -466,6 +468,7 @@ class Trainer:
             processes=distributed.size(),
             vocabulary=self.train_dataset.vocabulary,
             text_digest=self.train_dataset.digest,
+            characters=sum(getattr(self.train_dataset, "parts", [])),
             config=self.run_config,
             probe_logits=self._probe(),
             parameters=[name for name, _ in self.bare.named_parameters()],

@@ -84,12 +84,6 @@ class Precision:
         finally:
             torch.set_deterministic_debug_mode(before)
 
-    def compile_at_first_step(self, model: nn.Module) -> None:
-        """Has torch.compile compile `model` when it is first called, if chosen."""
-        if self.compile:
-            torch.compiler.reset()  # otherwise a process compiles at most eight models
-            model.compile(dynamic=False)
-
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

@@ -240,7 +240,7 @@ def test_files_that_are_deleted_during_a_run_are_written_anew(tmp_path, begin, n
         shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0, out
-    assert out.count("deleted while the run was training; writing again") == 1
+    assert out.count("missing, deleted or not written before; writing again") == 1
     left = RUN_FILES if deleted else RUN_FILES - {".lock", ".gpt_snapshot.pt.lock"}
     assert {path.name for path in run.iterdir()} == left
     steps = [line["step"] for line in metrics(run, "train")]

@@ -1,4 +1,1 @@
-"""The machine: device names, peak rates, memory, supported dtypes.
-
-hardware.py describes the device and sets malloc. Knows nothing of runs or settings.
-"""
+"""The machine: device names, peak rates, memory, supported dtypes."""

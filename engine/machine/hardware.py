@@ -108,25 +108,16 @@ def free_unused(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def keep_freed_memory() -> None:
-    """Makes malloc keep freed memory instead of returning it to the kernel (Linux with glibc).
+def keep_freed_memory(keep: bool = True) -> None:
+    """Makes malloc keep freed memory, or return it to the kernel at once (Linux with glibc).
 
     A CPU step allocates and frees the same tensors again and again; otherwise a sixth of its time
     goes to page faults, and more with large tensors (benchmarks/experiments.md).
     """
-    # No mmap: mapped blocks return to the kernel when freed, and the threshold for mapping is limited.
-    _set_malloc(trim_threshold=2**31 - 1, mmap_threshold=2**25, mmap_max=0)
-
-
-def return_freed_memory() -> None:
-    """Makes malloc return freed memory at once, where memory matters more than time."""
-    _set_malloc(trim_threshold=2**17, mmap_threshold=2**16, mmap_max=2**16)
-
-
-def _set_malloc(trim_threshold: int, mmap_threshold: int, mmap_max: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # <malloc.h>
-        mallopt(M_TRIM_THRESHOLD, trim_threshold)
-        mallopt(M_MMAP_THRESHOLD, mmap_threshold)
-        mallopt(M_MMAP_MAX, mmap_max)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 2**17)
+        # Mapped blocks return to the kernel when freed, and the threshold for mapping is limited.
+        mallopt(M_MMAP_THRESHOLD, 2**25 if keep else 2**16)
+        mallopt(M_MMAP_MAX, 0 if keep else 2**16)

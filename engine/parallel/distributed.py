@@ -287,11 +287,6 @@ def broadcast(tensor: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def start_max(tensor: torch.Tensor) -> dist.Work:
-    """Starts an all-reduce (MAX) of a tensor on the CPU."""
-    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=gloo(), async_op=True)
-
-
 def check_replicas(model: nn.Module, step: int) -> None:
     """Checksum: warns if the weights of a rank differ from those of rank 0, which are saved. DDP synchronizes
     gradients alone. Waits for the device.

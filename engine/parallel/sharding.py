@@ -76,7 +76,7 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     for module in (*blocks, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if distributed.device().type == "cpu":  # or the heap would grow to more than a full model
-        hardware.return_freed_memory()
+        hardware.keep_freed_memory(False)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -14,25 +14,16 @@ log = logging.getLogger("gpt")
 
 
 class Text(Protocol):
-    """The ids of a text, and windows of `block_size` of them."""
+    """A text in windows of `block_size` characters, to train or to evaluate on."""
 
-    data: torch.Tensor
+    data: torch.Tensor  # its ids
     block_size: int
-
-
-class TrainingText(Text, Protocol):
-    """A text to train on."""
-
     vocabulary: str
     digest: str
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class HeldOutText(Text, Protocol):
-    """A text to evaluate on."""
 
     @property
     def num_eval_windows(self) -> int: ...

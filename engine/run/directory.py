@@ -98,7 +98,7 @@ def write_token(owner: str, token: str) -> None:
 
 
 def check_files(run_dir: str, owner: str, token: str) -> bool:
-    """Whether the files of this run still exist. If one was deleted, or the token cannot be read, warns, writes the
+    """Whether the files of this run exist. If one is missing, or the token cannot be read, warns, writes the
     token and the log again, and returns False: the caller writes the others.
 
     Raises `UserError` if the token is another run's. Deleting a run directory deletes its lock, and another run can
@@ -123,7 +123,7 @@ def check_files(run_dir: str, owner: str, token: str) -> bool:
                 old.close()
     except OSError as error:
         log.warning("cannot write %s (%s); will retry", error.filename, error.strerror)
-    log.warning("deleted while the run was training; writing again: %s", ", ".join(gone))
+    log.warning("missing, deleted or not written before; writing again: %s", ", ".join(gone))
     return False
 
 

@@ -70,11 +70,6 @@ class RunLog:
             with self._disable_on_error(name):
                 self.trackers[name] = TRACKERS[name](start)
 
-    def reopen(self) -> None:
-        """Writes `metrics.jsonl` anew."""
-        if self.metrics:
-            self.metrics.reopen()
-
     def start(self, precision: Precision) -> None:
         """Logs device, precision, batch and plan; starts the clock of the steps."""
         plan, unit, device = self.plan, self.unit, distributed.device()

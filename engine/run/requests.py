@@ -100,7 +100,7 @@ class Requests:
         if distributed.size() > 1:
             share = self.own_share() if distributed.is_rank_0() else 0.0
             self._highest.copy_(torch.tensor([self.take(), round(1e9 * share)]))
-            self._work = distributed.start_max(self._highest)
+            self._work = dist.all_reduce(self._highest, dist.ReduceOp.MAX, distributed.gloo(), async_op=True)
 
     def wait(self) -> int:
         """Waits for the pending all-reduce; returns the request in its result."""

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -34,16 +34,10 @@ log = logging.getLogger("gpt")
 RETRY_S = 30.0  # seconds after which a failed save is tried again
 
 
-class SaveInProgress(NamedTuple):
-    """A save between `save` and `wait`."""
-
-    state: State
-    written: Future[None]  # on rank 0
-
-    def error(self) -> str:
-        """On rank 0: waits for the end of the save; its error, empty if it succeeded."""
-        error = self.written.exception()
-        return one_line(error) if error else ""
+def error_of(save: Future[None]) -> str:
+    """Waits for the end of a save; its error, empty if it succeeded."""
+    error = save.exception()
+    return one_line(error) if error else ""
 
 
 class SnapshotManager:
@@ -69,7 +63,7 @@ class SnapshotManager:
         self.last_error = ""
         self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "snapshot")
-        self._saving: SaveInProgress | None = None
+        self._saving: tuple[State, Future[None]] | None = None  # between `save` and `wait`
         self.found: Snapshot | None = None
         # A restart by torchrun or SLURM resumes, even with resume=never.
         if config.resume != "never" or distributed.is_restart():
@@ -175,7 +169,6 @@ class SnapshotManager:
         self.due_at = math.inf
         try:
             if self.config.snapshot_format == "sharded":  # each rank writes its own tensors
-                distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
                 snapshot = save_shards(self.path, snapshot)
             snapshot = snapshot.map_tensors(self._to_host)
         except (OSError, UserError) as error:  # of shards, raised on every rank
@@ -186,7 +179,7 @@ class SnapshotManager:
                     lambda: self.storage.write(snapshot.to_bytes(), state.step, state.is_best, is_numbered)
                 )
         written.add_done_callback(lambda done: self._set_due(RETRY_S if done.exception() else self.interval_s))
-        self._saving = SaveInProgress(state, written)
+        self._saving = state, written
         return None
 
     def _set_due(self, seconds: float) -> None:
@@ -200,7 +193,7 @@ class SnapshotManager:
     @property
     def saving_step(self) -> int | None:
         """The step whose save is in progress."""
-        return self._saving.state.step if self._saving else None
+        return self._saving[0].step if self._saving else None
 
     def wait(self, state: State) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged. If it was written and is
@@ -208,18 +201,16 @@ class SnapshotManager:
         """
         if self._saving is None:
             return
-        saving, self._saving = self._saving, None
-        self.last_error = distributed.run_on_rank_0(saving.error)
+        (saved, written), self._saving = self._saving, None
+        self.last_error = distributed.run_on_rank_0(lambda: error_of(written))
+        if self.config.snapshot_format == "sharded":
+            distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
         if self.last_error:
-            self._log_failure(saving.state.step, self.last_error)
+            self._log_failure(saved.step, self.last_error)
             return
-        self.saved_step = saving.state.step
-        if saving.state.is_best:
-            state.best_loss, state.best_step = saving.state.loss, saving.state.step
-
-    def finish(self) -> None:
-        """After the last save: removes what no snapshot refers to."""
-        distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
+        self.saved_step = saved.step
+        if saved.is_best:
+            state.best_loss, state.best_step = saved.loss, saved.step
 
     def rescue(self, snapshot: Snapshot) -> str:
         """Writes `snapshot` as one file to the system's temporary folder; returns its path. Raises `UserError` on every
@@ -238,8 +229,8 @@ class SnapshotManager:
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""
         saving, self._saving = self._saving, None
-        if saving is not None and distributed.is_rank_0() and (error := saving.error()):
-            self._log_failure(saving.state.step, error)
+        if saving is not None and distributed.is_rank_0() and (error := error_of(saving[1])):
+            self._log_failure(saving[0].step, error)
 
     def _log_failure(self, step: int, error: str) -> None:
         intact = ""

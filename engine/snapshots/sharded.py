@@ -30,11 +30,6 @@ from engine.snapshots.storage import SnapshotStorage, load, read, shards_folder
 log = logging.getLogger("gpt")
 
 
-def shards_name(path: str) -> str:
-    """The name of the folder for all shards of the run whose latest snapshot is at `path`."""
-    return f"{os.path.basename(path)}.shards"
-
-
 @contextlib.contextmanager
 def checkpoint_errors(folder: str) -> Iterator[None]:
     """Turns an error of torch.distributed.checkpoint, raised on every rank, into one line."""
@@ -59,7 +54,7 @@ def save_shards(path: str, snapshot: Snapshot) -> Snapshot:
     state = {f"model/{name}": value for name, value in snapshot.model_state.items()}
     for name, values in snapshot.optimizer_state.items():
         state |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
-    name = run_on_rank_0(lambda: f"{shards_name(path)}/{snapshot.step:08d}-{uuid.uuid4().hex[:8]}")
+    name = run_on_rank_0(lambda: f"{os.path.basename(path)}.shards/{snapshot.step:08d}-{uuid.uuid4().hex[:8]}")
     folder = shards_folder(path, name)
     with checkpoint_errors(folder):
         writer = checkpoint.FileSystemWriter(folder, sync_files=True)
@@ -133,7 +128,7 @@ def remove_unused_shards(storage: SnapshotStorage) -> None:
     """Removes the shards that no snapshot of the run refers to, including renamed ones. If one of these cannot be
     read, nothing is removed: any of the shards may belong to it.
     """
-    name = shards_name(storage.path)
+    name = f"{os.path.basename(storage.path)}.shards"
     parent = shards_folder(storage.path, name)
     if not os.path.isdir(parent):  # nor is one in an object store
         return

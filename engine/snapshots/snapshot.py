@@ -61,6 +61,7 @@ class Snapshot(State):
     processes: int = 1  # ranks when it was taken
     vocabulary: str = ""  # the distinct characters; a character's position is its id
     text_digest: str = ""  # SHA-256 of the (truncated) text
+    characters: int = 0  # of that text, held-out parts included; 0: not known
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, plain types
     probe_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # see `probe_logits`; may be empty
     parameters: list[str] = field(default_factory=list)  # names in `model_state`; the others are buffers
