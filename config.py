@@ -49,7 +49,7 @@ def validate(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     raw, plain = (flatten(cast(dict, OmegaConf.to_container(composed, resolve=resolve))) for resolve in (False, True))
-    config.typed = {k: v for k, v in raw.items() if "${oc.env:" in str(v) and not is_local(str(plain[k]))}
+    config.unresolved = {k: v for k, v in raw.items() if "${oc.env:" in str(v) and not is_local(str(plain[k]))}
     for name, source in (("block_size", "data.block_size"), ("vocab_size", "the text")):
         if (value := getattr(config.model, name)) is not None:
             raise UserError(f"model.{name}={value}: follows from {source}; leave it null")

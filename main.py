@@ -90,9 +90,9 @@ def run_training(config: Config, started: float) -> float | None:
     `trainer.max_minutes` counts from `started`, as `time.monotonic()` gives it.
     """
     distributed.init(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
-    with open_run(config.run_dir, config.trainer.snapshot_path) as check_files, report_exhausted():
+    with open_run(config.run_dir, config.trainer.snapshot_path) as restore_missing_files, report_exhausted():
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
-        snapshots = SnapshotManager(config.trainer, config.run_dir, check_files)
+        snapshots = SnapshotManager(config.trainer, config.run_dir, restore_missing_files)
         found = snapshots.found
         recorded = found.config if found else None
         build = functools.partial(build_trainer, snapshots)
@@ -199,7 +199,7 @@ def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> No
 
 def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset) -> float:
     """The share of the held-out text that stands word for word in the training text: logged from 1 % on, with a warning
-    from a half on. Logs, tables and code share a tenth.
+    from a half on. In ordinary logs, tables and code it is about a tenth.
     """
     seconds = min(REPEATS_S, 0.03 * 60 * (config.trainer.max_minutes or math.inf))
     share, searched = repeated_share(held_out, train_text, seconds)

@@ -169,8 +169,8 @@ class Trainer:
     def train(self, deadline: float | None = None, on_start: Callable[[], None] = lambda: None) -> float | None:
         """Trains to the end of the run; returns the newest held-out loss, None if there is none. With a `deadline`, as
         `time.monotonic()` gives it, the run ends by then, even if not all steps are done; a run that resumes keeps its
-        time limit. `on_start` writes further files of the run, on rank 0 once the others are open, and again if one of
-        them is deleted or it raised OSError. All ranks must call it.
+        time limit. `on_start` writes further files of the run, on rank 0: once the others are open, and at a save
+        if one is missing or it raised OSError. All ranks must call it.
 
         SIGTERM, SIGHUP, SIGUSR2 and SIGINT save, and raise `Stopped`. SIGUSR1 saves, and training continues. Raises
         `UserError` on every rank if a loss or gradient is not finite, or the last snapshot cannot be written. Earlier
@@ -247,11 +247,11 @@ class Trainer:
             self.is_recorded = False
             log.warning("%s; will retry", one_line(error))
 
-    def _check_files(self) -> None:
+    def _restore_missing_files(self) -> None:
         """Writes deleted files of the run again. Raises `UserError` on every rank if another run has started in its
         directory.
         """
-        if not distributed.run_on_rank_0(lambda: self.snapshots.check_files() and self.is_recorded):
+        if not distributed.run_on_rank_0(lambda: self.snapshots.restore_missing_files() and self.is_recorded):
             if self.log.metrics:
                 self.log.metrics.reopen()
             distributed.run_on_rank_0(self._record_start)
@@ -383,14 +383,14 @@ class Trainer:
 
     def _save_if_due(self, is_over: bool, is_evaluated: bool) -> None:
         """Saves this step at an interval, by request, or at the end; also if it `is_evaluated` just now with the lowest
-        loss, or its snapshot lacks the evaluation. A numbered snapshot has another reason than the clock or the loss.
+        loss, or its snapshot lacks the evaluation. A save at an interval, by SIGUSR1 or at the end is also numbered.
         """
         state, config, requested = self.state, self.config, self.requests.save
         is_new = state.step > 0 and self.snapshots.saved_step != state.step
         is_interval = self.plan.is_due(state.step, config.save_every_steps, config.save_every)
         is_numbered = is_new and (is_over or requested == SAVE or is_interval)
-        is_better = is_evaluated and (state.is_best or not is_new)
-        if not (is_numbered or is_better or (is_new and requested)):
+        lacks_evaluation = is_evaluated and (state.is_best or not is_new)
+        if not (is_numbered or lacks_evaluation or (is_new and requested)):
             return
         if requested == SAVE:
             log.info("SIGUSR1: saving after step %d of %d", state.step, self.plan.total_steps)
@@ -407,7 +407,7 @@ class Trainer:
         """Starts to save this step, unless its weights, or the loss computed with them, are not finite: then returns
         which. The loss is that of the evaluation or, without training on it, of the last micro-batch.
         """
-        self._check_files()
+        self._restore_missing_files()
         state = self.state
         loss: Any = state.loss
         if not state.is_evaluated:

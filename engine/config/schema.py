@@ -291,7 +291,7 @@ class TrainerConfig:
     """The training loop: length, batch, precision, evaluation, snapshots, processes."""
 
     # fmt: off
-    max_epochs: int | None = 10  # epochs over all overlapping windows, about block_size passes each; null: no limit
+    max_epochs: int | None = 10  # epochs; each is block_size passes over the text, one from each offset; null: no limit
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # time limit, minutes, from which main.py computes max_steps; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
@@ -387,12 +387,12 @@ class Config:
     IRRELEVANT: ClassVar = ("samples", "report", "run_name", "run_dir")
 
     def __post_init__(self):
-        self.typed: dict[str, Any] = {}  # by key: URLs with ${oc.env:NAME}, which files of the run keep as they are
+        self.unresolved: dict[str, Any] = {}  # URLs with ${oc.env:NAME}, by key, as the files of the run keep them
 
     def recorded(self) -> dict[str, Any]:
         """The settings, for files of the run."""
         settings = dataclasses.asdict(self)
-        for key, value in self.typed.items():
+        for key, value in self.unresolved.items():
             group, _, name = key.rpartition(".")
             (settings[group] if group else settings)[name] = value
         return settings

@@ -17,8 +17,8 @@ from engine.errors import UserError
 from engine.files import masked
 from engine.interop import transformers
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import run_on_rank_0
 from engine.run.directory import choose_snapshot
+from engine.snapshots.manager import read_on_rank_0
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot
 
@@ -40,7 +40,8 @@ def read_init_weights(config: Config, snapshot: Snapshot | None) -> Snapshot | N
         log.info("init_from   not read: resuming from the run's own snapshot")
         config.resolve_architecture(snapshot.model_config)
         return None
-    pretrained = run_on_rank_0(lambda: read_pretrained(source))
+    pretrained = read_on_rank_0(lambda: read_pretrained(source))
+    assert pretrained is not None
     encoding = pretrained.encoding
     if (encoding == "bytes") != (config.data.encoding == "bytes"):
         raise UserError(f"init_from={source}: was trained with data.encoding={encoding}; set the same")
@@ -73,8 +74,8 @@ def read_pretrained(source: str) -> Snapshot:
 
 @torch.no_grad()
 def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> None:
-    """Loads the pretrained weights into a fresh `model` for `vocabulary`, bare, wrapped or sharded; all ranks
-    must call it. Raises `UserError` for weights that do not fit.
+    """Loads the pretrained weights, which rank 0 has, into a fresh `model` for `vocabulary`, bare, wrapped or sharded;
+    all ranks must call it. Raises `UserError` for weights that do not fit.
     """
     bare = distributed.unwrap(model)
     own = bare.state_dict()
@@ -87,11 +88,12 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
     sources = [rows[vocabulary[i]] for i in reused]
     codes = pretrained.model_state.get(transformers.CODES)
     if codes is not None:  # new characters have codes that no pretrained one has
+        codes = distributed.broadcast(codes)
         fresh = codes.max() + 1 + torch.arange(len(vocabulary))
         fresh[reused] = codes[sources]
         own[transformers.CODES].copy_(fresh)
     for name, parameter in bare.named_parameters():
-        value = pretrained.model_state[name].float()
+        value = distributed.broadcast(pretrained.model_state[name]).float()
         if name in transformers.PER_CHARACTER:
             fresh = sharding.full_tensor(parameter).cpu() + value.mean(dim=0)
             fresh[reused] = value[sources]

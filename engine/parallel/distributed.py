@@ -355,7 +355,7 @@ def report_unresponsive_ranks(when: Callable[[], str]) -> Iterator[None]:
         failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
         if not (failed and _store and (silent := unresponsive_ranks(_store))):
             raise
-        raise UserError(f"{when()}: {silent} within 3 s: {message}") from error
+        raise UserError(f"{when()}: no answer from {silent} within 3 s: {message}") from error
 
 
 def unresponsive_ranks(store: dist.Store) -> str:
@@ -373,5 +373,4 @@ def unresponsive_ranks(store: dist.Store) -> str:
         ranks = ThreadPoolExecutor(1).submit(ask).result(timeout=6)
     except (RuntimeError, TimeoutError):
         ranks = ["the process that holds the store"]
-    verb = "has" if len(ranks) == 1 else "have"
-    return f"{', '.join(ranks)} {verb} not reported" if ranks else ""
+    return ", ".join(ranks)

@@ -38,7 +38,7 @@ SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
 def open_run(run_dir: str, snapshot_path: str) -> Iterator[Callable[[], bool]]:
     """On rank 0, creates `run_dir`, holds its lock and that of a snapshot on a local disk, and logs to a file
     in it, for as long as the block lasts. If a collective fails within it, the log names the ranks that do not respond.
-    Gives `check_files` of this run, for rank 0.
+    Gives `restore_missing_files` of this run, for rank 0.
 
     Raises `UserError` on every rank if a file cannot be written, another run holds a lock, or `snapshot_path`
     names no file, or another file of the run.
@@ -63,7 +63,7 @@ def open_run(run_dir: str, snapshot_path: str) -> Iterator[Callable[[], bool]]:
 
     with stack, report_unresponsive_ranks(lambda: "while the run starts or ends"):
         run_on_rank_0(enter)
-        yield lambda: check_files(run_dir, owner, token)
+        yield lambda: restore_missing_files(run_dir, owner, token)
 
 
 def remove_if_unused(run_dir: str) -> None:
@@ -97,9 +97,9 @@ def write_token(owner: str, token: str) -> None:
         log.warning("cannot write %s (%s); will retry", owner, error.strerror)
 
 
-def check_files(run_dir: str, owner: str, token: str) -> bool:
-    """Whether the files of this run exist. If one is missing, or the token cannot be read, warns, writes the
-    token and the log again, and returns False: the caller writes the others.
+def restore_missing_files(run_dir: str, owner: str, token: str) -> bool:
+    """If a file of this run is missing, or the token cannot be read, writes the token and the log again, with a
+    warning. Returns whether all were there; if not, the caller writes the others.
 
     Raises `UserError` if the token is another run's. Deleting a run directory deletes its lock, and another run can
     start there. Do not open the lock file itself: closing it releases a POSIX lock.

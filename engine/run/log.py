@@ -100,7 +100,7 @@ class RunLog:
                 f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
                 "trainer.max_steps or max_epochs, or a trainer.patience, save time"
             )
-        self.first_step = self.logged_step = self.state.step
+        self.start_step = self.logged_step = self.state.step
         self.paused_s = 0.0
         self.lap_started = time.perf_counter()
 
@@ -135,7 +135,7 @@ class RunLog:
         """
         step = self.state.step
         self.last, self.lr = (rank_loss, grad_norm), lr
-        if step == self.first_step + 1:
+        if step == self.start_step + 1:
             self.paused_s = 0.0  # evaluating pretrained weights
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm, torch.full_like(rank_loss, lr)))
         self.in_a_row = torch.where(grad_norm.isfinite(), 0.0, self.in_a_row + 1)
@@ -144,7 +144,7 @@ class RunLog:
         self.diverged = torch.where(has_diverged, noted, self.diverged)
         if self.state.progress >= 1 or step % self.config.log_every_steps == 0:
             self._line()
-        elif step == self.first_step + 1:  # includes compilation: restart the clock
+        elif step == self.start_step + 1:  # includes compilation: restart the clock
             loss = self._mean(rank_loss)
             seconds = time.perf_counter() - self.lap_started
             log.info(f"{self._progress()} | loss {loss:.4f} | first step took {seconds:.1f} s")
@@ -167,7 +167,7 @@ class RunLog:
             mfu = rate * self.flops_per_character / (self.peak_flops * plan.world_size)
             mfu_shown = f" | MFU {mfu:.0%}"
         # The speed of recent steps; evaluations and saves as often as so far.
-        left = (seconds + self.paused_s / (step - self.first_step)) * (plan.total_steps - step)
+        left = (seconds + self.paused_s / (step - self.start_step)) * (plan.total_steps - step)
         if state.limit_s:
             left = min(left, max(state.limit_s - state.seconds, 0.0))
         norm = grad_norm.item()

@@ -41,9 +41,9 @@ def error_of(save: Future[None]) -> str:
 
 
 class SnapshotManager:
-    """The snapshots of the run in `run_dir`, with the settings of a `TrainerConfig`. `check_files` says, on rank 0,
-    whether the run's other files are there. Raises `UserError` on every rank if the run cannot resume from the files
-    that exist.
+    """The snapshots of the run in `run_dir`, with the settings of a `TrainerConfig`. `restore_missing_files`, for rank
+    0 before each save, returns whether the other files of the run were there. Raises `UserError` on every rank if the
+    run cannot resume from the files that exist.
 
     Attributes:
         found: the snapshot to resume from, until it is restored; None for a new run. On ranks other than 0, its tensors
@@ -53,8 +53,8 @@ class SnapshotManager:
         due_at: on rank 0, when the clock asks for a save, as `time.monotonic()` gives it.
     """
 
-    def __init__(self, config: TrainerConfig, run_dir: str, check_files: Callable[[], bool] = lambda: True):
-        self.config, self.run_dir, self.check_files = config, run_dir, check_files
+    def __init__(self, config: TrainerConfig, run_dir: str, restore_missing_files: Callable[[], bool] = lambda: True):
+        self.config, self.run_dir, self.restore_missing_files = config, run_dir, restore_missing_files
         self.path = snapshot_path(config.snapshot_path, run_dir)
         self.storage = SnapshotStorage(self.path, config.keep_snapshots)
         minutes = config.save_every_minutes
@@ -72,20 +72,17 @@ class SnapshotManager:
     # --- before the first step ---
 
     def _find(self) -> None:
-        """Finds the newest undamaged snapshot, read and verified by rank 0; `restore` sends its tensors."""
+        """Finds the newest undamaged snapshot; `restore` sends its tensors."""
 
         def find() -> Snapshot | None:
             if found := self.storage.find():
-                self.found, path = found
-                log.info("resuming from %s, step %d", path, self.found.step)
-                plain = self.found.map_tensors(lambda tensor: tensor.to("meta"))
-                return dataclasses.replace(plain, probe_logits=self.found.probe_logits)
+                log.info("resuming from %s, step %d", found[1], found[0].step)
+                return found[0]
             if self.config.resume == "must":
                 raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
             return None
 
-        plain = distributed.run_on_rank_0(find)
-        self.found = self.found or plain
+        self.found = read_on_rank_0(find)
 
     def open(self, state: State, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
@@ -238,6 +235,24 @@ class SnapshotManager:
             if self.saved_step is not None and exists(self.path):
                 intact = "; the snapshots saved before are intact"
         log.warning("step %d: the snapshot was not written to %s: %s%s", step, self.path, error, intact)
+
+
+def read_on_rank_0(read: Callable[[], Snapshot | None]) -> Snapshot | None:
+    """The snapshot that `read()` gives on rank 0. Other ranks have its tensors on the meta device, to be filled by
+    `distributed.broadcast`. Raises as `run_on_rank_0`.
+    """
+    found: Snapshot | None = None
+
+    def read_plain() -> Snapshot | None:
+        nonlocal found
+        found = read()
+        if found is None:
+            return None
+        plain = found.map_tensors(lambda tensor: tensor.to("meta"))
+        return dataclasses.replace(plain, probe_logits=found.probe_logits)
+
+    plain = distributed.run_on_rank_0(read_plain)
+    return found or plain
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
