@@ -74,7 +74,7 @@ def configure(*overrides: str) -> DictConfig:
     `UserError`.
     """
     log_to_console()
-    return compose(add_default_recipe([*launch_settings(list(overrides)), *overrides]))
+    return compose(add_default_recipe([*launch_settings(), *overrides]))
 
 
 def train(composed: DictConfig) -> float | None:
@@ -360,7 +360,7 @@ def run() -> None:
             return
         if {"-m", "--multirun"} & set(arguments):
             check_sweep(arguments)
-        sys.argv[1:] = add_default_recipe([*launch_settings(arguments), *arguments])
+        sys.argv[1:] = add_default_recipe([*launch_settings(), *arguments])
         check_overrides(sys.argv[1:])
         portable.patch_argparse()
         main()

@@ -33,8 +33,8 @@ def is_launcher() -> bool:
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
-def launch_settings(typed: list[str]) -> list[str]:
-    """The overrides that `accelerate launch` asks for, without those of `typed`; logs them, and what is not used."""
+def launch_settings() -> list[str]:
+    """The overrides that `accelerate launch` asks for; logs them, and what is not used."""
     found = []
     for name, (settings, instead) in VARIABLES.items():
         value = os.environ.get(name, "").lower()
@@ -42,8 +42,6 @@ def launch_settings(typed: list[str]) -> list[str]:
             found.append(settings[value])
         elif value not in DEFAULTS:
             log.warning("%s=%s is not used: %s", name, value, instead)
-    keys = {override.partition("=")[0].lstrip("+") for override in typed}
-    found = [setting for setting in found if setting.partition("=")[0] not in keys]
     if found:
-        log.info("accelerate  %s, as launched", " ".join(found))
+        log.info("accelerate  %s, as launched, unless typed", " ".join(found))
     return found
