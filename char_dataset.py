@@ -153,7 +153,7 @@ class CharDataset(Dataset):
         """Whether `digest` is the SHA-256 of the first `length` characters."""
         hashed = hashlib.sha256()
         for ids in self.data[:length].split(2**20):
-            hashed.update("".join(map(self.vocabulary.__getitem__, ids.tolist())).encode())
+            hashed.update(self._characters(ids).encode())
         return hashed.hexdigest() == digest
 
     @functools.cached_property
@@ -181,7 +181,11 @@ class CharDataset(Dataset):
 
     def decode(self, ids) -> str:
         """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
-        return to_text("".join(self.itos[int(i)] for i in ids), self.config.encoding)
+        return to_text(self._characters(torch.as_tensor(ids)), self.config.encoding)
+
+    def _characters(self, ids: torch.Tensor) -> str:
+        points = np.frombuffer(self.vocabulary.encode("utf-32-le"), np.uint32)
+        return points[ids.cpu().numpy()].tobytes().decode("utf-32-le")
 
 
 def encode(text: str, vocabulary: str, encoding: str) -> torch.Tensor:
