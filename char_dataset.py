@@ -181,7 +181,8 @@ class CharDataset(Dataset):
 
     def decode(self, ids) -> str:
         """The inverse of `encode`; bytes that are not UTF-8 become U+FFFD."""
-        return to_text(self._characters(torch.as_tensor(ids)), self.config.encoding)
+        ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64)  # of an empty list, it would be float32
+        return to_text(self._characters(ids), self.config.encoding)
 
     def _characters(self, ids: torch.Tensor) -> str:
         points = np.frombuffer(self.vocabulary.encode("utf-32-le"), np.uint32)
