@@ -17,7 +17,7 @@ from char_dataset import CharDataset, DataConfig
 from engine.errors import UserError
 from engine.snapshots.storage import load
 from engine.text import encoding, sources
-from engine.text.documents import separator_text, unescaped
+from engine.text.documents import read_text, separator_text, unescaped
 
 NAMES = [f"name {i}" for i in range(40)]
 
@@ -96,6 +96,37 @@ def test_missing_fields_are_counted_lists_are_joined_and_escapes_decoded(dataset
         dataset(str(tmp_path / "bad.jsonl"), field="a")
 
 
+@pytest.mark.parametrize(
+    "content", ["id,t\r1,a b\r2,c\r", "id;t\n1;a b\n2;c\n", "id\tt\n1\ta b\n2\tc\n", "\ufeffid,t\r\n1,a b\r\n2,c"]
+)
+def test_tables_of_other_programs_are_read(content, dataset, tmp_path):
+    (tmp_path / "t.csv").write_bytes(content.encode())
+    assert text_of(dataset(str(tmp_path / "t.csv"), field="t", shuffle="none")) == "a b\nc\n"
+
+
+def test_a_field_is_looked_for_in_lists_and_only_some_parts_need_records(dataset, tmp_path):
+    lines = ['[{"t": "a"}, {"t": "b"}]', '"no field"', '{"t": "c"}']
+    for name in ("t.jsonl", "t.json"):
+        (tmp_path / name).write_text("\n".join(lines))
+    (tmp_path / "held.txt").write_text("plain text")
+    data = dataset(str(tmp_path / "t.jsonl"), field="t", shuffle="none", val_path=str(tmp_path / "held.txt"))
+    assert text_of(data) == "a\nb\n\nc\n\nplain text\n\n"
+    with pytest.raises(UserError, match=r"t.json: not JSON: .*; a record a line is data.format=jsonl"):
+        dataset(str(tmp_path / "t.json"), field="t")
+    (tmp_path / "t.json").write_text('["a", "b"]')
+    with pytest.raises(UserError, match=r"t.json has records without fields: no record has data.field=t"):
+        dataset(str(tmp_path / "t.json"), field="t")
+
+
+def test_a_text_to_score_is_read_as_the_runs_or_as_a_table(tmp_path):
+    (tmp_path / "t.txt").write_text("a\nb\n")
+    (tmp_path / "t.csv").write_text("id,t\n1,a\n2,b\n")
+    for field, name in (("t", "t.txt"), ("t", "t.csv"), (None, "t.txt")):
+        config = DataConfig(path="run.csv", field=field, separator="none")
+        assert read_text(str(tmp_path / name), config) == "a\nb\n"
+    assert read_text(str(tmp_path / "t.csv"), DataConfig(path="run.csv", format="text")) == "id,t\n1,a\n2,b\n"
+
+
 # --- documents ---
 
 
@@ -135,12 +166,23 @@ def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_sa
     assert "documents   3, separated by |, which they contain: " in caplog.text
 
 
+def test_a_shuffle_with_a_separator_of_its_own_takes_no_other(dataset, tmp_path):
+    (tmp_path / "t.txt").write_text("a line\n" * 9)
+    with pytest.raises(UserError, match=r"data.separator=\|: data.shuffle=lines has one of its own, newline; leave one"):
+        DataConfig(path="t.txt", shuffle="lines", separator="|")
+    with pytest.raises(UserError, match=r"data.shuffle=documents: the text is a single document; data.shuffle=lines"):
+        dataset(str(tmp_path / "t.txt"), shuffle="documents")
+
+
 @pytest.mark.parametrize("order, is_said", [(sorted, True), (list, False)])
 def test_sorted_lines_are_said(order, is_said, dataset, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(encoding, "CHUNK", 2000)
     (tmp_path / "names.txt").write_text("\n".join(order(f"{i * 7919 % 101} name" for i in range(101))))
     dataset(str(tmp_path / "names.txt"))
     assert ("data.shuffle=lines mixes them" in caplog.text) == is_said
+    caplog.clear()
+    dataset(str(tmp_path / "names.txt"), val_path=str(tmp_path / "names.txt"))
+    assert "data.shuffle=lines" not in caplog.text
 
 
 def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
@@ -202,8 +244,12 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
                             ("utf-16-le", {"encoding": "UTF-16LE"})):  # fmt: skip
         path.write_bytes(text.encode(codec))
         assert text_of(dataset(str(path), **settings)) == text
-    with pytest.raises(UserError, match=r"data.encoding=hex: must be bytes, or a codec that Python knows"):
-        DataConfig(path="-", encoding="hex")
+    for codec in ("hex", "undefined"):
+        with pytest.raises(UserError, match=rf"data.encoding={codec}: must be bytes, or a codec that Python knows"):
+            DataConfig(path="-", encoding=codec)
+    path.write_bytes(b"+2AA-")  # half a character
+    with pytest.raises(UserError, match=r"t.txt: .*surrogates not allowed"):
+        dataset(str(path), encoding="utf-7")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +293,9 @@ def test_held_out_files_replace_the_split(tmp_path):
     assert {line["tokens"] for line in metrics(tmp_path / "run", "val")} == {35}
     (tmp_path / "v.txt").write_text("cbax" * 9)
     result = start(*run, *held, "trainer.max_steps=9")
-    assert result.returncode == 1 and "belongs to another run" in result.stderr
+    assert result.returncode == 1 and "run: the text and data.val_path and data.test_path had SHA" in result.stderr
+    result = start(*run, f"data.val_path={tmp_path / 'a.txt'}", held[1], "trainer.max_steps=9")
+    assert f"data.val_path was {tmp_path / 'v.txt'}, is {tmp_path / 'a.txt'}; the text and" in result.stderr
     parts = CharDataset(DataConfig(path=str(tmp_path / "a.txt"), test_path=str(tmp_path / "t.txt"), block_size=8))
     assert [len(part.data) for part in (*parts.split(), parts.final_part())] == [270, 30, 32]
 
@@ -306,7 +354,7 @@ def test_values_of_records_are_text_or_json(dataset, tmp_path):
     assert text_of(dataset(str(path), **settings, encoding="bytes")) == 'a\nb|true|{"x": "é"}|1.5|'
     assert text_of(dataset(str(path), field="a.b", block_size=1)) == "10"
     (tmp_path / "t.csv").write_text('t,n\n"open,1\nb,2\n')
-    with pytest.raises(UserError, match=r"t.csv: not CSV: unexpected end of data"):
+    with pytest.raises(UserError, match=r"t.csv, line 3: not CSV: unexpected end of data"):
         dataset(str(tmp_path / "t.csv"), field="t")
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         for content in ("first", "second"):

@@ -46,6 +46,8 @@ TEXT_OPTIONS = {
     "newlines": ("lf", "keep"),
     "normalize": ("NFC", "NFD", "NFKC", "NFKD"),
 }
+# What separates the items of `data.shuffle`, as `data.separator` names it.
+ITEM_SEPARATORS = {"lines": "newline", "paragraphs": "blank_line", "files": "none"}
 
 
 def expanded(key: str, path: Any) -> str | list[str]:
@@ -110,13 +112,18 @@ class DataConfig:
         for name, allowed in TEXT_OPTIONS.items():
             if getattr(self, name) is not None:
                 check_option(f"data.{name}", getattr(self, name), allowed)
+        own = ITEM_SEPARATORS.get(self.shuffle or "")
+        if own and self.separator not in (None, "none", own):
+            raise UserError(
+                f"data.separator={self.separator}: data.shuffle={self.shuffle} has one of its own, {own}; leave one out"
+            )
         check_range("data.max_bytes", self.max_bytes, above=0)
         try:
             if self.encoding != "bytes":
                 "".encode(self.encoding)  # a codec of text
                 codecs.getincrementaldecoder(self.encoding)
                 self.encoding = codecs.lookup(self.encoding).name
-        except LookupError as error:
+        except (LookupError, UnicodeError) as error:
             raise UserError(f"data.encoding={self.encoding}: must be bytes, or a codec that Python knows") from error
         self.cache_dir = os.path.expanduser(self.cache_dir)
         if not self.cache_dir or "://" in self.cache_dir:

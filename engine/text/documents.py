@@ -44,16 +44,16 @@ class Documents:
     not expect is logged once: files that are left out or the same, converted newlines, skipped records.
 
     Raises `UserError` for a file that cannot be read, is not in the encoding (naming the byte), or has no `data.field`.
-    `has_tables`, at the end, is whether there was a table.
+    `has_records` and `has_tables`, at the end, are whether there were any.
     """
 
     def __init__(self, path: str | list[str], config: DataConfig, names: dict[bytes, str] | None = None):
-        self.path, self.config, self.has_tables = path, config, False
+        self.path, self.config = path, config
+        self.has_records = self.has_tables = False
         self.left_out: list[str] = []
         self.converted = 0  # files with CRLF or CR
         self.names = {} if names is None else names  # of files read so far, by digest
         self.repeated: list[str] = []  # files with the content of another
-        self.has_records = False
 
     def __iter__(self) -> Iterator[str]:
         if self.path == PYDOC:
@@ -72,18 +72,11 @@ class Documents:
                 if text_source is None:
                     continue
                 source = text_source
-            yield from self._decoded(source) if kind == "text" else self._of_records(source, kind)
-            if kind == "text":
-                yield DOCUMENT_END
+            yield from self._of_text(source) if kind == "text" else self._of_records(source, kind)
             first = self.names.setdefault(own.digest(), source.name)
             if first != source.name:
                 self.repeated.append(f"{source.name} as {first}")
         check_sha256(whole.hexdigest(), self.config.sha256, self.path)
-        if self.config.field is not None and not self.has_records:
-            raise UserError(
-                f"data.field={self.config.field}: {self.path} has no records; data.format= says what a file is whose "
-                "name does not"
-            )
         if self.repeated:
             log.warning("%d files have the same content as others: %s", len(self.repeated), abridged(self.repeated))
         if self.left_out:
@@ -108,24 +101,26 @@ class Documents:
         self.left_out.append(source.name)
         return None
 
-    def _decoded(self, source: Source) -> Iterator[str]:
-        """The characters of a file in pieces."""
-        config = self.config
-        converts = config.newlines == "lf" and config.encoding != "bytes"
-        pieces = self._characters(source, converts, config.encoding)
-        return normalized(pieces, config.normalize) if config.normalize and config.encoding != "bytes" else pieces
+    def _of_text(self, source: Source) -> Iterator[str]:
+        """A file as one document."""
+        pieces, form = self._characters(source, self.config.encoding), self.config.normalize
+        yield from normalized(pieces, form) if form and self.config.encoding != "bytes" else pieces
+        yield DOCUMENT_END
 
-    def _characters(self, source: Source, converts: bool, encoding: str) -> Iterator[str]:
+    def _characters(self, source: Source, encoding: str) -> Iterator[str]:
+        """The characters of a file in pieces."""
         name, head, total, nul, num_bytes = source.name, next(source.pieces, b""), 0, 0, 0
         codec = codec_of(head, encoding)
         # As Python's `open`: also where CRLF is in two pieces.
+        converts = encoding != "bytes" and self.config.newlines == "lf"
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(codec)(), translate=converts)
         for piece in itertools.chain([head] if head else [], source.pieces, [b""]):
             num_bytes += len(piece)
             try:
                 text = decoder.decode(piece, final=not piece)
+                text.encode("utf-8")  # a few codecs give half characters
             except UnicodeError as error:
-                if not isinstance(error, UnicodeDecodeError):  # UTF-16 without a mark
+                if not isinstance(error, UnicodeDecodeError):  # also UTF-16 without a mark
                     raise UserError(f"{name}: {one_line(error)}; {advice(head)}") from error
                 at = num_bytes - len(error.object) + error.start
                 raise UserError(
@@ -144,11 +139,10 @@ class Documents:
         field, number, missing, record = self.config.field, 0, 0, None
         self.has_tables |= kind in TABLES
         for record in self._records(source, kind):
-            value: Any = record
-            if isinstance(record, dict):
-                if field is None:
-                    raise no_field(source, record, "give data.field= the one with the text, or data.format=text")
-                value = record[field] if field in record else at(record, field.split("."))
+            if field is None and isinstance(record, dict):
+                raise no_field(source, record, "give data.field= the one with the text, or data.format=text")
+            is_name = isinstance(record, dict) and field in record  # which may have a dot
+            value: Any = record if field is None else record[field] if is_name else at(record, field.split("."))
             if value is None or value == []:
                 missing += 1
                 continue
@@ -162,7 +156,7 @@ class Documents:
             text = from_text(text, self.config.encoding)
             number += 1
             yield from (text, DOCUMENT_END) if text else ()
-        if isinstance(record, dict) and not number:
+        if field is not None and record is not None and not number:
             raise no_field(source, record, f"no record has data.field={field}")
         skipped = f"; {missing:,} without {field} are skipped" if missing else ""
         log.info("records     %s: %s%s", source.name, f"{number:,}", skipped)
@@ -173,26 +167,35 @@ class Documents:
             yield from self._parquet(source)
             return
         encoding = "utf-8" if self.config.encoding == "bytes" else self.config.encoding  # JSON is text
-        characters = self._characters(source, False, encoding)
+        characters = self._characters(source, encoding)
         number = 0
+
+        def counted() -> Iterator[str]:
+            nonlocal number
+            for line in lines_of(characters):
+                number += 1
+                yield line
+
+        lines = counted()
         try:
             if kind == "json":
                 whole = json.loads("".join(characters))
                 yield from whole if isinstance(whole, list) else [whole]
             elif kind == "jsonl":
-                for line in lines_of(characters):
-                    number += 1
-                    if line.strip():
-                        yield json.loads(line)
+                yield from (json.loads(line) for line in lines if line.strip())
             else:
                 csv.field_size_limit(2**31 - 1)
-                delimiter = "\t" if kind == "tsv" else ","
-                yield from csv.DictReader(lines_of(characters), delimiter=delimiter, strict=True)
+                first = next(lines, "")
+                # Where a comma is the decimal point, spreadsheets write semicolons.
+                found = next((each for each in ",;\t" if each in first), ",")
+                delimiter = "\t" if kind == "tsv" else found
+                yield from csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
         except UserError:
             raise
         except (ValueError, csv.Error, RecursionError) as error:
             line = f", line {number}" * bool(number)
-            raise UserError(f"{source.name}{line}: not {kind.upper()}: {one_line(error)}") from error
+            hint = "; a record a line is data.format=jsonl" * (kind == "json" and "Extra data" in str(error))
+            raise UserError(f"{source.name}{line}: not {kind.upper()}: {one_line(error)}{hint}") from error
 
     def _parquet(self, source: Source) -> Iterator[Any]:
         if importlib.util.find_spec("pyarrow") is None:
@@ -213,9 +216,14 @@ class Documents:
                 raise UserError(f"{source.name}: not PARQUET: {one_line(error)}") from error
 
 
-def no_field(source: Source, record: dict[Any, Any], what: str) -> UserError:
+def no_field(source: Source, record: Any, what: str) -> UserError:
     """The error of records without a text."""
-    return UserError(f"{source.name} has the fields {', '.join(map(str, record))}: {what}")
+    has = (
+        f"has the fields {', '.join(filter(None, record))}"
+        if isinstance(record, dict)
+        else "has records without fields"
+    )
+    return UserError(f"{source.name} {has}: {what}")
 
 
 def abridged(names: list[str]) -> str:
@@ -311,9 +319,10 @@ def pydoc_text() -> str:
 
 def read_text(path: str | list[str], config: DataConfig) -> str:
     """The whole text at `path`, read as `config` says; several documents are separated. Raises `UserError`."""
-    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None, format=None))
+    kind = "text" if config.format == "text" else None
+    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None, format=kind))
     texts = ["".join(group) for is_end, group in itertools.groupby(pieces, DOCUMENT_END.__eq__) if not is_end]
-    separator = separator_text(config.separator)
+    separator = separator_text(config.separator) or "\n" * pieces.has_records
     if len(texts) == 1 or not separator:
         return "".join(texts)
     return "".join((text if separator.strip("\n") else text.rstrip("\n")) + separator for text in texts)
@@ -329,6 +338,12 @@ def separator_text(setting: str | None) -> str:
     if setting is None:
         return ""
     return SEPARATORS_BY_NAME[setting] if setting in SEPARATORS_BY_NAME else unescaped(setting)
+
+
+def separator_of(data: dict[str, Any], vocabulary: str) -> str:
+    """The separator of documents in the settings `data` of a text; empty for none, or one that does not occur."""
+    separator = separator_text(data.get("separator"))
+    return separator if set(from_text(separator, data.get("encoding", "utf-8"))) <= set(vocabulary) else ""
 
 
 def unescaped(text: str, vocabulary: str = "") -> str:

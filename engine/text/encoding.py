@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from fsspec.utils import infer_compression
 
-from engine.config.schema import SHAKESPEARE_URL, DataConfig
+from engine.config.schema import ITEM_SEPARATORS, SHAKESPEARE_URL, DataConfig
 from engine.errors import UserError
 from engine.files import atomic_write, file_lock, masked
 from engine.text.documents import DOCUMENT_END, PYDOC, Documents, from_text, separator_text
@@ -47,9 +47,7 @@ CHECKED = 256 * 2**20  # bytes of ids that are read to check a cache file
 FORMAT = 6  # version of the cache files
 CHUNK = 2**18  # characters at once
 MANY_LINES = 50  # from which sorted lines are no accident
-# What ends an item of `data.shuffle`, and is then the separator of documents.
-ITEM_ENDS = {"lines": "\n", "paragraphs": "\n\n", "files": ""}
-ITEM_SEPARATORS = {"lines": "newline", "paragraphs": "blank_line", "files": "none"}
+ITEM_ENDS = {name: separator_text(separator) for name, separator in ITEM_SEPARATORS.items()}
 # The settings on which the ids depend, beside the files.
 SETTINGS = (
     "path", "val_path", "test_path", "truncate", "sha256", "encoding", "format", "field", "separator", "shuffle",
@@ -213,7 +211,7 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     Returns plain values: the fields of `EncodedText` but the data, and the `type` of the ids. Raises `UserError` if no
     character is left.
     """
-    parts, shuffles = [], config.shuffle == "documents"
+    parts, shuffles, has_records = [], config.shuffle == "documents", False
     held_out = dataclasses.replace(config, sha256=None)
     names: dict[bytes, str] = {}  # of files, by digest
     for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
@@ -221,9 +219,17 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         documents = Documents(path, config if is_first else held_out, names) if path is not None else None
         parts.append(write_points(documents or (), config if is_first else None, points))
         shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
+        has_records |= bool(documents and documents.has_records)
         if path is not None and not len(parts[-1].ends):
             share = f", with data.truncate={config.truncate}" if config.truncate < 1 and is_first else ""
             raise UserError(f"data.{name}={path}: the text is empty{share}")
+    if config.field is not None and not has_records:
+        raise UserError(
+            f"data.field={config.field}: {config.path} has no records; data.format= says what a file is if its name "
+            "does not"
+        )
+    if config.shuffle == "documents" and len(parts[0].ends) < 2:
+        raise UserError("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
     separator = choose_separator(config, parts, points)
     between = from_text(separator_text(separator), config.encoding)
 
@@ -251,10 +257,15 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     id_of = (np.cumsum(is_used) - 1).astype(np.min_scalar_type(len(vocabulary) - 1))  # of every code point
     for found in final():
         ids.write(id_of[found].data)
-    if config.shuffle is None and not shuffles and has_sorted_lines(points, parts[0]):
+    if (
+        config.shuffle is None
+        and not shuffles
+        and config.val_path is None
+        and has_sorted_lines(parts[0], points, between)
+    ):
         log.warning("the lines are sorted: only their end is held out; data.shuffle=lines mixes them")
     number = sum(len(part.ends) for part in parts)
-    if between and number > 1:
+    if between and number > 1 and config.shuffle not in ITEM_ENDS:
         mixed = "shuffled, and " * shuffles
         inside = ", which they contain: data.separator='<|end|>\\n' keeps them apart" * (repeated > number)
         log.info("documents   %s, %sseparated by %s%s", f"{number:,}", mixed, separator, inside)
@@ -334,9 +345,9 @@ def ordered(
     yield np.concatenate([*found, following[:0]])
 
 
-def has_sorted_lines(points: BinaryIO, part: Part) -> bool:
+def has_sorted_lines(part: Part, points: BinaryIO, between: str) -> bool:
     """Whether the text begins with many lines in sorted order, as a list of names does."""
-    text = read_points(points, part.start, min(int(part.ends[-1]), part.start + CHUNK)).tobytes().decode("utf-32-le")
+    text = next(ordered(part, points, between, is_shuffled=False)).tobytes().decode("utf-32-le")
     lines = [line.casefold() for line in text.split("\n")[:-1]]
     return len(lines) >= MANY_LINES and lines == sorted(lines)
 
