@@ -40,7 +40,7 @@ def masked(value: Any) -> Any:
 
     value = re.sub(r"(://)([^\s/?#]+)(?=@)", mask, value)
     # Without what follows a URL in a list, quotes or a sentence.
-    return re.sub(r"(://[^\s?'\"]*\?)((?:(?!,\w+:)\S)*[^\s'\".,:;)\]])", mask, value)
+    return re.sub(r"(://[^\s?'\"]*\?)((?:(?!,\w+:/)\S)*[^\s'\".,:;)\]])", mask, value)
 
 
 def usable(path: Any, setting: str) -> Any:

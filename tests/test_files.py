@@ -78,6 +78,7 @@ with file_lock(sys.argv[1]):
     "text, shown",
     [
         ("https://me:pw@h/f?X-Sig=a,b&c=d: cannot be read", "https://***@h/f?***: cannot be read"),
+        ("https://h/f?X-Sig=a,b: cannot be read", "https://h/f?***: cannot be read"),
         ("[https://me:p@w@h/a?x=1,s3://k@h/b?y]", "[https://***@h/a?***,s3://***@h/b?***]"),
         ("zip://a.txt::https://h/f.zip?s.", "zip://a.txt::https://h/f.zip?***."),
         (

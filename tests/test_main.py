@@ -204,6 +204,8 @@ def test_a_text_with_a_meaning_to_hydra_keeps_it():
     assert add_default_recipe(typed) == typed
     typed = ["-m", "experiment=overfit", "data.path=é,b", "data.path=[é, b (1)]"]
     assert add_default_recipe(typed) == [*typed[:2], 'data.path="é","b"', 'data.path=["é","b (1)"]']
+    typed = ["experiment=overfit", "data.separator=[SEP]", "run_name={a:1}"]  # settings that are no lists
+    assert add_default_recipe(typed) == [typed[0], 'data.separator="[SEP]"', 'run_name="{a:1}"']
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from engine.machine.hardware import computes_in_bfloat16
 
 log = logging.getLogger("gpt")
 FOLDERS = ("data", "model", "optimizer", "experiment")  # of conf/
-# The settings that are texts; Any: paths.
+# The settings that are texts, and their types; Any: paths, or lists of them.
 TEXTS = {
-    prefix + setting.name
+    prefix + setting.name: setting.type
     for prefix, group in GROUPS.items()
     for setting in dataclasses.fields(group)
     if setting.type in (str, str | None, Any)
@@ -93,7 +93,8 @@ def as_text(override: str, is_sweep: bool = False) -> str:
         return override
     try:
         read = OverridesParser.create().parse_override(override).value()
-        is_changed = isinstance(read, int | float) or (isinstance(read, str) and read == value.strip() != value)
+        others = int | float if TEXTS[key.lstrip("+")] is Any else int | float | list | dict
+        is_changed = isinstance(read, others) or (isinstance(read, str) and read == value.strip() != value)
         return quoted(key, value) if is_changed else override
     except HydraException:
         is_list = value.startswith("[") and value.endswith("]")
@@ -155,12 +156,12 @@ def check_overrides(arguments: list[str]) -> None:
     given = {override_key(argument) for argument in arguments if "=" in argument and not argument.endswith("=null")}
     for path, share in (("data.val_path", "data.train_split"), ("data.test_path", "data.final_split")):
         check_only_one(**{key: key in given for key in (path, share)})  # the recipe's share is ignored
-    is_pretrained = "init_from" in given
+    sizes = [argument for argument in arguments if override_key(argument) in given & architecture]
+    if "init_from" in given and sizes:
+        raise UserError(f"{' '.join(sizes)}: with init_from= the architecture is the pretrained model's; leave it out")
     for argument in arguments:
         key, equals, value = argument.lstrip("+~-").partition("=")
         last = key.rpartition(".")[2]
-        if is_pretrained and key in architecture and value != "null":
-            raise UserError(f"{argument}: with init_from= the architecture is the pretrained model's; leave it out")
         if argument.startswith("-"):
             if last in names:
                 raise UserError(f"{argument}: settings have no dashes; did you mean {names[last]}=?")
