@@ -103,7 +103,12 @@ def run_training(config: Config, started: float) -> float | None:
         if pretrained is not None:
             keep_held_out(config, text, pretrained)
         deadline = choose_sizes(
-            config, text.in_sight, recorded, started, lambda timed: build(timed, text.with_config(timed.data).split())
+            config,
+            text.in_sight,
+            recorded,
+            started,
+            lambda timed: build(timed, text.with_config(timed.data).split()),
+            text.parts[2],
         )
         if found:  # before a changed setting makes the split fail
             check_can_resume(found, snapshots.path, config.recorded(), {}, text.digest)
@@ -111,7 +116,7 @@ def run_training(config: Config, started: float) -> float | None:
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         repeated = distributed.run_on_rank_0(lambda: find_repeats(config, *split))
-        if pretrained is not None:
+        if pretrained is not None and config.data.held_out is None:
             distributed.run_on_rank_0(lambda: warn_if_known(config, split[1], pretrained))
         trainer = build(config, split, pretrained)
         log_parts(config, trainer, *split)

@@ -46,7 +46,7 @@ def settings(*overrides: str, recipe: str = "auto") -> Config:
 
 
 def choose_for(
-    config: Config, characters: int, minutes: float = 1.5, flops: float = 1e11, device: str = "cpu"
+    config: Config, characters: int, minutes: float = 1.5, flops: float = 1e11, device: str = "cpu", final: int = 0
 ) -> tuple[dict, list[str], list[str]]:
     """The settings chosen on a machine of so many floating-point operations a second, the overrides that choose them,
     and the `trainer.compile` of the steps that were timed.
@@ -60,7 +60,7 @@ def choose_for(
         return seconds * (0.7 if compiled[-1] == "true" else 1)
 
     distributed._device = torch.device(device)
-    sizing.choose(config, characters, 60 * minutes, time_step)
+    sizing.choose(config, characters, 60 * minutes, time_step, final)
     chosen = flatten(dataclasses.asdict(config))
     overrides = [f"{key}={chosen[key]}" for key in chosen if chosen[key] != before[key]]
     return chosen, overrides, compiled
@@ -241,6 +241,8 @@ def test_the_final_part_is_not_training_text_and_its_scoring_time_is_counted():
         assert part[key] == whole[key]
     assert part["data.train_split"] == pytest.approx(0.6 * whole["data.train_split"], abs=1e-6)
     assert part["trainer.max_steps"] < whole["trainer.max_steps"]
+    beside = choose(characters=300_000, final=200_000)  # of data.test_path
+    assert beside["trainer.max_steps"] == pytest.approx(part["trainer.max_steps"], rel=0.01)
 
 
 def test_n_gram_decay_grows_with_the_passes_and_short_texts_have_no_n_grams():

@@ -86,10 +86,12 @@ def choose_sizes(
     recorded: dict[str, Any] | None,
     started: float,
     build: Callable[[Config], TimedTrainer],
+    final: int = 0,
 ) -> float | None:
     """Sets the null fields of `config`, and the steps if there is a time limit, which counts from `started`. A run that
-    resumes takes them from the settings `recorded` in its snapshot. `build` builds the Trainer to time. Returns when
-    training must end, as `time.monotonic()` gives it; None without a time limit, or if the run resumes.
+    resumes takes them from the settings `recorded` in its snapshot. `build` builds the Trainer to time; after training,
+    `final` other characters are scored. Returns when training must end, as `time.monotonic()` gives it; None without a
+    time limit, or if the run resumes.
     """
     end = None
     if recorded is not None:
@@ -97,7 +99,7 @@ def choose_sizes(
     elif config.trainer.max_minutes is not None or null_fields(config):
         before = flatten(dataclasses.asdict(config))
         deadline = started + 60 * (config.trainer.max_minutes or 0.0)
-        end = choose(config, characters, deadline, functools.partial(seconds_per_step, build))
+        end = choose(config, characters, deadline, functools.partial(seconds_per_step, build), final)
         after = flatten(dataclasses.asdict(config))
         chosen = " ".join(f"{key}={value}" for key, value in after.items() if value != before[key])
         log.info("sizing      to repeat this run, add: %s trainer.max_minutes=null run_name=NEW_NAME", chosen)
@@ -105,10 +107,10 @@ def choose_sizes(
     return end
 
 
-def choose(config: Config, characters: int, deadline: float, time_step: TimeStep) -> float | None:
+def choose(config: Config, characters: int, deadline: float, time_step: TimeStep, final: int = 0) -> float | None:
     """Chooses the null fields; given values are kept. `time_step` measures this machine; a time limit ends at
-    `deadline`. Returns when training must end if there is a time limit. Raises `UserError` for a text or a time that is
-    too short.
+    `deadline`, when `final` other characters have been scored, too. Returns when training must end if there is a time
+    limit. Raises `UserError` for a text or a time that is too short.
     """
     trainer, chooses_model, end = config.trainer, bool(null_fields(config)), None
     if chooses_model:
@@ -122,6 +124,9 @@ def choose(config: Config, characters: int, deadline: float, time_step: TimeStep
             step_s = choose_compile(config, min(seconds_left(deadline), longest_s), time_step, step_s)
         if distributed.device().type == "cpu":  # each evaluation may find the best weights yet, which are saved
             evaluation_steps += save_seconds(config) / step_s
+        # One process scores the final part.
+        final += round(config.data.final_split * characters)
+        deadline -= distributed.size() * step_s * scoring_steps(config, final)
         end = choose_steps(config, characters, deadline, step_s, evaluation_steps, most_steps)
     steps = planned_steps(config, characters)
     if trainer.eval_every_steps is None:
@@ -236,9 +241,7 @@ def choose_steps(
     """
     trainer, evaluation_s = config.trainer, step_s * evaluation_steps
     initial_s = evaluation_s if config.init_from is not None else 0.0  # of the pretrained weights
-    # One process scores the final part.
-    final_s = distributed.size() * step_s * scoring_steps(config, config.data.final_split * characters)
-    reserved = evaluation_s + save_seconds(config) + final_s + FINISH_S  # after training
+    reserved = evaluation_s + save_seconds(config) + FINISH_S  # after training
     seconds = seconds_left(deadline) - reserved
     left = seconds - gpu_seconds(config, seconds / step_s) - initial_s
     if trainer.eval_every_steps is None:

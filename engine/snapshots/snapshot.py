@@ -9,6 +9,7 @@ import copy
 import hashlib
 import io
 import logging
+import shlex
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,7 @@ from engine.parallel import distributed
 from engine.parallel.sharding import is_dtensor
 from engine.precision import evaluating
 from engine.snapshots.state import State
-from engine.text.documents import from_text, separator_text, unit_of
+from engine.text.documents import separator_of, unit_of
 
 log = logging.getLogger("gpt")
 
@@ -165,8 +166,7 @@ class Snapshot(State):
     @property
     def separator(self) -> str:
         """What separates the documents of the text; empty for none, or one that does not occur."""
-        separator = separator_text(self.config.get("data", {}).get("separator"))
-        return separator if set(from_text(separator, self.encoding)) <= set(self.vocabulary) else ""
+        return separator_of(self.config.get("data", {}), self.vocabulary)
 
     @property
     def unit(self) -> str:
@@ -256,18 +256,26 @@ def check_can_resume(
     common = sorted(old.keys() & new.keys())  # either may know fewer settings
     changes = {key: (old[key], new[key]) for key in common if old[key] != new[key]}
     was, now = snapshot.text_digest, digest
+    held_out = [key for key in ("data.val_path", "data.test_path") if was != now and (old.get(key) or new.get(key))]
     if was != now:
         changes.pop("model.vocab_size", None)  # follows from the text
+    if "data.val_path" in held_out:
+        changes.pop("data.train_split", None)  # as well
     fixed = {key: values for key, values in changes.items() if is_fixed(key)}
-    refused = [f"{key} was {as_typed(before)}, is {as_typed(after)}" for key, (before, after) in fixed.items()]
+    shown = fixed | {key: changes[key] for key in held_out if key in changes}
+    refused = [f"{key} was {as_typed(before)}, is {as_typed(after)}" for key, (before, after) in shown.items()]
     if was != now:
-        before, after = changes.pop("data.path", ("the text", "now it"))
+        before, after = changes.pop("data.path", (" and ".join(["the text", *held_out]), "now it"))
         refused.append(f"{before} had SHA-256 {was[:12]}, {after} has {now[:12]}")
     if refused:
-        tuned = f", which fine-tunes this model with init_from={path}" * (was != now and len(refused) == 1)
+        name = "run_name" if new.get("run_dir") == f"runs/{new.get('run_name')}" else "run_dir"
+        other = " ".join(map(shlex.quote, (f"init_from={path}", f"{name}={new.get(name)}-2")))
+        tuned = f"; to fine-tune this model on the changed text, add: {other}" * (
+            was != now and not fixed and "run_dir" in new
+        )
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
-            f"with run_name=NEW_NAME{tuned}, or rename this one's snapshots with trainer.resume=never"
+            f"with run_name=NEW_NAME, or rename this one's snapshots with trainer.resume=never{tuned}"
         )
     return changes
 
