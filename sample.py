@@ -81,6 +81,7 @@ class SampleConfig:
     run_dir: str | None = None  # the run; null: the newest under runs/
     snapshot: str | None = None  # a file, URL or run; null: the best of run_dir, or its latest
     score: str | None = None  # a file, URL or pattern: print the loss of this text instead
+    field: Text | None = None  # for score= and prompt_file=: the field of records; null: as of the run's text
     snapshots: list[str] | None = None  # for score=: several, [a.pt,b.pt], alone and as an ensemble
     by: str | None = None  # for score=: line, document or character: the loss of each, into out=
     stride: int | None = None  # for score=: characters between windows; null: the context
@@ -99,6 +100,8 @@ class SampleConfig:
         for name in ("snapshots", "by", "stride"):
             if getattr(self, name) is not None and self.score is None:
                 raise UserError(f"{name}= requires score=")
+        if self.field is not None and self.score is None and self.prompt_file is None:
+            raise UserError("field= requires score= or prompt_file=")
         if self.by is not None:
             check_option("by", self.by, ("line", "document", "character"))
         if self.score is not None and (self.by is None) != (self.out is None):
@@ -255,16 +258,22 @@ def copied_share(texts: list[str], source: str) -> float:
     return float(np.mean(copied)) if copied else 0.0
 
 
-def read_as_trained(path: str, snapshot: Snapshot) -> str:
-    """The characters of the text at `path` (-: standard input), read as the text of the run was."""
-    return read_text("/dev/stdin" if path == STDIN else path, snapshot.data_config())
+def read_as_trained(path: str, snapshot: Snapshot, field: str | None) -> str:
+    """The characters of the text at `path` (-: standard input), read as the text of the run was, but of records the
+    `field` if given.
+    """
+    config = snapshot.data_config(**{} if field is None else {"field": field, "format": None})
+    try:
+        return read_text("/dev/stdin" if path == STDIN else path, config)
+    except UserError as error:
+        raise UserError(str(error).replace("data.field=", "field=")) from error
 
 
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
     """The characters to continue, at least one, and their ids."""
     name, vocabulary, encoding = "prompt", snapshot.vocabulary, snapshot.encoding
     if config.prompt_file is not None:
-        name, prompt = f"prompt_file={config.prompt_file}", read_as_trained(config.prompt_file, snapshot)
+        name, prompt = f"prompt_file={config.prompt_file}", read_as_trained(config.prompt_file, snapshot, config.field)
     elif config.prompt is not None:
         prompt = from_text(unescaped(config.prompt, vocabulary), encoding)
     else:
@@ -312,7 +321,10 @@ def read_units(config: SampleConfig, snapshot: Snapshot) -> Units:
     if config.stride is not None and not 1 <= config.stride <= block_size:
         raise UserError(f"stride={config.stride}: must be from 1 to the model's context, {block_size}")
     assert config.score is not None
-    text, separator = read_as_trained(config.score, snapshot), from_text(snapshot.separator, snapshot.encoding)
+    text, separator = (
+        read_as_trained(config.score, snapshot, config.field),
+        from_text(snapshot.separator, snapshot.encoding),
+    )
     start, end, parts = "", "", [text]
     if config.by in ("line", "document"):
         start, end = separator or default_prompt(vocabulary), "\n" if config.by == "line" else separator

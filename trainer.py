@@ -41,6 +41,7 @@ from engine.signals import SAVE, Stopped
 from engine.snapshots.manager import SnapshotManager, optimizer_state
 from engine.snapshots.snapshot import CHANGED, Snapshot, check_can_resume, has_changed, log_changes, probe_logits
 from engine.snapshots.state import State
+from engine.text.documents import separator_of
 
 __all__ = ["Snapshot", "Trainer", "TrainerConfig"]
 
@@ -366,9 +367,9 @@ class Trainer:
         return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
 
     def _sample(self) -> list[str]:
-        vocabulary = self.train_dataset.vocabulary
-        encoding = self.run_config.get("data", {}).get("encoding", "utf-8")
-        return self._call_eagerly(lambda: draw_samples(self.bare, vocabulary, encoding))
+        vocabulary, data = self.train_dataset.vocabulary, self.run_config.get("data", {})
+        encoding, separator = data.get("encoding", "utf-8"), separator_of(data, vocabulary)
+        return self._call_eagerly(lambda: draw_samples(self.bare, vocabulary, encoding, separator))
 
     def _probe(self) -> torch.Tensor:
         return self._call_eagerly(lambda: probe_logits(self.bare, distributed.device()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config.schema import CompleteGPTConfig
 from engine.errors import UserError, check_range
 from engine.precision import evaluating
-from engine.text.documents import to_text
+from engine.text.documents import from_text, to_text
 
 MIN_THREADED_WORK = 10_000_000  # texts x parameters, below which one CPU thread is faster
 
@@ -159,13 +159,13 @@ def default_prompt(vocabulary: str) -> str:
     return "\n" if "\n" in vocabulary else vocabulary[0]
 
 
-def draw_samples(model: torch.nn.Module, vocabulary: str, encoding: str) -> list[str]:
-    """Draws two short texts from a model during training, always with the same seed. Changes no state. All ranks of
-    a sharded model must call it.
+def draw_samples(model: torch.nn.Module, vocabulary: str, encoding: str, separator: str = "") -> list[str]:
+    """Draws two short texts from a model during training, always with the same seed; they follow the `separator`, if
+    there is one. Changes no state. All ranks of a sharded model must call it.
     """
     num_texts, num_characters = 2, 120
-    first = vocabulary.index(default_prompt(vocabulary))
-    idx = torch.full((num_texts, 1), first, device=next(model.parameters()).device)
+    prompt = [vocabulary.index(character) for character in from_text(separator, encoding) or default_prompt(vocabulary)]
+    idx = torch.tensor([prompt] * num_texts, device=next(model.parameters()).device)
     with enough_threads(model, num_texts):
         out = generate(model, idx, num_characters, temperature=0.8, do_sample=True, seed=1337)
-    return [to_text("".join(vocabulary[i] for i in row[1:]), encoding) for row in out.tolist()]
+    return [to_text("".join(vocabulary[i] for i in row[len(prompt) :]), encoding) for row in out.tolist()]

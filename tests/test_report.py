@@ -99,6 +99,7 @@ def test_drawing_samples_changes_no_state():
     texts = draw_samples(model, "\nabc", "utf-8")
     assert texts == draw_samples(model, "\nabc", "utf-8")
     assert [len(text) for text in texts] == [120] * 2 and set("".join(texts)) <= set("\nabc")
+    assert draw_samples(model, "\nabc", "utf-8", "a\n") != texts  # follows the separator
     assert torch.equal(before, torch.random.get_rng_state())
     assert model.training and torch.get_num_threads() == 2
 
