@@ -105,12 +105,13 @@ def test_tables_of_other_programs_are_read(content, dataset, tmp_path):
 
 
 def test_a_field_is_looked_for_in_lists_and_only_some_parts_need_records(dataset, tmp_path):
-    lines = ['[{"t": "a"}, {"t": "b"}]', '"no field"', '{"t": "c"}']
+    lines = ['[{"t": "a"}, {"t": "b"}]', '"no field"', '{"t": "c"}', '{"x": [{"y": [{"z": "d"}]}, {"y": {"z": "e"}}]}']
     for name in ("t.jsonl", "t.json"):
         (tmp_path / name).write_text("\n".join(lines))
     (tmp_path / "held.txt").write_text("plain text")
     data = dataset(str(tmp_path / "t.jsonl"), field="t", shuffle="none", val_path=str(tmp_path / "held.txt"))
     assert text_of(data) == "a\nb\n\nc\n\nplain text\n\n"
+    assert text_of(dataset(str(tmp_path / "t.jsonl"), field="x.y.z", block_size=1)) == "d\ne"
     with pytest.raises(UserError, match=r"t.json: not JSON: .*; a record a line is data.format=jsonl"):
         dataset(str(tmp_path / "t.json"), field="t")
     (tmp_path / "t.json").write_text('["a", "b"]')
@@ -168,7 +169,9 @@ def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_sa
 
 def test_a_shuffle_with_a_separator_of_its_own_takes_no_other(dataset, tmp_path):
     (tmp_path / "t.txt").write_text("a line\n" * 9)
-    with pytest.raises(UserError, match=r"data.separator=\|: data.shuffle=lines has one of its own, newline; leave one"):
+    with pytest.raises(
+        UserError, match=r"data.separator=\|: data.shuffle=lines has one of its own, newline; leave one"
+    ):
         DataConfig(path="t.txt", shuffle="lines", separator="|")
     with pytest.raises(UserError, match=r"data.shuffle=documents: the text is a single document; data.shuffle=lines"):
         dataset(str(tmp_path / "t.txt"), shuffle="documents")

@@ -73,9 +73,9 @@ class Documents:
                     continue
                 source = text_source
             yield from self._of_text(source) if kind == "text" else self._of_records(source, kind)
-            first = self.names.setdefault(own.digest(), source.name)
-            if first != source.name:
-                self.repeated.append(f"{source.name} as {first}")
+            if own.digest() in self.names:
+                self.repeated.append(f"{source.name} as {self.names[own.digest()]}")
+            self.names.setdefault(own.digest(), source.name)
         check_sha256(whole.hexdigest(), self.config.sha256, self.path)
         if self.repeated:
             log.warning("%d files have the same content as others: %s", len(self.repeated), abridged(self.repeated))
@@ -247,10 +247,11 @@ def hashed(pieces: Iterator[bytes], *digests: Any) -> Iterator[bytes]:
 
 
 def at(value: Any, names: list[str]) -> Any:
-    """The value at the path `names` in nested records; of a list, a list of those of its items that have it."""
+    """The value at the path `names` in nested records; of a list, one list of those of its items that have it."""
     for i, name in enumerate(names):
         if isinstance(value, list):
-            return [found for item in value if (found := at(item, names[i:])) is not None]
+            found = [at(item, names[i:]) for item in value]
+            return [each for item in found if item is not None for each in (item if isinstance(item, list) else [item])]
         value = value.get(name) if isinstance(value, dict) else None
     return value
 

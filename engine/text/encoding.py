@@ -257,12 +257,8 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     id_of = (np.cumsum(is_used) - 1).astype(np.min_scalar_type(len(vocabulary) - 1))  # of every code point
     for found in final():
         ids.write(id_of[found].data)
-    if (
-        config.shuffle is None
-        and not shuffles
-        and config.val_path is None
-        and has_sorted_lines(parts[0], points, between)
-    ):
+    is_cut = config.val_path is None and config.shuffle is None and not shuffles
+    if is_cut and has_sorted_lines(parts[0], points, between):
         log.warning("the lines are sorted: only their end is held out; data.shuffle=lines mixes them")
     number = sum(len(part.ends) for part in parts)
     if between and number > 1 and config.shuffle not in ITEM_ENDS:
