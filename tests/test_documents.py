@@ -220,6 +220,8 @@ def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
         assert text_of(CharDataset(config)) == expected
     assert caplog.text.count("left out    2 files that are not text: ") == 2
     assert caplog.text.count("texts: 5 files are left out: hidden, of runs, or no files") == 1
+    with pytest.raises(UserError, match=r"run: there is no file in this folder but hidden ones and those of runs"):
+        CharDataset(DataConfig(path=str(folder / "run")))
     with pytest.raises(UserError, match=r"t.zip: more than 8 bytes; data.max_bytes= allows more"):
         CharDataset(
             DataConfig(
@@ -258,13 +260,20 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
 @pytest.mark.parametrize(
     "content, says",
     [
-        ("naïve café\n".encode("cp1252") * 9, r"not UTF-8: byte 0xef at offset 2; it is probably \S+: data.encoding="),
+        (
+            "naïve café\n".encode("cp1252") * 9,
+            r"not UTF-8: byte 0xef at offset 2; it is probably cp1252: data.encoding=",
+        ),
+        (
+            "Příliš žluťoučký kůň úpěl ďábelské ódy.\n".encode("cp1250"),
+            r"it is probably (cp1250|cp1252): data.encoding=",
+        ),
         ("plain words\n".encode("utf-16-le") * 9, r"50% of its characters are NUL; it is probably utf-16-le"),
         ("plain words\n".encode("utf-32-be") * 9, r"75% of its characters are NUL; it is probably utf-32-be"),
         (b"%PDF-1.7 \xff\xff", "it is a PDF: extract its text"),
         (gzip.compress(b"text"), r"it is gzip: its name must end with \.gz"),
     ],
-    ids=["cp1252", "utf-16", "utf-32", "pdf", "gzip"],
+    ids=["cp1252", "cp1250", "utf-16", "utf-32", "pdf", "gzip"],
 )
 def test_a_file_in_another_encoding_names_the_likely_one(content, says, tmp_path):
     (tmp_path / "t.txt").write_bytes(content)

@@ -291,8 +291,10 @@ def advice(content: bytes) -> str:
     elif importlib.util.find_spec("charset_normalizer"):
         from charset_normalizer import from_bytes
 
-        best = from_bytes(content[:SNIFFED]).best()
-        likely = codecs.lookup(best.encoding).name if best else likely
+        matches = from_bytes(content[:SNIFFED])
+        best = matches.best()
+        if best and not any("cp1252" in match.could_be_from_charset for match in matches):  # the commonest by far
+            likely = codecs.lookup(best.encoding).name
     return f"it is probably {likely}: data.encoding={likely}; data.encoding=bytes reads any file"
 
 

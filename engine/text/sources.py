@@ -139,7 +139,8 @@ def files_below(fs: Any, folder: str, cache_dir: str, says: bool) -> list[str]:
     if left_out and says:
         log.info("folder      %s: %d files are left out: hidden, of runs, or no files", folder, left_out)
     if not found:
-        raise Unreadable(f"{folder}: there is no file in this folder")
+        but = " but hidden ones and those of runs" * bool(left_out)
+        raise Unreadable(f"{folder}: there is no file in this folder{but}")
     return sorted(found)
 
 
