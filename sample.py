@@ -321,10 +321,8 @@ def read_units(config: SampleConfig, snapshot: Snapshot) -> Units:
     if config.stride is not None and not 1 <= config.stride <= block_size:
         raise UserError(f"stride={config.stride}: must be from 1 to the model's context, {block_size}")
     assert config.score is not None
-    text, separator = (
-        read_as_trained(config.score, snapshot, config.field),
-        from_text(snapshot.separator, snapshot.encoding),
-    )
+    text = read_as_trained(config.score, snapshot, config.field)
+    separator = from_text(snapshot.separator, snapshot.encoding)
     start, end, parts = "", "", [text]
     if config.by in ("line", "document"):
         start, end = separator or default_prompt(vocabulary), "\n" if config.by == "line" else separator

@@ -187,8 +187,8 @@ class Documents:
                 csv.field_size_limit(2**31 - 1)
                 first = next(lines, "")
                 # Where a comma is the decimal point, spreadsheets write semicolons.
-                found = next((each for each in ",;\t" if each in first), ",")
-                delimiter = "\t" if kind == "tsv" else found
+                delimiters = "\t" if kind == "tsv" else ",;\t"
+                delimiter = next((each for each in delimiters if each in first), delimiters[0])
                 yield from csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
         except UserError:
             raise
@@ -218,12 +218,8 @@ class Documents:
 
 def no_field(source: Source, record: Any, what: str) -> UserError:
     """The error of records without a text."""
-    has = (
-        f"has the fields {', '.join(filter(None, record))}"
-        if isinstance(record, dict)
-        else "has records without fields"
-    )
-    return UserError(f"{source.name} {has}: {what}")
+    names = f"the fields {', '.join(filter(None, record))}" if isinstance(record, dict) else "records without fields"
+    return UserError(f"{source.name} has {names}: {what}")
 
 
 def abridged(names: list[str]) -> str:
