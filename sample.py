@@ -208,7 +208,7 @@ def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
     """
     try:
         recorded = snapshot.config.get("data", {}).get("path")
-        data = CharDataset(snapshot.data_config(path=path or usable(recorded, "text")))
+        data = CharDataset(snapshot.data_config(path=path or usable(recorded, "text"), url=None, sha256=None))
     except UserError as error:
         raise UserError(f"{setting}: needs the training text, as named when training started: {error}") from error
     if data.digest != snapshot.text_digest:
@@ -216,15 +216,17 @@ def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
     return data
 
 
-def only_new(texts: Iterable[Iterable[str]], known: set[str], start: str, count: int, most: int) -> Iterator[list[str]]:
-    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated, nor cut off
-    after `most` characters. Says how many others there were. Newlines around a text are ignored.
+def only_new(
+    texts: Iterable[Iterable[str]], known: set[str], start: str, count: int, most: int, encoding: str
+) -> Iterator[list[str]]:
+    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated, nor cut off:
+    longer than `most` characters of the model. Says how many others there were. Newlines around a text are ignored.
     """
     seen: set[str] = set()
     in_text = repeated = cut = 0
     for pieces in map(list, texts):
         text = "".join(pieces).removeprefix(start).strip("\n")
-        if len(pieces) > most:  # and the prompt
+        if len(from_text("".join(pieces[1:]), encoding)) > most:
             cut += 1
         elif text in known:
             in_text += 1
@@ -476,9 +478,9 @@ def main(arguments: list[str]) -> None:
     data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)
     if data is not None and config.new:
-        documents = data.decode(data.data.tolist()).split(start)
-        known = {"", *(document.strip("\n") for document in documents)}
-        texts = only_new(texts, known, start, config.num_samples, config.max_new_tokens)
+        known = {"", *(document.strip("\n") for document in data.decode(data.data).split(start))}
+        most = config.max_new_tokens - len(from_text(end, snapshot.encoding))  # without what ends it
+        texts = only_new(texts, known, start, config.num_samples, most, snapshot.encoding)
     if config.out is not None:
         is_line = end == "\n" or "\n" not in snapshot.vocabulary
         continued = write_texts(texts, start, is_line, config.out)
@@ -486,7 +488,7 @@ def main(arguments: list[str]) -> None:
         continued = print_texts(texts, "" if end == "\n" else "-" * 40, start)
     if data is not None and config.copied:
         train, _ = data.split()
-        share = copied_share(continued, train.decode(train.data.tolist()))
+        share = copied_share(continued, train.decode(train.data))
         where = f"from the training text, in pieces of {COPIED} characters or whole lines"
         print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import unicodedata
@@ -15,6 +16,7 @@ from conftest import TINY, command, model_snapshot, start
 
 import sample as sampling
 from char_dataset import CharDataset, DataConfig
+from engine.config.schema import SHAKESPEARE_URL
 from engine.errors import UserError
 from engine.run import directory as run_directory
 from engine.run.directory import choose_snapshot
@@ -355,10 +357,13 @@ def test_the_copied_share_is_of_the_training_text(run_dir):
     assert sampling.copied_share([held_out.decode(held_out.data[:100])], source) == 0
 
 
-def test_a_training_text_that_is_gone_or_changed_is_one_line(run_dir):
+def test_a_training_text_that_is_gone_or_changed_is_one_line(run_dir, tmp_path):
     snapshot = load(str(run_dir / "gpt_snapshot.pt"))
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
     assert sampling.run_text(snapshot, "new=true", None).digest == snapshot.text_digest
+    snapshot.config["data"]["url"] = SHAKESPEARE_URL  # with which no other path is allowed
+    moved = shutil.copy(snapshot.config["data"]["path"], tmp_path / "moved.txt")
+    assert sampling.run_text(snapshot, "new=true", str(moved)).digest == snapshot.text_digest
     snapshot.text_digest = "0" * 64
     with pytest.raises(UserError, match=r"^new=true: .* is not the text that was trained on"):
         sampling.run_text(snapshot, "new=true", None)
@@ -467,6 +472,13 @@ def test_new_texts_are_not_of_the_runs_text_and_differ(names, tmp_path):
     kept = [text for text in dict.fromkeys(all_drawn.stdout.splitlines()) if text in texts]
     assert kept == texts
     assert sample(*arguments).stdout.splitlines() == texts
+
+
+@pytest.mark.parametrize("encoding, most", [("utf-8", 6), ("bytes", 8)])
+def test_a_text_that_is_cut_off_is_not_new(encoding, most, capsys):
+    texts = [["\n", *"größer"], ["\n", *"größere"]]
+    assert [*sampling.only_new(texts, set(), "\n", 2, most, encoding)] == texts[:1]
+    assert "1 cut off by max_new_tokens" in capsys.readouterr().err
 
 
 def test_drawing_ends_if_few_are_new(names, tmp_path):
