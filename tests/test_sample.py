@@ -361,7 +361,7 @@ def test_a_training_text_that_is_gone_or_changed_is_one_line(run_dir, tmp_path):
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
     text = sampling.run_text(snapshot, "new=true", None)
     assert text.digest == snapshot.text_digest
-    snapshot.config["data"]["url"] = SHAKESPEARE_URL  # with which no other path is allowed
+    snapshot.config["data"] |= {"url": SHAKESPEARE_URL, "truncate": 1.0}  # with which no other path is allowed
     (tmp_path / "moved.txt").write_text(text.decode(text.data))
     assert sampling.run_text(snapshot, "new=true", str(tmp_path / "moved.txt")).digest == snapshot.text_digest
     snapshot.text_digest = "0" * 64
