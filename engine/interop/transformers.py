@@ -281,6 +281,8 @@ def read_model_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 def from_transformers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inverse of `to_transformers`, except that the unknown token and zero biases stay."""
     weights, left = {}, dict(tensors)
+    if config["n_layer"] > len(tensors):  # names for a billion layers would take the memory
+        raise UserError(f"its config.json declares {config['n_layer']} layers, and {WEIGHTS} has fewer")
     for name, theirs in transformers_names(config).items():
         if theirs[0] in left:
             tensor = torch.cat([left.pop(their) for their in theirs])
