@@ -109,6 +109,19 @@ def test_half_a_line_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, caplog)
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_a_disk_that_stays_full_is_said_once(tmp_path, monkeypatch, caplog):
+    metrics = MetricsFile(str(tmp_path))
+    for step in (1, 10):
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics.file, "write", lambda data: 0)
+            for later in range(3):
+                metrics.log(step + later, 0.1, "train", 3.0, 0.5)
+        metrics.flush()
+    metrics.close()
+    assert caplog.text.count("No space left on device") == 2  # once for each time that it filled up
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
 # --- TensorBoard ---
 
 
@@ -219,12 +232,14 @@ def test_wandb_gets_the_metrics_within_the_run_directory(tmp_path):
 def test_the_environment_of_wandb_is_honoured(tmp_path, monkeypatch):
     pytest.importorskip("wandb").teardown()  # it keeps the environment of earlier runs
     (tmp_path / "elsewhere").mkdir()
-    given = {"PROJECT": "bard", "ENTITY": "ada", "NAME": "first", "DIR": str(tmp_path / "elsewhere"), "MODE": "offline"}
+    given = {"PROJECT": "bard", "ENTITY": "ada", "NAME": "first", "RUN_ID": "mine"}
+    given |= {"DIR": str(tmp_path / "elsewhere"), "MODE": "offline"}
     for name, value in given.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     tracker = trackers.WandB(trackers.Start(str(tmp_path / "run"), {}, 0, (0, False)))
     run = tracker.run
-    assert (run.project, run.entity, run.name) == ("bard", "ada", "first") and given["DIR"] in run.dir
+    assert (run.project, run.entity, run.name, run.id) == ("bard", "ada", "first", "mine")
+    assert given["DIR"] in run.dir
     tracker.close()
 
 

@@ -90,6 +90,7 @@ class MetricsFile:
         self.file: io.FileIO | None = None
         self.lines = lines  # in the file, or waiting to be written
         self.unwritten = b""
+        self.fails = False  # whether the last write failed
         self.logged = (step, evaluated)
         self.flush()
 
@@ -137,8 +138,8 @@ class MetricsFile:
         return record
 
     def flush(self, sync: bool = False) -> None:
-        """Writes all pending lines or none, once the file can be opened; `sync` flushes them to disk. Logs an error;
-        unwritten lines stay in memory for the next call.
+        """Writes all pending lines or none, once the file can be opened; `sync` flushes them to disk. Logs the first of
+        several errors in a row; unwritten lines stay in memory for the next call.
         """
         try:
             self.file = self.file or self._open()
@@ -149,8 +150,11 @@ class MetricsFile:
             self.unwritten = b""
             if sync:
                 os.fsync(self.file.fileno())
+            self.fails = False
         except OSError as error:
-            log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
+            if not self.fails:
+                log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
+            self.fails = True
 
     def close(self) -> None:
         """Closes the file. Unwritten lines are lost; if a snapshot counts them, a run that resumes from it warns."""
