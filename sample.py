@@ -49,7 +49,7 @@ from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
 from engine.text.documents import from_text, read_text, to_text, unescaped
-from engine.text.sources import STDIN, real_files, writes
+from engine.text.sources import STDIN, has_no_size, real_files, writes
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -264,6 +264,8 @@ def read_as_trained(path: str, snapshot: Snapshot, field: str | None) -> str:
     """The characters of the text at `path` (-: standard input), read as the text of the run was, but of records the
     `field` if given.
     """
+    if has_no_size(path):
+        print(f"[reading {path} until it ends]", file=sys.stderr)
     config = snapshot.data_config(**{} if field is None else {"field": field, "format": None})
     try:
         return read_text("/dev/stdin" if path == STDIN else path, config)

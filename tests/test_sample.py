@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import threading
 import unicodedata
 
 import pytest
@@ -507,6 +508,23 @@ def test_texts_of_several_lines_are_written_as_json_only(run_dir, tmp_path):
     sample(*arguments, f"out={tmp_path / 'texts.jsonl'}")
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert sample(*arguments).stdout == f"\n{'-' * 40}\n".join(texts) + "\n"
+
+
+def test_a_pipe_that_is_waited_for_is_named(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("ab",))
+    writer.start()
+    prompt, _ = sampling.read_prompt(SampleConfig(prompt_file=str(tmp_path / "pipe")), model_snapshot(VOCABULARY))
+    writer.join()
+    assert prompt == "ab"
+    assert capsys.readouterr().err == f"[reading {tmp_path / 'pipe'} until it ends]\n"
+
+
+def test_a_setting_of_another_type_in_a_snapshot_is_one_line():
+    snapshot = model_snapshot(VOCABULARY)
+    snapshot.config["model"]["resid_pdrop"] = "none"
+    with pytest.raises(UserError, match=r"model\.resid_pdrop='none': must be a number"):
+        sampling.load_model(snapshot, "cpu")
 
 
 @pytest.mark.parametrize("name, size", [("n_layer", 200_000), ("n_embd", 60_000), ("vocab_size", 10**9)])

@@ -207,7 +207,8 @@ def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_pa
         assert encoding.open_text(config).vocabulary == letter
 
 
-def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path):
+def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path, caplog):
+    caplog.set_level("INFO")
     pipe, cache_dir = tmp_path / "pipe", str(tmp_path / "cache")
     os.mkfifo(pipe)
     (tmp_path / "a.txt").write_text("first ")
@@ -222,6 +223,7 @@ def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path):
             data = CharDataset(config)
             assert data.decode(data.data) == text
     assert len(list(tmp_path.glob("cache/*[0-9a-f]"))) == 1  # the same text has the same name again
+    assert caplog.text.count(f"{pipe} until it ends") == 2
     with pytest.raises(UserError, match=r"data.path=/dev/null: the text is empty"):
         prepare_text(DataConfig(path="/dev/null", cache_dir=cache_dir))
 

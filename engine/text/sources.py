@@ -154,6 +154,11 @@ def is_pipe(path: str) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
+def has_no_size(path: str) -> bool:
+    """Whether a local file seems empty, as pipes, devices and the files of /proc do: reading it may wait for ever."""
+    return os.path.exists(path) and os.path.getsize(path) == 0
+
+
 def real_files(path: str | list[str]) -> set[str]:
     """The files at local paths or patterns, symbolic links resolved, and URLs, masked."""
     names = listed(path)
@@ -241,6 +246,8 @@ def read_file(file: OpenFile) -> Iterator[bytes]:
     name, is_local = name_of(file), isinstance(file.fs, LocalFileSystem)
     if file.path.endswith(".zst"):  # of which fsspec reads only the first frame, or a part
         raise UserError(f"{name}: unpack it first")
+    if is_local and has_no_size(file.path):
+        log.info("reading     %s until it ends", name)
     count, logged = 0, time.monotonic()
     with file_errors(name):
         size = None if file.compression or is_local else file.fs.info(file.path).get("size")
@@ -302,7 +309,6 @@ def copy_pipe(path: str, cache_dir: str) -> str:
     """
     if not is_pipe(path):
         return path
-    log.info("reading     %s until it ends", path)
     pieces = read_file(OpenFile(LocalFileSystem(), path))
     copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir")
     if copied is None:
