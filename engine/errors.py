@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 
@@ -57,6 +58,8 @@ def check_range(
         ("below", operator.lt, below),
     ]
     given = [(words, holds, bound) for words, holds, bound in bounds if bound is not None]
+    if not isinstance(value, Real | None):  # from Python or a snapshot: any type
+        raise UserError(f"{key}={value!r}: must be a number")
     if value is not None and not all(holds(value, bound) for _, holds, bound in given):
         must = " and ".join(f"{words} {bound}" for words, _, bound in given)
         raise UserError(f"{key}={value}: must be {must}{', or null' * null}")

@@ -170,6 +170,8 @@ def test_the_loss_is_shown_with_its_step():
     [
         {"step": "7"},
         {"model_state": []},
+        {"model_state": {"weight": torch.zeros(2, device="meta")}},
+        {"model_state": {"weight": torch.zeros(2).to_sparse()}},
         {"vocabulary": None},
         {"config": {"trainer": [], "model": {}}},
         {"optimizer_state": {"b": 1}},

@@ -198,6 +198,9 @@ def check_types(snapshot: Snapshot) -> None:
         value = getattr(snapshot, name)
         if not isinstance(value, kind) and not (isinstance(value, int) and float in (*get_args(hint), hint)):
             raise TypeError(f"{name} is of type {type(value).__name__}")
+    for name, tensor in snapshot.model_state.items():
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensor.layout != torch.strided):
+            raise TypeError(f"{name} has no plain values")
     parts = {group.rstrip("."): snapshot.config.get(group.rstrip("."), {}) for group in GROUPS if group}
     parts |= {name: snapshot.optimizer_state[name] for name in snapshot.optimizer_state}
     parts |= {"files": snapshot.shards.get("files", {})} if snapshot.shards else {}
