@@ -80,7 +80,7 @@ class WandB:
             id=id_file.read_text(),
             resume="allow",
             dir=os.environ.get("WANDB_DIR", start.run_dir),
-            mode=cast(Any, os.environ.get("WANDB_MODE", "offline")),
+            mode=cast(Any, os.environ.get("WANDB_MODE") or "offline"),
             settings=wandb.Settings(console="off", silent=True, finish_timeout=60),
         )
 
