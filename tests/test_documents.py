@@ -262,11 +262,11 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
     [
         (
             "naïve café\n".encode("cp1252") * 9,
-            r"not UTF-8: byte 0xef at offset 2; it is probably cp1252: data.encoding=",
+            r"not UTF-8: byte 0xef at offset 2; it is probably cp1252: add data.encoding=cp1252",
         ),
         (
             "Příliš žluťoučký kůň úpěl ďábelské ódy.\n".encode("cp1250"),
-            r"it is probably (cp1250|cp1252): data.encoding=",
+            r"it is probably (cp1250|cp1252): add data.encoding=",
         ),
         ("plain words\n".encode("utf-16-le") * 9, r"50% of its characters are NUL; it is probably utf-16-le"),
         ("plain words\n".encode("utf-32-be") * 9, r"75% of its characters are NUL; it is probably utf-32-be"),

@@ -281,7 +281,7 @@ def advice(content: bytes) -> str:
             return f"it is {what}"
     likely = "cp1252"
     nul, size = content.count(0) / max(len(content), 1), 4 if content.count(0) > 0.6 * len(content) else 2
-    if nul > 0.2:  # of letters, the higher bytes are NUL
+    if nul >= 0.05:  # of letters, the higher bytes are NUL
         is_little = content[size - 1 :: size].count(0) > content[::size].count(0)
         likely = f"utf-{8 * size}-{'le' if is_little else 'be'}"
     elif importlib.util.find_spec("charset_normalizer"):
@@ -291,7 +291,7 @@ def advice(content: bytes) -> str:
         best = matches.best()
         if best and not any("cp1252" in match.could_be_from_charset for match in matches):  # the commonest by far
             likely = codecs.lookup(best.encoding).name
-    return f"it is probably {likely}: data.encoding={likely}; data.encoding=bytes reads any file"
+    return f"it is probably {likely}: add data.encoding={likely} to the command; data.encoding=bytes reads any file"
 
 
 def normalized(pieces: Iterable[str], form: Any) -> Iterator[str]:
