@@ -69,7 +69,10 @@ def main(arguments: list[str]) -> None:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         if config.page:
-            said = write_page(snapshots, out)
+            content = page.render([page_model(snapshot, path) for path, snapshot in snapshots.items()])
+            with atomic_write(out) as file:
+                file.write(content)
+            said = f"{len(content) / 1e6:.1f} MB"
         elif out.endswith(".pt"):
             with atomic_write(out, "w+b") as file:
                 snapshots[paths[0]].write(file)
@@ -79,14 +82,6 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
     print(f"{out}: {'; '.join(f'{masked(path)}, {snapshot}' for path, snapshot in snapshots.items())}; {said}")
-
-
-def write_page(snapshots: dict[str, Snapshot], out: str) -> str:
-    """Writes a page that runs the models of `snapshots`, by path. Returns its size. Raises `UserError`."""
-    content = page.render([page_model(snapshot, path) for path, snapshot in snapshots.items()])
-    with atomic_write(out) as file:
-        file.write(content)
-    return f"{len(content) / 1e6:.1f} MB"
 
 
 @torch.no_grad()

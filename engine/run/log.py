@@ -16,11 +16,12 @@ from engine.errors import UserError, one_line
 from engine.kernels import build
 from engine.machine.hardware import device_name, peak_flops, peak_memory
 from engine.parallel import distributed
+from engine.portable import is_installed
 from engine.precision import Precision
 from engine.run.evaluation import Evaluation
 from engine.run.metrics import MetricsFile, duration, format_loss
 from engine.run.plan import Plan
-from engine.run.trackers import TRACKERS, Start, Tracker, is_available
+from engine.run.trackers import TRACKERS, Start, Tracker
 from engine.snapshots.state import State
 
 log = logging.getLogger("gpt")
@@ -66,7 +67,10 @@ class RunLog:
         state = self.state
         self.metrics = MetricsFile(run_dir, state.step, state.is_evaluated, state.metrics_lines)
         start = Start(os.path.abspath(run_dir), hyperparameters, state.step, self.metrics.logged)
-        for name in filter(is_available, self.config.trackers):
+        for name in self.config.trackers:
+            if not is_installed(name):
+                log.info("%s is not installed (pip install %s): not logging to it", name, name)
+                continue
             with self._disable_on_error(name):
                 self.trackers[name] = TRACKERS[name](start)
 

@@ -4,16 +4,11 @@ To add one, write a class like `TensorBoard`, and add it to `TRACKERS` under the
 numbers, whose names vary; a resumed run logs the steps after its snapshot again.
 """
 
-import logging
 import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
-
-from engine.portable import is_installed
-
-log = logging.getLogger("gpt")
 
 
 class Start(NamedTuple):
@@ -94,10 +89,3 @@ class WandB:
 
 
 TRACKERS: dict[str, Callable[[Start], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
-
-
-def is_available(name: str) -> bool:
-    """Whether the package of a tracker is installed; logs a line if not."""
-    if not is_installed(name):
-        log.info("%s is not installed (pip install %s): not logging to it", name, name)
-    return is_installed(name)
