@@ -264,8 +264,13 @@ def test_a_model_in_training_generates_without_dropout_and_is_in_training_betwee
 def test_impossible_sampling_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         tiny().generate(torch.zeros(1, 1, dtype=torch.long), 3, do_sample=True, **options)
+
+
+def test_an_impossible_context_is_refused():
     with pytest.raises(ValueError, match="T >= 1"):
         tiny().generate(torch.zeros(1, 0, dtype=torch.long), 3)
+    with pytest.raises(ValueError, match="13 characters of context, but block_size is 12"):
+        tiny()(torch.zeros(1, 13, dtype=torch.long))
 
 
 # --- dropout ---
@@ -349,11 +354,6 @@ def test_an_older_snapshots_configuration_builds_the_same_model():
     assert GPTConfig.recorded(again).n_layer == 2
     with pytest.raises(UserError, match=r"model\.width, which GPTConfig does not have"):
         GPTConfig.recorded({"width": 3})
-
-
-def test_a_context_longer_than_the_block_is_refused():
-    with pytest.raises(ValueError, match="13 characters of context, but block_size is 12"):
-        tiny()(torch.zeros(1, 13, dtype=torch.long))
 
 
 def test_a_parameter_that_was_added_keeps_its_own_values(monkeypatch):
