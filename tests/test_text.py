@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import http.server
-import json
 import logging
 import lzma
 import os
@@ -33,7 +32,7 @@ from engine.errors import UserError
 from engine.files import file_lock
 from engine.text import documents, encoding, sources
 from engine.text.documents import PYDOC
-from engine.text.encoding import SHAKESPEARE_URL, load_cached, prepare_text
+from engine.text.encoding import SHAKESPEARE_URL, prepare_text
 
 TEXT = "naïve café 漢字 🙂\r\n" * 50
 TEXTS = {
@@ -75,10 +74,8 @@ def make(tmp_path, monkeypatch):
     def make(text: str, name: str = "text.txt", **settings) -> DataConfig:
         content = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-        cache_dir = str(tmp_path / "cache")
-        return DataConfig(
-            path=str(tmp_path / name), **{"cache_dir": cache_dir, "block_size": 8, "newlines": "keep", **settings}
-        )
+        usual = {"cache_dir": str(tmp_path / "cache"), "block_size": 8, "newlines": "keep"}
+        return DataConfig(path=str(tmp_path / name), **(usual | settings))
 
     return make
 
@@ -215,9 +212,8 @@ def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path, caplog):
     for path, text in ((str(pipe), TEXT), ([str(tmp_path / "a.txt"), str(pipe)], "first " + TEXT)):
         writer = threading.Thread(target=pipe.write_text, args=(TEXT,))
         writer.start()
-        config = prepare_text(
-            DataConfig(path=path, cache_dir=cache_dir, block_size=2, newlines="keep", separator="none")
-        )
+        settings = {"cache_dir": cache_dir, "block_size": 2, "newlines": "keep", "separator": "none"}
+        config = prepare_text(DataConfig(path=path, **settings))
         writer.join()
         for _ in range(2):  # ranks
             data = CharDataset(config)
@@ -466,24 +462,6 @@ def test_a_damaged_cache_is_encoded_again(damage, extension, make, passes, monke
     assert CharDataset(config).digest == digest and len(passes) == 4
 
 
-def test_a_text_larger_than_memory_is_memory_mapped(tmp_path, monkeypatch):
-    """Of zeros that take no disk, for which the file system is asked first."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    stem = str(tmp_path / "zeros")
-    with open(f"{stem}.ids", "wb") as file:
-        try:
-            file.truncate(2 * memory)
-        except OSError as error:
-            pytest.skip(f"no file may be that large here: {error.strerror}")
-    record = {"vocabulary": "ab", "type": "uint8", "digest": "0", "separator": "none", "parts": [2 * memory, 0, 0]}
-    record["checksum"] = encoding.checksum(record, f"{stem}.ids")
-    Path(f"{stem}.json").write_text(json.dumps(record))
-    monkeypatch.setattr("char_dataset.open_text", lambda *_: load_cached(stem))
-    _, test = CharDataset(DataConfig(path="zeros.txt", block_size=8)).split()
-    x, _ = test.batch(np.array([0, len(test) - 1]))
-    assert len(test) > 0.19 * memory and x.shape == (2, 8) and not x.any()
-
-
 @pytest.mark.parametrize(
     "content, settings, says",
     [
@@ -543,13 +521,13 @@ def write_large(path, num_bytes: int = 80 * 2**20) -> None:
             file.write(block)
 
 
-def test_encoding_takes_constant_memory(tmp_path):
+def test_a_large_text_takes_constant_memory(tmp_path):
     write_large(tmp_path / "a.txt", 100 * 2**20)
     script = (
-        "import resource, sys; from char_dataset import CharDataset, DataConfig\n"
+        "import numpy, resource, sys; from char_dataset import CharDataset, DataConfig\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "config, before = DataConfig(path=sys.argv[1], cache_dir=sys.argv[2]), peak()\n"
-        "CharDataset(config).split()\n"
+        "config, before = DataConfig(path=sys.argv[1], block_size=8, cache_dir=sys.argv[2]), peak()\n"
+        "for part in CharDataset(config).split(): part.batch(numpy.array([0, len(part) - 1]))\n"
         "print(peak() - before)\n"
     )
     run = run_python(script, str(tmp_path / "a.txt"), str(tmp_path))
