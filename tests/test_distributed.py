@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import EXACT, ROOT, RUN_FILES, TINY, metrics, patched_main, start
+from conftest import EXACT, ROOT, RUN_FILES, TINY, metrics, patched_main, small_gpt, start
 
+from char_dataset import CharDataset, DataConfig
 from engine.errors import UserError
 from engine.parallel import distributed
 from engine.parallel.rendezvous import name_start
@@ -244,26 +245,15 @@ def test_processes_of_a_host_share_its_cores(monkeypatch, processes, given, earl
     assert (torch.get_num_threads(), environment.get(COMPILERS)) == (threads, compilers)
 
 
-def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(monkeypatch):
-    class Tiles:
-        num_eval_windows, block_size, data = 3, 8, range(25)
-
-        def eval_windows(self, first, last):
-            return (torch.zeros(last - first, 8, dtype=torch.int64),) * 2
-
-    class Model(torch.nn.Module):
-        def forward(self, x, y):
-            return None, torch.ones(())
-
-    monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # one window at a time
-    gathered, polls = [], [0, 0]
+def test_every_rank_scores_all_its_windows_and_polls_as_often_as_the_others(text_file, monkeypatch):
+    config = DataConfig(path=str(text_file), block_size=133, train_split=0.8)  # three windows
+    _, held_out = CharDataset(config).split()
+    model, seen = small_gpt(vocab_size=27, block_size=133), []
     monkeypatch.setattr(distributed, "size", lambda: 2)
-    monkeypatch.setattr(distributed, "all_gather", lambda value: [gathered.append(value) or value])
-
-    def poll(rank):
-        polls[rank] += 1
-
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value])
     for rank in (0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        evaluation.evaluate(Model(), Tiles(), functools.partial(poll, rank))
-    assert [count for _, count in gathered] == [8, 16] and polls == [2, 2]
+        polls: list[None] = []
+        result = evaluation.evaluate(model, held_out, functools.partial(polls.append, None), max_windows=1)
+        seen.append((result.characters, len(polls)))
+    assert seen == [(133, 2), (266, 2)]
