@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import EXACT, ROOT, TINY, metrics, no_space, some_snapshot, start
 
-import export
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full, remove_unused_shards
@@ -53,8 +52,7 @@ def test_fsdp_takes_the_steps_of_an_unsharded_model_and_each_rank_holds_a_shard(
 
 
 def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(seen):
-    assert seen["inf"]["kept"]
-    assert seen["inf"]["scales"] == [32768.0] * 3
+    assert seen["inf"] == {"moved": 0, "scales": [32768.0] * 3}
 
 
 def begin(run, *settings, nproc):
@@ -112,12 +110,6 @@ def test_a_sharded_snapshot_is_exported_as_a_single_file(alone, tmp_path):
         assert torch.allclose(single.model_state[name], value, atol=2e-3)
     for name, values in plain.optimizer_state.items():
         assert single.optimizer_state[name].keys() == values.keys()
-    for arguments, says in (
-        ([f"snapshot={snapshot}", f"out={out}"], "already exists"),
-        ([f"snapshot={out}"], "out= or page="),
-    ):
-        with pytest.raises(UserError, match=says):
-            export.main(arguments)
 
 
 def test_damaged_shards_are_noticed_and_the_snapshot_before_is_used(tmp_path):
