@@ -29,15 +29,12 @@ def test_a_sweep_ends_with_its_table_and_is_not_repeated(tmp_path):
     assert result.returncode == again.returncode == 0, result.stderr + again.stderr
     assert again.stdout.count("this run is finished") == 2
     jobs = read_jobs(f"{run}.sweep")
-    assert [job.job["overrides"][-2] for job in jobs] == [
-        "optimizer.learning_rate=0.01",
-        "optimizer.learning_rate=0.001",
-    ]
+    rates = [f"optimizer.learning_rate={rate}" for rate in ("0.01", "0.001")]
+    assert [job.job["overrides"][-2] for job in jobs] == rates
     for found in jobs:
-        losses = {line["loss"]: line["step"] for line in metrics(Path(found.path), "val")}
         assert (found.step, found.job["status"]) == (6, "finished")
-        best = found.best
-        assert (best["loss"], best["step"]) == (min(losses), losses[min(losses)])
+        best = min(metrics(Path(found.path), "val"), key=lambda line: line["loss"])
+        assert (found.best["loss"], found.best["step"]) == (best["loss"], best["step"])
         assert found.characters_per_s > 0
     shown = table(jobs)
     assert shown[1].startswith("learning_rate=0.01 ") and max(map(len, shown)) < 80
