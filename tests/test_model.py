@@ -120,30 +120,22 @@ def test_ignored_targets_do_not_count():
 # --- initial weights ---
 
 
-def test_gpt2_has_the_papers_initial_weights_and_a_uniform_prediction():
+@pytest.mark.parametrize("arch, settings", [("gpt2", {}), ("modern", {"token_shift": True, "ngram_rows": 50})])
+def test_initial_weights_are_those_of_the_paper_or_of_nanochat_and_the_prediction_is_uniform(arch, settings):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=128, vocab_size=65, block_size=32))
+    sizes = {"n_layer": 8, "n_head": 4, "n_embd": 128, "vocab_size": 65, "block_size": 32}
+    model = GPT(GPTConfig(arch=arch, **sizes, **settings))
     for name, parameter in model.named_parameters():
-        if name.endswith("c_proj.weight"):  # attention's and the MLP's alike
-            assert parameter.std().item() == pytest.approx(0.02 / 4, rel=0.05), name
-        elif parameter.dim() == 2:
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
-    idx = torch.randint(65, (4, 32))
-    assert model(idx, torch.randint(65, (4, 32)))[1].item() == pytest.approx(4.17, abs=0.1)
-
-
-def test_modern_has_nanochats_initial_weights_and_a_uniform_prediction():
-    torch.manual_seed(0)
-    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 65, "block_size": 32}
-    model = GPT(GPTConfig(arch="modern", token_shift=True, ngram_rows=50, **sizes))
-    for name, parameter in model.named_parameters():
-        if name.endswith(("c_proj.weight", "head.weight", "shift.weight", "ngrams.weight")):
-            assert not parameter.any(), name
+        if arch == "gpt2":
+            width = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # attention's and the MLP's alike
+        elif name.endswith(("c_proj.weight", "head.weight", "shift.weight", "ngrams.weight")):
+            width = 0
         else:
             width = 1.0 if name == "tok_emb.weight" else 128**-0.5
+        if parameter.dim() == 2 or arch == "modern":
             assert parameter.std().item() == pytest.approx(width, rel=0.05), name
-    idx = torch.randint(65, (4, 32))
-    assert model(idx, idx)[1].item() == pytest.approx(4.174, abs=0.001)
+    idx, targets = torch.randint(65, (2, 4, 32))
+    assert model(idx, targets)[1].item() == pytest.approx(4.174, abs=0.1 if arch == "gpt2" else 0.001)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
