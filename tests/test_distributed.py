@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import EXACT, ROOT, RUN_FILES, TINY, metrics, patched_main, small_gpt, start
+from conftest import EXACT, ROOT, RUN_FILES, TINY, latest, metrics, patched_main, small_gpt, start, succeed
 
 from char_dataset import CharDataset, DataConfig
 from engine.errors import UserError
@@ -38,8 +38,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     ):
         run_dirs[name] = folder / name
         settings = ["trainer.batch_size=17", "samples=true", f"run_dir={run_dirs[name]}"]
-        result = start(*TINY, *EXACT, *extra, *settings, nproc=nproc)
-        assert result.returncode == 0, result.stderr
+        result = succeed(*TINY, *EXACT, *extra, *settings, nproc=nproc)
         (run_dirs[name] / "stdout").write_text(result.stdout)
     return run_dirs
 
@@ -129,8 +128,7 @@ trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
     assert result.returncode != 0
     assert "2 processes x micro-batch 3 x accumulation 2" in result.stdout, result.stdout
     assert "with 3 windows at once; the same command with trainer.micro_batch_size=1 resumes" in result.stderr
-    result = start(*TINY, f"run_dir={tmp_path / 'run'}", "trainer.micro_batch_size=1")
-    assert result.returncode == 0, result.stderr
+    succeed(*TINY, f"run_dir={tmp_path / 'run'}", "trainer.micro_batch_size=1")
 
 
 def test_a_save_may_take_longer_than_ranks_wait_and_names_those_whose_weights_differ(tmp_path):
@@ -156,8 +154,8 @@ SnapshotStorage.write, trainer.Trainer._eager_step = slow, drifting
     )
     run = tmp_path / "run"
     settings = ["trainer.max_steps=3", "trainer.timeout_s=5", f"run_dir={run}"]
-    result = start(*TINY, *settings, nproc=2, script=script)
-    assert result.returncode == 0 and load(str(run / "gpt_snapshot.pt")).step == 3, result.stderr
+    result = succeed(*TINY, *settings, nproc=2, script=script)
+    assert latest(run).step == 3
     lines = [line for line in result.stdout.splitlines() if "the weights of rank" in line]
     assert len(lines) == 1 and "step 3: the weights of rank 1 differ from those of rank 0" in lines[0]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, small_gpt, start
+from conftest import ROOT, TINY, small_gpt, start, succeed
 
 import model as model_module
 from engine.generation import LayerCache
@@ -454,8 +454,7 @@ def test_results_are_bitwise_equal_for_any_number_of_threads(dtype, arch, shift,
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
 def test_without_a_working_compiler_a_run_says_so_and_trains(tmp_path, compiler):
     environment = {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = start(*TINY, f"run_dir={tmp_path / 'run'}", env=environment)
-    assert run.returncode == 0, run.stderr
+    run = succeed(*TINY, f"run_dir={tmp_path / 'run'}", env=environment)
     assert "plain PyTorch" in run.stdout
     assert not [name for _, _, names in os.walk(tmp_path / "cache") for name in names]
 

@@ -9,7 +9,7 @@ import subprocess
 import tomllib
 
 import pytest
-from conftest import ROOT, TINY, model_snapshot, run_python, start
+from conftest import ROOT, TINY, model_snapshot, run_python, start, succeed
 from packaging.requirements import Requirement
 
 import export
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     """What the commands read: finished runs, snapshots, an exported model, texts."""
     folder = tmp_path_factory.mktemp("readme")
     run = folder / "runs" / "deep"
-    assert start(*TINY, "data.truncate=1", "data.block_size=64", f"run_dir={run}").returncode == 0
+    succeed(*TINY, "data.truncate=1", "data.block_size=64", f"run_dir={run}")
     shutil.copytree(run, folder / "runs" / "rates.sweep" / "job")
     for name in ("a.pt", "b.pt"):
         (folder / name).symlink_to(run / "gpt_snapshot.pt")
@@ -77,8 +77,7 @@ def test_a_command_of_the_readme_runs(line, folder, tmp_path):
         short, how["cwd"] = [f"run_dir={folder / 'runs' / 'deep'}"], tmp_path
     else:
         short = ["max_new_tokens=5"] if script == "sample.py" and "score=" not in line else []
-    result = start(*arguments, *short, script=script, **how)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*arguments, *short, script=script, **how)
     several = any("*" in argument for argument in arguments)
     assert ("encoding    books/one.txt, books/two.txt into " in result.stdout) == several
 
@@ -92,8 +91,7 @@ def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(tmp
     script, env = str(tmp_path / "mine.py"), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for nproc in (2, 0):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
-        result = start(script=script, nproc=nproc, cwd=tmp_path, env=env)
-        assert result.returncode == 0, result.stderr
+        result = succeed(script=script, nproc=nproc, cwd=tmp_path, env=env)
         printed = re.findall("^held-out loss [0-9.]+$|^ROMEO:", result.stdout, re.MULTILINE)
         assert len(printed) == 2 and printed[1] == "ROMEO:"  # once, on rank 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
@@ -102,7 +100,7 @@ def test_the_program_in_the_tutorials_style_runs_and_its_snapshot_is_sampled(tmp
     names = {}
     exec(of_a_snapshot, names)
     assert names["model"].config.vocab_size == len(names["snapshot"].vocabulary)
-    result = start("max_new_tokens=5", script="sample.py", cwd=tmp_path)  # the newest run's
+    succeed("max_new_tokens=5", script="sample.py", cwd=tmp_path)  # the newest run's
     assert result.returncode == 0, result.stderr
     (tmp_path / "mine.py").write_text(program.replace("gpt-nano", "gpt-micro"))
     result = start(script=script, cwd=tmp_path, env=env)
@@ -123,7 +121,6 @@ def test_the_notebook_runs(tmp_path):
     code = code.replace('"experiment=shakespeare_quick"', f"*{TINY}")
     (tmp_path / "main.py").symlink_to(ROOT / "main.py")  # it has been fetched already
     result = run_python(code, cwd=tmp_path, timeout=240)
-    assert result.returncode == 0, result.stderr
     assert result.stdout.count("held-out loss") >= 2 and (tmp_path / "play.html").exists()
     first, edited = (load(str(tmp_path / f"runs/{n}/gpt_snapshot.pt")) for n in ("notebook", "edited"))
     assert first.step == edited.step and first.loss != edited.loss

@@ -13,7 +13,7 @@ import unicodedata
 
 import pytest
 import torch
-from conftest import TINY, command, model_snapshot, start
+from conftest import TINY, command, latest, model_snapshot, start, succeed
 
 import sample as sampling
 from char_dataset import CharDataset, DataConfig
@@ -21,7 +21,6 @@ from engine.config.schema import SHAKESPEARE_URL
 from engine.errors import UserError
 from engine.run import directory as run_directory
 from engine.run.directory import choose_snapshot
-from engine.snapshots.storage import load
 from engine.text import documents, sources
 from model import GPT
 from sample import SampleConfig, score
@@ -32,7 +31,7 @@ VOCABULARY = "\n abcdefgh"
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
-    assert start(*TINY, "trainer.use_amp=false", f"run_dir={path}").returncode == 0
+    succeed(*TINY, "trainer.use_amp=false", f"run_dir={path}")
     return path
 
 
@@ -137,8 +136,8 @@ def scoring(tmp_path):
 def test_score_of_the_held_out_text_equals_the_runs_loss(precision, run_dir, tmp_path, scoring):
     if precision == "bfloat16":
         run_dir = tmp_path / "run"
-        assert start(*TINY, f"trainer.amp_dtype={precision}", f"run_dir={run_dir}").returncode == 0
-    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+        succeed(*TINY, f"trainer.amp_dtype={precision}", f"run_dir={run_dir}")
+    snapshot = latest(run_dir)
     assert snapshot.choices["amp_dtype"] == precision and snapshot.loss_step == snapshot.step
     text = documents.pydoc_text()
     text = text[: int(len(text) * snapshot.config["data"]["truncate"])]
@@ -331,7 +330,7 @@ def test_the_newest_run_is_the_one_that_logged_last(tmp_path, monkeypatch):
 
 
 def test_a_text_ends_before_the_stop_string(run_dir):
-    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    snapshot = latest(run_dir)
     texts = functools.partial(drawn, snapshot, prompt="The ", num_samples=5, max_new_tokens=60)
     whole = texts()
     stop = whole[0][20:22]
@@ -344,14 +343,14 @@ def test_a_text_ends_before_the_stop_string(run_dir):
 def test_the_copied_share_is_of_the_training_text(run_dir):
     result = sample(f"run_dir={run_dir}", "prompt=The ", "max_new_tokens=40", "copied=true")
     assert re.search(r"^\[\d+\.\d% of this is copied from the training text", result.stderr, re.MULTILINE)
-    train, held_out = CharDataset(DataConfig(**load(str(run_dir / "gpt_snapshot.pt")).config["data"])).split()
+    train, held_out = CharDataset(DataConfig(**latest(run_dir).config["data"])).split()
     source = train.decode(train.data.tolist())
     assert sampling.copied_share([train.decode(train.data[100:150]), "#" * 50], source) == 0.5
     assert sampling.copied_share([held_out.decode(held_out.data[:100])], source) == 0
 
 
 def test_a_training_text_that_is_gone_or_changed_is_one_line(run_dir, tmp_path):
-    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    snapshot = latest(run_dir)
     snapshot.config["data"]["fallback"] = "a field that DataConfig no longer has"
     text = sampling.run_text(snapshot, "new=true", None)
     assert text.digest == snapshot.text_digest
@@ -438,7 +437,7 @@ def names(tmp_path_factory):
     folder = tmp_path_factory.mktemp("names")
     (folder / "names.txt").write_text("\n".join(("anna", "nan", "ann", "na") * 300))
     run = [*TINY, "data=text", f"data.path={folder / 'names.txt'}", "data.truncate=1", "trainer.max_steps=40"]
-    assert start(*run, "optimizer.learning_rate=1e-2", f"run_dir={folder}").returncode == 0
+    succeed(*run, "optimizer.learning_rate=1e-2", f"run_dir={folder}")
     return folder
 
 

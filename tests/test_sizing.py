@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import yaml
-from conftest import equal, metrics, patched_main, read_until, start
+from conftest import equal, latest, metrics, patched_main, read_until, start, succeed
 
 from config import Config, validate
 from engine.config.overrides import text_name
@@ -21,7 +21,6 @@ from engine.parallel import distributed
 from engine.sizing import choose as sizing
 from engine.sizing import rule
 from engine.sizing.choose import restore_choice
-from engine.snapshots.storage import load
 from main import configure
 
 OWN = ["data=text", "trainer.threads=1", "trainer.log_every_steps=1", "report=false", "samples=false"]
@@ -168,16 +167,14 @@ def test_a_killed_run_keeps_its_choice_and_the_command_it_prints_repeats_it(tmp_
     out = read_until(process, "step 20/")
     process.kill()
     process.wait(timeout=30)
-    result = start(*command)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*command)
     assert "resuming from" in result.stdout and "to repeat this run" not in result.stdout
     config = yaml.safe_load((first / "config.yaml").read_text())
     assert config["run_name"] == "a_book" and config["trainer"]["max_steps"] > 30
     [added] = re.findall("to repeat this run, add: (.*) run_name=NEW_NAME", out)
-    result = start(*command, *shlex.split(added), f"run_dir={second}")
-    assert result.returncode == 0, result.stderr
+    result = succeed(*command, *shlex.split(added), f"run_dir={second}")
     assert metrics(first) == metrics(second)
-    snapshots = [load(str(run / "gpt_snapshot.pt")) for run in (first, second)]
+    snapshots = [latest(run) for run in (first, second)]
     assert equal(*(dataclasses.replace(snapshot, config={}) for snapshot in snapshots))
 
 
@@ -194,10 +191,9 @@ def test_a_machine_that_became_slower_ends_in_time_and_the_same_command_finds_th
     text, run_dir = tmp_path / "book.txt", tmp_path / "run"
     text.write_text("to be or not to be, that is the question\n" * 600)
     command = [*OWN, f"data.path={text}", "trainer.max_minutes=10", *SMALL, f"run_dir={run_dir}"]
-    result = start(*command, nproc=2, script=patched_main(tmp_path, LATE))
-    assert result.returncode == 0, result.stderr
+    result = succeed(*command, nproc=2, script=patched_main(tmp_path, LATE))
     steps, planned = map(int, re.search(r"the time is over: (\d+) steps of (\d+)", result.stdout).groups())
-    snapshot = load(str(run_dir / "gpt_snapshot.pt"))
+    snapshot = latest(run_dir)
     assert 20 <= steps < planned and snapshot.step == steps and snapshot.progress >= 1
     assert 0.3 < snapshot.seconds < 4
     lines = metrics(run_dir)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ROOT, TINY, lines, start, wait_until
+from conftest import LONG, ROOT, TINY, latest, lines, start, wait_until
 
 from engine.errors import UserError
 from engine.parallel import distributed, slurm
-from engine.snapshots.storage import load
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -171,7 +170,7 @@ def test_a_job_at_its_time_limit_is_requeued(submit, cluster, tmp_path):
     os.kill(int(Path(cluster["SRUN_PID"]).read_text()), signal.SIGUSR2)
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGUSR2 and "; 2 processes\n" in out, out
-    step = load(str(run / "gpt_snapshot.pt")).step
+    step = latest(run).step
     assert step > 0 and out.count(f"SIGUSR2: stopped after step {step} of 100000") == 1, out
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
 

@@ -22,7 +22,7 @@ import chaos
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, UNREAD, command, metrics, read_until, run_python, small_disk, start, wait_until
+from conftest import ROOT, UNREAD, command, metrics, read_until, run_python, small_disk, succeed, wait_until
 from omegaconf import OmegaConf
 
 import main
@@ -567,8 +567,7 @@ def test_several_files_train_and_resume_as_one(tmp_path):
     (tmp_path / "whole.txt").write_text(text)
     for steps, path in (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]"), (3, str(tmp_path / "whole.txt")):
         run = [f"data.path={path}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}"]
-        result = start(*UNREAD, "data.block_size=16", "data.separator=none", *run)
-        assert result.returncode == 0, result.stderr
+        succeed(*UNREAD, "data.block_size=16", "data.separator=none", *run)
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3]
 
 
@@ -576,6 +575,5 @@ def test_several_files_train_and_resume_as_one(tmp_path):
 def test_reading_may_take_longer_than_processes_wait_for_each_other(site, tmp_path):
     (tmp_path / "slow.txt").write_text("A text that is long in coming. " * 99)
     url = f"data.path={site}/slow.txt"
-    result = start(*UNREAD, "data.block_size=16", url, "trainer.timeout_s=4", f"run_dir={tmp_path / 'run'}", nproc=2)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*UNREAD, "data.block_size=16", url, "trainer.timeout_s=4", f"run_dir={tmp_path / 'run'}", nproc=2)
     assert "step 6/6" in result.stdout and Server.sent.count("/slow.txt") == 1
