@@ -13,8 +13,6 @@ from omegaconf import OmegaConf
 from char_dataset import IGNORE, CharDataset, DataConfig, window_order
 from engine.errors import UserError
 
-# --- the tutorial's names ---
-
 
 def test_windows_are_stride_1_and_targets_are_one_character_later(text_file):
     text = text_file.read_text()
@@ -30,9 +28,6 @@ def test_windows_are_stride_1_and_targets_are_one_character_later(text_file):
         assert torch.equal(data.encode(text[i : i + 8]), x)
     with pytest.raises(IndexError):
         data[len(data)]
-
-
-# --- split ---
 
 
 def test_the_text_is_truncated_then_cut_once_before_windowing(text_file):
@@ -53,9 +48,6 @@ def test_evaluation_windows_score_every_held_out_character_but_the_first_once(te
     assert torch.equal(x[y != IGNORE], test.data[:-1].long())
     past_x, past_y = test.eval_windows(test.num_eval_windows, test.num_eval_windows + 2)
     assert (past_y == IGNORE).all() and past_x.shape == (2, block_size)
-
-
-# --- order ---
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,9 +132,6 @@ def test_a_billion_windows_are_mixed_without_repeats(stride):
         expected = len(taken) / bins
         chi_square = ((np.bincount(taken // (n // bins), minlength=bins) - expected) ** 2).sum()
         assert abs(chi_square / expected - (bins - 1)) < 4 * np.sqrt(2 * (bins - 1))
-
-
-# --- bad texts and settings ---
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import pytest
 import yaml
 from conftest import ROOT, TINY, free_port, latest, metrics, patched_main, run_python, start, succeed
 
-# --- Hydra's own options ---
-
 
 def test_a_recipe_in_another_directory_and_a_directory_given_to_hydra_are_used(tmp_path):
     recipes = tmp_path / "recipes" / "experiment"
@@ -43,9 +41,6 @@ def test_a_run_in_a_renamed_directory_resumes_and_its_changes_are_logged(tmp_pat
     assert set(changes) == {"run_dir", "trainer.max_steps"}, result.stdout
 
 
-# --- Accelerate ---
-
-
 def test_what_accelerate_is_asked_for_is_used_unless_typed_and_the_rest_is_named(tmp_path):
     asked = {"USE_FSDP": "true", "MIXED_PRECISION": "fp16", "DYNAMO_BACKEND": "NO", "GRADIENT_ACCUMULATION_STEPS": "4"}
     env = {f"ACCELERATE_{name}": value for name, value in asked.items()}
@@ -55,15 +50,9 @@ def test_what_accelerate_is_asked_for_is_used_unless_typed_and_the_rest_is_named
     assert result.stdout.count("accelerate  trainer.strategy=fsdp, as launched") == 1
     assert result.stdout.count("warning: ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 is not used") == 1
     assert result.stdout.count(" is not used") == 1
-
-
-def test_accelerate_without_a_gpu_starts_one_process_and_the_log_says_so(tmp_path):
-    env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}
-    result = succeed(*TINY, f"run_dir={tmp_path / 'run'}", env=env)
+    env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}  # without a GPU it starts one process
+    result = succeed(*TINY, f"run_dir={tmp_path / 'one'}", env=env)
     assert result.stdout.count("accelerate  one process on the CPU; for two: torchrun --standalone") == 1
-
-
-# --- a notebook ---
 
 
 def test_a_python_session_can_train_repeatedly_and_prints_the_log(tmp_path):
