@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import RUN_FILES, TINY, command, equal, metrics
+from conftest import RUN_FILES, TINY, best, command, equal, latest, metrics
 
 from engine.snapshots.snapshot import SnapshotError
 from engine.snapshots.storage import load
@@ -157,8 +157,8 @@ def is_alive(pid: int) -> bool:
 def check_same(run_dir: Path, reference: Path) -> None:
     """Raises AssertionError unless the two finished runs are equal, but for the clock."""
     assert metrics(run_dir) == metrics(reference), "the metrics differ"
-    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
-        assert equal(*(settle(load(str(d / name))) for d in (run_dir, reference))), f"{name} differs"
+    for find in (latest, best):
+        assert equal(*(settle(find(each)) for each in (run_dir, reference))), f"the {find.__name__} snapshot differs"
     names = {path.name for path in run_dir.iterdir()} - RUN_FILES - {"tensorboard"}
     stray = [name for name in names if not re.search(r"\.(damaged|old|step)\d+", name)]
     assert not stray, f"left behind: {stray}"
@@ -242,7 +242,7 @@ def check_went_on(run: Run, expected: int | None) -> None:
         assert (int(found[1]) if found else None) == expected, text
     stopped = re.search(r": stopped after step (\d+) of", text)
     if stopped:
-        assert load(str(run.run_dir / "gpt_snapshot.pt")).step == int(stopped[1]), text
+        assert latest(run.run_dir).step == int(stopped[1]), text
 
 
 def finished(run: Run) -> bool:

@@ -20,7 +20,6 @@ from engine.parallel.rendezvous import name_start
 from engine.run import evaluation
 from engine.run.metrics import read_lines
 from engine.run.trackers import is_installed
-from engine.snapshots.storage import load
 
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # a variable that torch reads
 
@@ -45,7 +44,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 def test_losses_do_not_depend_on_the_number_of_processes(runs):
     """Nor do gradients and weights."""
-    alone, weights = metrics(runs["1"]), load(str(runs["1"] / "gpt_snapshot.pt")).model_state
+    alone, weights = metrics(runs["1"]), latest(runs["1"]).model_state
     assert [line["step"] for line in alone] == [1, 2, 3, 3, 4, 5, 6, 6]
     for name in ("2", "3 sharded"):
         for one, several in zip(alone, metrics(runs[name]), strict=True):
@@ -53,7 +52,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs):
             assert several["loss"] == pytest.approx(one["loss"], abs=2e-6)
             if one["split"] == "train":
                 assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-        for key, value in load(str(runs[name] / "gpt_snapshot.pt")).model_state.items():
+        for key, value in latest(runs[name]).model_state.items():
             assert torch.allclose(value, weights[key], atol=2e-5), (name, key)
     for line in read_lines(str(runs["2"] / "metrics.jsonl")):
         assert line["bpc"] == pytest.approx(line["loss"] / math.log(2))

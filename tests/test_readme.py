@@ -9,13 +9,12 @@ import subprocess
 import tomllib
 
 import pytest
-from conftest import ROOT, TINY, model_snapshot, run_python, start, succeed
+from conftest import ROOT, TINY, latest, model_snapshot, run_python, start, succeed
 from packaging.requirements import Requirement
 
 import export
 import main
 from config import validate
-from engine.snapshots.storage import load
 
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [
@@ -122,5 +121,5 @@ def test_the_notebook_runs(tmp_path):
     (tmp_path / "main.py").symlink_to(ROOT / "main.py")  # it has been fetched already
     result = run_python(code, cwd=tmp_path, timeout=240)
     assert result.stdout.count("held-out loss") >= 2 and (tmp_path / "play.html").exists()
-    first, edited = (load(str(tmp_path / f"runs/{n}/gpt_snapshot.pt")) for n in ("notebook", "edited"))
+    first, edited = (latest(tmp_path / "runs" / name) for name in ("notebook", "edited"))
     assert first.step == edited.step and first.loss != edited.loss
