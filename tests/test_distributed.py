@@ -81,9 +81,7 @@ def test_rank_0_alone_prints_and_writes(runs):
 
 
 def test_the_traceback_of_the_failed_rank_is_shown(tmp_path):
-    script = patched_main(
-        tmp_path,
-        """
+    patch = """
 import trainer
 step = trainer.Trainer._eager_step
 def fail(self, micro_batches):
@@ -91,8 +89,8 @@ def fail(self, micro_batches):
         raise RuntimeError('the disk of rank 1 is on fire')
     return step(self, micro_batches)
 trainer.Trainer._eager_step = fail
-""",
-    )
+"""
+    script = patched_main(tmp_path, patch)
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
     assert result.returncode != 0
     summary = result.stderr[result.stderr.rindex("Root Cause") :]
@@ -100,9 +98,7 @@ trainer.Trainer._eager_step = fail
 
 
 def test_ranks_agree_on_the_micro_batch_and_running_out_of_memory_names_the_setting(tmp_path):
-    script = patched_main(
-        tmp_path,
-        """
+    patch = """
 import os
 import torch
 import model, trainer
@@ -119,8 +115,8 @@ def failing(self, micro_batches):
     return step(self, micro_batches)
 model.GPT.forward, trainer.Trainer._eager_step = refusing, failing
 trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
-""",
-    )
+"""
+    script = patched_main(tmp_path, patch)
     result = start(*TINY, f"run_dir={tmp_path / 'run'}", nproc=2, script=script)
     assert result.returncode != 0
     assert "2 processes x micro-batch 3 x accumulation 2" in result.stdout, result.stdout
@@ -129,9 +125,7 @@ trainer.memory.RAISES_OUT_OF_MEMORY = {"cpu"}
 
 
 def test_a_save_may_take_longer_than_ranks_wait_and_names_those_whose_weights_differ(tmp_path):
-    script = patched_main(
-        tmp_path,
-        """
+    patch = """
 import time
 import torch, trainer
 from engine.snapshots.storage import SnapshotStorage
@@ -147,8 +141,8 @@ def drifting(self, micro_batches):
         bits[0, 0] ^= 1
     return result
 SnapshotStorage.write, trainer.Trainer._eager_step = slow, drifting
-""",
-    )
+"""
+    script = patched_main(tmp_path, patch)
     run = tmp_path / "run"
     settings = ["trainer.max_steps=3", "trainer.timeout_s=5", f"run_dir={run}"]
     result = succeed(*TINY, *settings, nproc=2, script=script)

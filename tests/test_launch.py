@@ -136,16 +136,14 @@ assert copy.exitcode == 1, copy
 
 def test_training_works_without_posix_locks_and_signals(tmp_path):
     """As on Windows, as far as it can be had here."""
-    script = patched_main(
-        tmp_path,
-        """
+    patch = """
 import signal
 import hydra, torch.distributed.elastic.multiprocessing.errors, torch.utils.tensorboard  # which have their own ways
 for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGPIPE"):
     delattr(signal, name)
 sys.modules |= {"fcntl": None, "resource": None}
-""",
-    )
+"""
+    script = patched_main(tmp_path, patch)
     result = succeed(*TINY, f"run_dir={tmp_path / 'run'}", script=script)
     assert "step 6/6" in result.stdout
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
