@@ -44,7 +44,7 @@ def test_a_run_in_a_renamed_directory_resumes_and_its_changes_are_logged(tmp_pat
 def test_what_accelerate_is_asked_for_is_used_unless_typed_and_the_rest_is_named(tmp_path):
     asked = {"USE_FSDP": "true", "MIXED_PRECISION": "fp16", "DYNAMO_BACKEND": "NO", "GRADIENT_ACCUMULATION_STEPS": "4"}
     env = {f"ACCELERATE_{name}": value for name, value in asked.items()}
-    result = start(*TINY, "trainer.amp_dtype=float32", f"run_dir={tmp_path / 'run'}", nproc=2, env=env)
+    result = succeed(*TINY, "trainer.amp_dtype=float32", f"run_dir={tmp_path / 'run'}", nproc=2, env=env)
     trainer = latest(tmp_path / "run").config["trainer"]
     assert (trainer["strategy"], trainer["amp_dtype"], trainer["compile"]) == ("fsdp", "float32", "auto")
     assert result.stdout.count("accelerate  trainer.strategy=fsdp, as launched") == 1

@@ -54,8 +54,7 @@ def shapes(monkeypatch) -> list[torch.Size]:
 def test_sampling_needs_only_the_snapshot(run_dir, tmp_path):
     copy = tmp_path / "alone.pt"
     copy.write_bytes((run_dir / "gpt_snapshot.pt").read_bytes())
-    result = sample(f"snapshot={copy}", "max_new_tokens=30", "num_samples=2", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = succeed(f"snapshot={copy}", "max_new_tokens=30", "num_samples=2", script="sample.py", cwd=tmp_path)
     first, second = result.stdout.split("-" * 40 + "\n")
     assert len(first) == len(second) == 31  # 30 and the newline that print adds, but not the default prompt
 
@@ -376,8 +375,8 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
     book = tmp_path / "book.bin"
     book.write_bytes("größer ".encode() * 400 + b"\xff")
     run = [*TINY, "data=text", f"data.path={book}", "data.truncate=1", "data.encoding=bytes"]
-    result = start(*run, f"run_dir={tmp_path / 'run'}")
-    assert "bits per byte" in result.stdout, result.stderr
+    result = succeed(*run, f"run_dir={tmp_path / 'run'}")
+    assert "bits per byte" in result.stdout
     assert "(of which 0.28% do not occur in training)" in result.stdout
     result = sample(f"run_dir={tmp_path / 'run'}", "prompt=größer", "max_new_tokens=9")
     assert result.stdout.startswith("größer"), result.stderr
@@ -385,8 +384,7 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
     assert "prompt: byte 0x9c at position 1 is not among the 8 bytes of the training text" in result.stderr
     result = sample(f"run_dir={tmp_path / 'run'}", f"score={book}")
     assert f"bytes scored        {len(book.read_bytes()) - 1}" in result.stdout
-    result = start(*run, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=9")
-    assert "resuming from" in result.stdout and result.returncode == 0, result.stderr
+    assert "resuming from" in succeed(*run, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=9").stdout
 
 
 # --- documents, new ones, files ---
