@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import RUN_FILES, TINY, equal, metrics
+from conftest import RUN_FILES, TINY, best, command, equal, latest, metrics
 
 from engine.snapshots.snapshot import SnapshotError
 from engine.snapshots.storage import load
@@ -45,33 +45,8 @@ SETTINGS = [
 PATIENCE = 120  # seconds for anything that should take a few
 
 
-def kill_one_rank(run: "Run", chance: random.Random) -> None:
-    run.send(signal.SIGKILL, chance.choice(run.workers()))
-
-
-def kill_all_ranks(run: "Run", chance: random.Random) -> None:
-    run.send(signal.SIGKILL, *run.workers())
-
-
-def kill_torchrun(run: "Run", chance: random.Random) -> None:
-    run.send(signal.SIGKILL, run.process.pid)
-
-
 def kill_everything(run: "Run", chance: random.Random) -> None:
     run.send(signal.SIGKILL, run.process.pid, *run.workers())
-
-
-def kill_one_rank_under_restarts(run: "Run", chance: random.Random) -> None:
-    """torchrun starts all ranks again by itself."""
-    kill_one_rank(run, chance)
-
-
-def ask_to_stop(run: "Run", chance: random.Random) -> None:
-    run.send(chance.choice([signal.SIGTERM, signal.SIGINT]), run.process.pid)
-
-
-def ask_one_rank_to_stop(run: "Run", chance: random.Random) -> None:
-    run.send(chance.choice([signal.SIGTERM, signal.SIGINT]), chance.choice(run.workers()))
 
 
 def ask_to_save_then_kill_everything(run: "Run", chance: random.Random) -> None:
@@ -96,17 +71,19 @@ def kill_everything_and_damage_the_latest_snapshot(run: "Run", chance: random.Ra
     path.write_bytes(content)
 
 
-FAULTS = [
-    kill_one_rank,
-    kill_all_ranks,
-    kill_torchrun,
-    kill_everything,
-    kill_one_rank_under_restarts,
-    ask_to_stop,
-    ask_one_rank_to_stop,
-    ask_to_save_then_kill_everything,
-    kill_everything_and_damage_the_latest_snapshot,
-]
+STOPS = (signal.SIGTERM, signal.SIGINT)
+FAULTS = {
+    "kill one rank": lambda run, chance: run.send(signal.SIGKILL, chance.choice(run.workers())),
+    "kill all ranks": lambda run, chance: run.send(signal.SIGKILL, *run.workers()),
+    "kill torchrun": lambda run, chance: run.send(signal.SIGKILL, run.process.pid),
+    "kill everything": kill_everything,
+    # torchrun starts all ranks again by itself.
+    "kill one rank under restarts": lambda run, chance: run.send(signal.SIGKILL, chance.choice(run.workers())),
+    "ask to stop": lambda run, chance: run.send(chance.choice(STOPS), run.process.pid),
+    "ask one rank to stop": lambda run, chance: run.send(chance.choice(STOPS), chance.choice(run.workers())),
+    "ask to save then kill everything": ask_to_save_then_kill_everything,
+    "kill everything and damage the latest snapshot": kill_everything_and_damage_the_latest_snapshot,
+}
 
 
 class Run:
@@ -114,18 +91,14 @@ class Run:
 
     def __init__(self, run_dir: Path, steps: int, processes: int, restarts: int = 0):
         self.run_dir, self.processes = run_dir, processes
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
-        launcher = [*torchrun, f"--nproc_per_node={processes}"] if processes else []
-        arguments = [*SETTINGS, f"trainer.max_steps={steps}", f"run_dir={run_dir}"]
+        torchrun = ("torch.distributed.run", "--standalone", f"--max-restarts={restarts}")
+        launcher = (*torchrun, f"--nproc_per_node={processes}") if processes else ()
+        arguments = (*SETTINGS, f"trainer.max_steps={steps}", f"run_dir={run_dir}")
         self.output = tempfile.TemporaryFile("w+")
         self.started = time.time()
         self.seen: set[int] = set()
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(ROOT / "main.py"), *arguments],
-            cwd=ROOT,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-        )
+        line = command(*arguments, launcher=launcher)
+        self.process = subprocess.Popen(line, cwd=ROOT, stdout=self.output, stderr=subprocess.STDOUT)
 
     def workers(self) -> list[int]:
         """The processes that train, or would if they had got that far."""
@@ -184,15 +157,13 @@ def is_alive(pid: int) -> bool:
 def check_same(run_dir: Path, reference: Path) -> None:
     """Raises AssertionError unless the two finished runs are equal, but for the clock."""
     assert metrics(run_dir) == metrics(reference), "the metrics differ"
-    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
-        assert equal(*(settle(load(str(d / name))) for d in (run_dir, reference))), f"{name} differs"
-    extra = RUN_FILES | {"tensorboard"}
-    stray = {
-        p.name for p in run_dir.iterdir() if p.name not in extra and not re.search(r"\.(damaged|old|step)\d+", p.name)
-    }
+    for find in (latest, best):
+        assert equal(*(settle(find(each)) for each in (run_dir, reference))), f"the {find.__name__} snapshot differs"
+    names = {path.name for path in run_dir.iterdir()} - RUN_FILES - {"tensorboard"}
+    stray = [name for name in names if not re.search(r"\.(damaged|old|step)\d+", name)]
     assert not stray, f"left behind: {stray}"
     # A kill between the copy of a numbered one and the latest leaves it as a later one, which is renamed.
-    numbered = [p.name for p in run_dir.iterdir() if re.fullmatch(r"gpt_snapshot\.step\d+\.pt", p.name)]
+    numbered = [name for name in names if re.fullmatch(r"gpt_snapshot\.step\d+\.pt", name)]
     assert len(numbered) == 2, numbered
 
 
@@ -213,7 +184,7 @@ def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=p
     assert reference.wait() == 0, reference.text()
     longest = time.monotonic() - began
     survived: Counter[str] = Counter()
-    faults = FAULTS if processes else [f for f in FAULTS if f not in (kill_torchrun,)]
+    faults = [fault for fault in FAULTS if processes or fault != "kill torchrun"]
     number = 0
     while sum(survived.values()) < kills:
         number += 1
@@ -222,7 +193,7 @@ def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=p
             fault = None
             if sum(survived.values()) + len(done) < kills:
                 fault = chance.choice(faults)
-            restarts = 1 if fault is kill_one_rank_under_restarts else 0
+            restarts = 1 if fault == "kill one rank under restarts" else 0
             expected = newest_good_step(run_dir)
             run = Run(run_dir, steps, processes, restarts)
             delay = chance.random() * longest
@@ -234,10 +205,10 @@ def chaos(folder: Path, kills: int, seed: int, processes: int, steps: int, say=p
                 check_went_on(run, expected)
                 break
             run.workers()  # to know them, and to wait for their end, also without torchrun
-            fault(run, chance)
+            FAULTS[fault](run, chance)
             status = run.wait()
-            done.append(fault.__name__)
-            say(f"{fault.__name__} after {delay:.1f} s of start {len(done)} of run {number}")
+            done.append(fault)
+            say(f"{fault} after {delay:.1f} s of start {len(done)} of run {number}")
             assert (status == 0) <= (restarts == 1 or finished(run)), run.text()
             check_went_on(run, expected)
         check_same(run_dir, folder / "reference")
@@ -271,7 +242,7 @@ def check_went_on(run: Run, expected: int | None) -> None:
         assert (int(found[1]) if found else None) == expected, text
     stopped = re.search(r": stopped after step (\d+) of", text)
     if stopped:
-        assert load(str(run.run_dir / "gpt_snapshot.pt")).step == int(stopped[1]), text
+        assert latest(run.run_dir).step == int(stopped[1]), text
 
 
 def finished(run: Run) -> bool:
@@ -290,9 +261,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         survived = chaos(Path(folder), **given, steps=1500, say=lambda text: print(text, flush=True))
     print("\n| fault | survived |\n|---|---|")
-    for name in (f.__name__ for f in FAULTS):
-        if survived[name]:
-            print(f"| {name.replace('_', ' ')} | {survived[name]} |")
+    for fault in filter(survived.get, FAULTS):
+        print(f"| {fault} | {survived[fault]} |")
     print(f"| all | {survived.total()} |")
 
 

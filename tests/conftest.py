@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -23,6 +24,7 @@ import torch
 import warm
 
 from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.storage import load
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +67,17 @@ UNREAD = [*(s for s in TINY if not s.startswith("data")), "data=text"]  # withou
 # For losses that are compared: nothing is drawn, nothing rounded to bfloat16.
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 
+
+# Of models, as `model_snapshot` takes them.
+ARCHITECTURES = {
+    "gpt2": {"arch": "gpt2"},
+    "without biases": {"arch": "gpt2", "bias": False, "n_embd": 36},  # heads of an odd width
+    "untied": {"arch": "gpt2", "tie_weights": False},
+    "modern": {"arch": "modern"},
+    "shifted": {"arch": "modern", "token_shift": True},
+    "n-grams": {"arch": "modern", "ngram_rows": 50},
+    "shifted, with n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
+}
 
 # The files that take longest begin first, so that none is left over at the end for one process.
 FIRST = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts", "readme", "object_store")
@@ -115,6 +128,13 @@ def start(
         timeout=timeout,
         **kwargs,
     )
+
+
+def succeed(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    """As `start`; the program must end with exit status 0."""
+    result = start(*arguments, **kwargs)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 def command(*arguments: str, nproc: int = 0, script: str = "main.py", launcher: tuple[str, ...] = ()) -> list[str]:
@@ -233,6 +253,19 @@ def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
     ]
 
 
+def shows_code(output: str) -> bool:
+    """Whether there is a traceback of ours; torchrun and TensorBoard print their own."""
+    return re.search(rf'File "{ROOT}/\w+\.py', output) is not None
+
+
+def latest(run_dir: Path) -> Snapshot:
+    return load(str(run_dir / "gpt_snapshot.pt"))
+
+
+def best(run_dir: Path) -> Snapshot:
+    return load(str(run_dir / "gpt_snapshot.best.pt"))
+
+
 def some_snapshot(step: int = 5) -> Snapshot:
     """A small snapshot that `step` decides."""
     generator = torch.Generator().manual_seed(step)
@@ -270,11 +303,10 @@ def small_gpt(arch: str = "gpt2", pdrop: float = 0.0, std: float | None = None, 
 
 def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
     """The snapshot of a small model that has learned something: none of its weights is zero."""
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
-    config = GPTConfig(arch=arch, model_type=None, vocab_size=len(vocabulary), **{**sizes, **settings})
+    sizes = {"vocab_size": len(vocabulary), "n_head": 4, "n_embd": 32, "block_size": 24}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        weights = GPT(config).state_dict()
+        model = small_gpt(arch, **sizes | settings)
+    weights = model.state_dict()
     generator = torch.Generator().manual_seed(len(vocabulary))
     for tensor in filter(torch.is_floating_point, weights.values()):
         tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
@@ -285,7 +317,7 @@ def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
         loss=1.25,
         loss_step=7,
         vocabulary=vocabulary,
-        config={"run_name": "small", "model": dataclasses.asdict(config)},
+        config={"run_name": "small", "model": dataclasses.asdict(model.config)},
     )
 
 

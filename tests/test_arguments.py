@@ -21,12 +21,17 @@ from sample import SampleConfig
 
 @dataclass
 class Config:
-    out: str
+    """Not a field: nor = this."""
+
+    out: str  # must be given
     text: str | None = None
     number: int | None = 3
-    rate: float = 0.5
+    rate: float = 3e-4
     flag: bool = False
     names: list[str] | None = None
+    items: list[str] = field(default_factory=list)  # in order
+
+    mode: str = "a=b"  # = or # in it
 
     def __post_init__(self):
         if self.text == "bad":
@@ -77,7 +82,6 @@ parse = functools.partial(arguments.parse, Config)
         (sample.main, "snapshot=a.pt score=b stride=25", "must be from 1 to the model's context, 24"),
         (sample.main, "stride=4", "stride= requires score="),
         (sample.main, "by=line out=x", "by= requires score="),
-        (sample.main, "score=b by=line", "by= and out= belong together"),
         (sample.main, "score=b out=x", "by= and out= belong together"),
         (sample.main, "score=b by=word out=x", "by=word: must be one of line, document, character"),
         (sample.main, "snapshot=a.pt score=file by=document out=x", "by=document: the run's text has no separator"),
@@ -98,10 +102,8 @@ parse = functools.partial(arguments.parse, Config)
         (export.main, "out=x", "no run under runs/ has logged anything yet"),
         (export.main, "out=file snapshot=a.pt", "out=file: already exists"),
         (export.main, "out=file/x snapshot=a.pt", "out=file/x: cannot be written"),
-        (export.main, "out=/proc/x snapshot=a.pt", "out=/proc/x: cannot be written"),
         (export.main, "out=s3://x/y", "out=s3://x/y: must be local"),
         (report.main, "run_dir=nowhere", "nowhere: no run has logged anything there"),
-        (report.main, "chekc", "chekc: not an argument; there are run_dir="),
         (report.main, "check .", ".: not an argument; there are run_dir="),
         (report.main, "check out=a", "out=a: check writes no page; leave it out"),
         (report.main, "run_dirs=nowhere/*", "nowhere/*: no run has logged anything there"),
@@ -120,40 +122,29 @@ def test_bad_input_gets_one_line_and_changes_nothing(main, given, says, tmp_path
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@dataclass
-class Example:
-    """Not a field: nor = this."""
-
-    first: str  # must be given
-    rate: float = 3e-4
-    names: list[str] = field(default_factory=list)  # in order
-    mode: str = "a=b"  # = or # in it
-
-    limit: int | None = 1
-
-
 def test_help_has_type_default_and_meaning_of_every_field():
-    assert field_table(Example, "x.").splitlines() == [
-        "  x.first=???    str         must be given",
+    assert field_table(Config, "x.").splitlines() == [
+        "  x.out=???      str               must be given",
+        "  x.text=null    str | None",
+        "  x.number=3     int | None",
         "  x.rate=0.0003  float",
-        "  x.names=[]     list[str]   in order",
-        "  x.mode=a=b     str         = or # in it",
-        "  x.limit=1      int | None",
+        "  x.flag=false   bool",
+        "  x.names=null   list[str] | None",
+        "  x.items=[]     list[str]         in order",
+        "  x.mode=a=b     str               = or # in it",
     ]
 
 
-@pytest.mark.parametrize("program", ["sample", "export", "report"])
-def test_every_program_has_help_and_refuses_an_unknown_argument_in_one_line(program, tmp_path):
+@pytest.mark.parametrize(
+    "program, fields", [("sample", SampleConfig), ("export", ExportConfig), ("report", ReportArguments)]
+)
+def test_every_program_has_help_and_refuses_an_unknown_argument_in_one_line(program, fields, tmp_path):
     helped, refused = (start(typed, script=f"{program}.py", cwd=tmp_path) for typed in ("--help", "no=argument"))
     assert helped.returncode == 0 and f"python {program}.py" in helped.stdout
     assert refused.returncode == 1 and refused.stderr.startswith("error: no=argument: not an argument")
     assert refused.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("program", [SampleConfig, ExportConfig, ReportArguments])
-def test_help_has_a_meaning_for_every_argument(program):
-    for line in field_table(program).splitlines():
-        assert len(re.split("  +", line.strip())) == 3, line
+    for line in field_table(fields).splitlines():
+        assert len(re.split("  +", line.strip())) == 3, line  # its meaning, too
 
 
 def test_a_list_has_files_whose_names_have_commas(tmp_path, monkeypatch):

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXACT, ROOT, RUN_FILES, TINY, metrics, start
-
-from engine.snapshots.storage import load
+from conftest import EXACT, ROOT, RUN_FILES, TINY, latest, metrics, succeed
 
 LONG = [
     *(*TINY, *EXACT, "trainer.max_epochs=null", "trainer.max_steps=600"),
@@ -148,7 +146,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     for one, other in zip(metrics(a), metrics(b), strict=True):
         assert (one["step"], one["split"]) == (other["step"], other["split"])
         assert other["loss"] == pytest.approx(one["loss"], abs=2e-5), one["step"]
-    one, other = (load(str(run / "gpt_snapshot.pt")) for run in (a, b))
+    one, other = (latest(run) for run in (a, b))
     assert one.step == other.step
     for name, value in one.model_state.items():
         assert torch.allclose(value, other.model_state[name], atol=5e-4), name
@@ -165,7 +163,7 @@ def test_two_hosts_train_one_run_and_only_the_first_writes(hosts, tmp_path):
     assert "plan " in hosts[0].output() and "plan " not in hosts[1].output()
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == RUN_FILES
     alone = tmp_path / "alone"
-    assert start(*TINY, *EXACT, f"run_dir={alone}").returncode == 0
+    succeed(*TINY, *EXACT, f"run_dir={alone}")
     assert_same_run(alone, run)
 
 
@@ -186,7 +184,7 @@ def test_a_run_survives_the_loss_of_either_host(hosts, tmp_path):
         host.torchrun(*LONG, f"run_dir={run}", restarts=3)
     finish(hosts)
     assert hosts[0].output().count("resuming from") == 2
-    assert start(*LONG, f"run_dir={whole}").returncode == 0
+    succeed(*LONG, f"run_dir={whole}")
     assert_same_run(whole, run)
 
 
@@ -217,7 +215,7 @@ def test_hosts_that_share_no_disk_train_one_run_with_its_snapshot_in_a_store(hos
     first, second = sorted(tmp_path.glob("disk*"))
     assert (first.name, second.name) == ("disk1-host1", "disk2-host1")
     alone = tmp_path / "alone"
-    assert start(*TINY, *EXACT, f"run_dir={alone}").returncode == 0
+    succeed(*TINY, *EXACT, f"run_dir={alone}")
     both = [*metrics(first, "train"), *metrics(second, "train")]
     for one, other in zip(metrics(alone, "train"), both, strict=True):
         assert one["step"] == other["step"]
@@ -243,7 +241,7 @@ def test_a_disconnected_host_is_dropped_and_rejoins(hosts, tmp_path):
     wait_until(lambda: step_of(run) > step + 50, hosts)
     hosts[0].processes[-1].terminate()
     hosts[0].processes[-1].wait(timeout=60)
-    step, whole = load(str(run / "gpt_snapshot.pt")).step, tmp_path / "whole"
+    step, whole = latest(run).step, tmp_path / "whole"
     hosts[0].begin(sys.executable, ROOT / "main.py", *endless, f"run_dir={whole}")
     wait_until(lambda: step_of(whole) >= step, hosts, patience=240)
     hosts[0].processes[-1].terminate()

@@ -72,24 +72,17 @@ def test_every_parameter_is_in_exactly_one_group(name, tied, embeddings):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_every_parameter_group_has_the_configured_values(name):
-    config = OptimizerConfig(
-        name=name, learning_rate=0.007, beta1=0.81, beta2=0.83, weight_decay=0.03, momentum=0.77
-    )  # fmt: skip
-    groups = create_optimizer(small_gpt("gpt2", tie_weights=False), config).param_groups
+    values = {"learning_rate": 0.007, "beta1": 0.81, "beta2": 0.83, "weight_decay": 0.03, "momentum": 0.77}
+    model = small_gpt("modern", tie_weights=False, ngram_rows=5)
+    groups = create_optimizer(model, OptimizerConfig(name=name, ngram_decay=0.7, **values)).param_groups
     assert all(group["lr"] == 0.007 for group in groups)
     if name == "muon":
         muon, *groups = groups
         assert (muon["momentum"], muon["weight_decay"]) == (0.77, 0.03)
     assert all(group["betas"] == (0.81, 0.83) for group in groups)
-    assert [group["weight_decay"] for group in groups] == [0.03, 0.0]
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_n_gram_embeddings_have_their_own_weight_decay(name):
-    model = small_gpt("modern", ngram_rows=5)
-    groups = create_optimizer(model, OptimizerConfig(name=name, ngram_decay=0.7)).param_groups
-    [table] = [group["params"] for group in groups if group["weight_decay"] == 0.7]
-    assert table == [model.ngrams.weight]
+    assert {group["weight_decay"] for group in groups} == {0.03, 0.0, 0.7}
+    [ngrams] = [group["params"] for group in groups if group["weight_decay"] == 0.7]
+    assert ngrams == [model.ngrams.weight]
 
 
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest():

@@ -1,5 +1,5 @@
-"""Under SLURM, without a cluster: the variables that its manual pages give the processes of a step, and
-an `srun` that starts processes of this machine.
+"""Under SLURM, without a cluster: the variables that its manual pages give the processes of a step, and an `srun` that
+starts processes of this machine.
 """
 
 import os
@@ -11,53 +11,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ROOT, TINY, lines, start, wait_until
+from conftest import LONG, ROOT, TINY, latest, lines, start, wait_until
 
 from engine.errors import UserError
 from engine.parallel import distributed, slurm
-from engine.snapshots.storage import load
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+
+def variables(pairs: str) -> dict[str, str]:
+    """SLURM's variables of `NAME=VALUE ...`, without their prefix."""
+    return {f"SLURM_{name}": value for name, value in (pair.split("=") for pair in pairs.split())}
+
+
 # Of the whole job: 2 nodes with 2 tasks each.
-JOB = {
-    "SLURM_JOB_ID": "4242",
-    "SLURM_JOB_NODELIST": "node[07-08]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-}
-FIRST_TASK = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-SRUN = {  # the last task of four
-    **JOB,
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "node[07-08]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-}
-ONE_TASK = {
-    **FIRST_TASK,
-    "SLURM_STEP_NODELIST": "node07",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+JOB = variables("JOB_ID=4242 JOB_NODELIST=node[07-08] JOB_NUM_NODES=2 NTASKS=4 TASKS_PER_NODE=2(x2)")
+FIRST_TASK = variables("PROCID=0 LOCALID=0 NODEID=0")
+ONE_TASK = FIRST_TASK | variables("STEP_NODELIST=node07 STEP_NUM_TASKS=1 STEP_TASKS_PER_NODE=1")
+STEP = variables("STEP_ID=0 STEP_NODELIST=node[07-08] STEP_NUM_TASKS=4 STEP_TASKS_PER_NODE=2(x2)")
+SRUN = JOB | STEP | variables("PROCID=3 LOCALID=1 NODEID=1")  # the last task of four
+UNEVEN = SRUN | variables("STEP_NODELIST=node[01-03,07],gpu5 STEP_NUM_TASKS=8 STEP_TASKS_PER_NODE=2(x3),1(x2)")
 
 
-UNEVEN = {
-    **SRUN,
-    "SLURM_STEP_NODELIST": "node[01-03,07],gpu5",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)",
-}
-
-
-def adopted(environment: dict[str, str], *changed: str) -> tuple[str | None, ...]:
-    environment = {**environment, **dict(pair.split("=") for pair in changed)}
+def adopted(environment: dict[str, str], changed: str = "", **others: str) -> tuple[str | None, ...]:
+    """torchrun's variables, from those of SLURM."""
+    environment = environment | variables(changed) | others
     slurm.export_torchrun_env(environment)
     return tuple(environment.get(name) for name in NAMES)
 
@@ -65,32 +43,25 @@ def adopted(environment: dict[str, str], *changed: str) -> tuple[str | None, ...
 def test_srun_variables_become_torchruns():
     assert adopted(SRUN) == ("3", "4", "1", "2", "node07", "14242")
     for rank, node, local_rank, local_size in (("5", 2, "1", "2"), ("6", 3, "0", "1"), ("7", 4, "0", "1")):
-        task = (f"SLURM_PROCID={rank}", f"SLURM_NODEID={node}", f"SLURM_LOCALID={local_rank}")
-        assert adopted(UNEVEN, *task)[:5] == (rank, "8", local_rank, local_size, "node01")
+        task = f"PROCID={rank} NODEID={node} LOCALID={local_rank}"
+        assert adopted(UNEVEN, task)[:5] == (rank, "8", local_rank, local_size, "node01")
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        pytest.param({}, id="no SLURM"),
-        pytest.param({**JOB, **FIRST_TASK}, id="a batch script without srun"),
-        pytest.param(JOB, id="salloc"),
-        pytest.param({**JOB, **ONE_TASK}, id="salloc with an interactive step, srun --pty"),
-    ],
-)
-def test_without_several_srun_tasks_there_is_one_process(environment):
-    assert adopted(environment) == (None,) * 6
+def test_without_several_srun_tasks_there_is_one_process():
+    # No SLURM, a batch script without srun, salloc, an interactive step (srun --pty)
+    for environment in ({}, JOB | FIRST_TASK, JOB, JOB | ONE_TASK):
+        assert adopted(environment) == (None,) * 6
 
 
 def test_torchrun_under_srun_and_a_chosen_address_take_precedence():
     torchrun = dict(zip(NAMES, ("5", "8", "1", "4", "node07", "29400"), strict=True))
     assert adopted(SRUN | torchrun) == tuple(torchrun.values())
-    assert adopted(SRUN, "MASTER_ADDR=10.0.0.7", "MASTER_PORT=29500")[4:] == ("10.0.0.7", "29500")
+    assert adopted(SRUN, MASTER_ADDR="10.0.0.7", MASTER_PORT="29500")[4:] == ("10.0.0.7", "29500")
 
 
 def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
     starts = [(job, step) for job in range(10**6, 10**6 + 50) for step in range(20)]
-    ports = {adopted(SRUN, f"SLURM_JOB_ID={job}", f"SLURM_STEP_ID={step}")[5] for job, step in starts}
+    ports = {adopted(SRUN, f"JOB_ID={job} STEP_ID={step}")[5] for job, step in starts}
     assert len(ports) == len(starts)
     assert all(1024 <= int(port) < 32768 for port in ports)
 
@@ -106,7 +77,7 @@ def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
     ],
 )
 def test_rank_0_is_on_the_first_host_of_the_list(nodes, first):
-    assert adopted(SRUN, f"SLURM_STEP_NODELIST={nodes}")[4] == first
+    assert adopted(SRUN, f"STEP_NODELIST={nodes}")[4] == first
 
 
 @pytest.mark.parametrize(
@@ -116,7 +87,7 @@ def test_rank_0_is_on_the_first_host_of_the_list(nodes, first):
         ({"RANK": "x"}, "RANK=x: must be an integer"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0: must be an integer, at least 1"),
         ({"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS=abc, .*'SLURM_STEP_NODELIST'"),
-        ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_STEP_NUM_TASKS=4, .*"),
+        (SRUN | variables("NODEID=2"), "SLURM_STEP_NUM_TASKS=4, .*"),
     ],
 )
 def test_variables_of_a_launcher_that_are_incomplete_or_no_numbers_get_one_line(tmp_path, variables, says):
@@ -174,11 +145,8 @@ def cluster(tmp_path) -> dict[str, str]:
         path.chmod(0o755)
     job = 40_000 + os.getpid()  # the port comes from it: another for another run of this test
     return {
-        **JOB,
-        **FIRST_TASK,
+        **(JOB | FIRST_TASK | variables(f"JOB_ID={job} CPUS_PER_TASK=1")),
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(job),
-        "SLURM_CPUS_PER_TASK": "1",
         "SRUN_PID": str(tmp_path / "srun.pid"),
         "TASKS": "2",
     }
@@ -202,7 +170,7 @@ def test_a_job_at_its_time_limit_is_requeued(submit, cluster, tmp_path):
     os.kill(int(Path(cluster["SRUN_PID"]).read_text()), signal.SIGUSR2)
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGUSR2 and "; 2 processes\n" in out, out
-    step = load(str(run / "gpt_snapshot.pt")).step
+    step = latest(run).step
     assert step > 0 and out.count(f"SIGUSR2: stopped after step {step} of 100000") == 1, out
     assert (tmp_path / "scontrol").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
 
@@ -221,6 +189,5 @@ def test_a_requeued_job_is_a_restart(monkeypatch):
 
 
 def test_a_sweep_under_srun_is_refused(tmp_path):
-    arguments = ["-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path}"]
-    result = start(*arguments, env={**SRUN, "SLURM_PROCID": "0"})
+    result = start("-m", *TINY, "trainer.seed=1,2", f"run_dir={tmp_path}", env=SRUN | variables("PROCID=0"))
     assert result.returncode == 1 and "without a launcher" in result.stderr

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import LONG, TINY, UNREAD, lines, metrics, start, wait_until
+from conftest import LONG, TINY, UNREAD, lines, metrics, start, succeed, wait_until
 
 from engine.config.overrides import job_name
 from engine.errors import UserError
@@ -25,19 +25,15 @@ def job(path: Path, *overrides: str, loss: float | None = 2.0, status: str = "fi
 def test_a_sweep_ends_with_its_table_and_is_not_repeated(tmp_path):
     run = tmp_path / "run"
     sweep = ["-m", *TINY, "optimizer.learning_rate=1e-3,1e-2", f"run_dir={run}"]
-    result, again = start(*sweep), start(*sweep)
-    assert result.returncode == again.returncode == 0, result.stderr + again.stderr
+    result, again = succeed(*sweep), succeed(*sweep)
     assert again.stdout.count("this run is finished") == 2
     jobs = read_jobs(f"{run}.sweep")
-    assert [job.job["overrides"][-2] for job in jobs] == [
-        "optimizer.learning_rate=0.01",
-        "optimizer.learning_rate=0.001",
-    ]
+    rates = [f"optimizer.learning_rate={rate}" for rate in ("0.01", "0.001")]
+    assert [job.job["overrides"][-2] for job in jobs] == rates
     for found in jobs:
-        losses = {line["loss"]: line["step"] for line in metrics(Path(found.path), "val")}
         assert (found.step, found.job["status"]) == (6, "finished")
-        best = found.best
-        assert (best["loss"], best["step"]) == (min(losses), losses[min(losses)])
+        best = min(metrics(Path(found.path), "val"), key=lambda line: line["loss"])
+        assert (found.best["loss"], found.best["step"]) == (best["loss"], best["step"])
         assert found.characters_per_s > 0
     shown = table(jobs)
     assert shown[1].startswith("learning_rate=0.01 ") and max(map(len, shown)) < 80
@@ -49,8 +45,7 @@ def test_a_sweep_ends_with_its_table_and_is_not_repeated(tmp_path):
 @pytest.mark.parametrize("swept", ["experiment=overfit,shakespeare_quick", "run_name=a,b"])
 def test_jobs_whose_recipe_or_name_differs_are_of_one_sweep(swept, tmp_path):
     settings = [s for s in TINY if not s.startswith("experiment") or "run_name" in swept]
-    result = start(*settings, "-m", swept, "trainer.max_steps=2", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*settings, "-m", swept, "trainer.max_steps=2", cwd=tmp_path)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.sweep"]
     jobs = read_jobs(str(tmp_path / "runs" / "run.sweep"))
     assert [job.job["status"] for job in jobs] == ["finished"] * 2
@@ -116,8 +111,7 @@ def test_a_sweep_over_texts_recommends_none(tmp_path, text_file):
     other = tmp_path / "other.txt"
     other.write_text("".join(reversed(text_file.read_text())))
     paths = f"data.path={text_file},{other}"
-    result = start("-m", *UNREAD, "data.block_size=16", paths, f"run_dir={tmp_path / 'run'}", "run_name=both")
-    assert result.returncode == 0, result.stderr
+    result = succeed("-m", *UNREAD, "data.block_size=16", paths, f"run_dir={tmp_path / 'run'}", "run_name=both")
     said = "warning: The runs have different texts, encodings or splits: their losses cannot be compared."
     assert result.stdout.splitlines()[-1] == said
 
