@@ -19,7 +19,7 @@ from engine.parallel import distributed
 from engine.parallel.rendezvous import name_start
 from engine.run import evaluation
 from engine.run.metrics import read_lines
-from engine.run.trackers import is_installed
+from engine.portable import is_installed
 
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # a variable that torch reads
 

@@ -161,7 +161,7 @@ def test_documents_that_contain_the_separator_and_files_that_are_the_same_are_sa
     paths = [str(tmp_path / name) for name in "abc"]
     caplog.set_level("INFO", "gpt")
     dataset(paths, separator="#")
-    assert f"1 files have the same content as others: {paths[2]} as {paths[0]}" in caplog.text
+    assert f"files of the same content: {paths[2]} and {paths[0]}" in caplog.text
     assert "documents   3, separated by #\n" in caplog.text
     dataset(paths, separator="|")
     assert "documents   3, separated by |, which they contain: " in caplog.text

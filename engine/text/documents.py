@@ -74,11 +74,11 @@ class Documents:
                 source = text_source
             yield from self._of_text(source) if kind == "text" else self._of_records(source, kind)
             if own.digest() in self.names:
-                self.repeated.append(f"{source.name} as {self.names[own.digest()]}")
+                self.repeated.append(f"{source.name} and {self.names[own.digest()]}")
             self.names.setdefault(own.digest(), source.name)
         check_sha256(whole.hexdigest(), self.config.sha256, self.path)
         if self.repeated:
-            log.warning("%d files have the same content as others: %s", len(self.repeated), abridged(self.repeated))
+            log.warning("files of the same content: %s", abridged(self.repeated))
         if self.left_out:
             log.info("left out    %d files that are not text: %s", len(self.left_out), abridged(self.left_out))
         if self.converted and self.config.newlines == "lf" and self.config.encoding != "bytes":
