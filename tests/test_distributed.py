@@ -17,9 +17,9 @@ from char_dataset import CharDataset, DataConfig
 from engine.errors import UserError
 from engine.parallel import distributed
 from engine.parallel.rendezvous import name_start
+from engine.portable import is_installed
 from engine.run import evaluation
 from engine.run.metrics import read_lines
-from engine.portable import is_installed
 
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # a variable that torch reads
 
