@@ -86,16 +86,10 @@ def multiply_loss(trainer: Trainer, factor) -> None:
     trainer.bare.forward = multiplied
 
 
-def after_step(trainer: Trainer, number: int, action) -> None:
-    """Has `action()` run after the optimizer's step of this number."""
+def after_step(trainer: Trainer, action) -> None:
+    """Has `action(step)` run after each step of the optimizer."""
     step = trainer.optimizer.step
-
-    def acting():
-        step()
-        if trainer.state.step == number - 1:
-            action()
-
-    trainer.optimizer.step = acting
+    trainer.optimizer.step = lambda: (step(), action(trainer.state.step + 1))
 
 
 def set_losses(trainer: Trainer, *losses: float) -> None:
@@ -107,6 +101,7 @@ def set_losses(trainer: Trainer, *losses: float) -> None:
 def during(trainer: Trainer, moment: str, step: int, action) -> None:
     """Has `action()` run in the middle of the given step, of its evaluation, or of its save."""
     owner, name = {
+        "start": (trainer.requests, "check"),
         "micro-batch": (trainer.bare, "forward"),
         "evaluation": (trainer.test_dataset, "eval_windows"),
         "save": (trainer.snapshots.storage, "_put"),
@@ -142,7 +137,7 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_a_snapshot_without_a_model_configuration_is_not_sampled(parts, tmp_path):
+def test_the_model_and_settings_of_another_program_are_trained_and_stored_but_not_sampled(parts, tmp_path):
     class Bare(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -153,22 +148,14 @@ def test_a_snapshot_without_a_model_configuration_is_not_sampled(parts, tmp_path
 
     model = Bare()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = {"optimizer": {"dtype": torch.float32, "lr": np.float64(0.5), "path": tmp_path, "n": (1, 2)}}
     config = TrainerConfig(**SETTINGS | {"eval_every_steps": None})
-    Trainer(config, model, optimizer, parts[0], run_dir=str(tmp_path)).train()
+    Trainer(config, model, optimizer, parts[0], run_dir=str(tmp_path), run_config=said).train()
+    kept = latest(tmp_path).config
+    assert kept["optimizer"] == {"dtype": "torch.float32", "lr": 0.5, "path": str(tmp_path), "n": [1, 2]}
+    assert kept["trainer"]["batch_size"] == config.batch_size
     with pytest.raises(SnapshotError, match="does not record the size of its model"):
         load_model(latest(tmp_path), "cpu")
-
-
-def test_run_config_of_another_program_is_stored_in_the_snapshot(parts, tmp_path):
-    trainer = make(parts, tmp_path)
-    said = {"model": {"dtype": torch.float32, "lr": np.float64(0.5), "path": tmp_path, "n": (1, 2)}}
-    model, optimizer = trainer.bare, trainer.optimizer
-    config = TrainerConfig(**SETTINGS)
-    run = Trainer(config, model, optimizer, *parts, run_dir=str(tmp_path), run_config=said)
-    run.train()
-    kept = latest(tmp_path).config
-    said = {"dtype": "torch.float32", "lr": 0.5, "path": str(tmp_path), "n": [1, 2]}
-    assert kept["model"] == said and kept["trainer"]["batch_size"] == config.batch_size
 
 
 @pytest.mark.parametrize(
@@ -191,15 +178,16 @@ def test_a_trainer_without_main_refuses_to_resume_with_another_optimizer_or_part
 def test_the_speed_is_of_recent_steps_without_the_first_and_evaluations(parts, tmp_path, clock, caplog):
     """The time left is at that speed, with evaluations as often as so far."""
     trainer = make(parts, tmp_path, log_every_steps=4, max_steps=12, eval_every_steps=3)
-    step, evaluate = trainer.train_step, trainer.evaluate
 
-    def after(seconds, function, *arguments):
-        clock[0] += seconds
-        return function(*arguments)
+    def take_time(step):
+        clock[0] += {1: 1000.0, 2: 1.0, 3: 1.0, 4: 1.0}.get(step, 5.0)
 
-    slow = {0: 1000.0, 1: 1.0, 2: 1.0, 3: 1.0}
-    trainer.train_step = lambda given: after(slow.get(trainer.state.step, 5.0), step, given)
-    trainer.evaluate = lambda: after(6.0, evaluate)
+    def evaluate():
+        clock[0] += 6.0
+        return evaluation.Evaluation(1.0, 1, [1.0])
+
+    after_step(trainer, take_time)
+    trainer.evaluate = evaluate
     with caplog.at_level("INFO", logger="gpt"):
         trainer.train()
     assert re.findall(r"step +(\d+)/12 .* (\S+) left", caplog.text) == [("4", "0:20"), ("8", "0:26"), ("12", "0:00")]
@@ -216,15 +204,12 @@ def test_a_run_with_a_time_limit_ends_by_its_steps_or_by_the_clock_with_its_whol
 ):
     """Two thirds of the limit are for the steps; a step of 10 s moves the progress of a long run by a twentieth."""
     trainer = make(parts, tmp_path, max_steps=total, eval_every_steps=20, max_minutes=3.0)
-    train_step = trainer.train_step
     trainer.schedule = OptimizerConfig(schedule="linear").learning_rate_factor
 
-    def timed_step(micro_batches):
-        result = train_step(micro_batches)
-        clock[0] += seconds if trainer.state.step else 50.0
-        return result
+    def take_time(step):
+        clock[0] += 50.0 if step == 1 else seconds
 
-    trainer.train_step = timed_step
+    after_step(trainer, take_time)
     trainer.train(deadline=50.0 + 59.0)
     assert trainer.state.step == taken
     lines = metrics(tmp_path)
@@ -238,7 +223,7 @@ def test_a_run_with_a_time_limit_ends_by_its_steps_or_by_the_clock_with_its_whol
 def test_a_steady_run_with_a_time_limit_is_resumed_bit_for_bit_and_counts_on(parts, tmp_path):
     limited = {"max_minutes": 10.0, "max_steps": 8}
     whole = make(parts, tmp_path / "a", **limited)
-    whole.train(time.monotonic() + 600)
+    whole.train()
     stop(make(parts, tmp_path / "b", **limited), "micro-batch", 5)
     saved = latest(tmp_path / "b")
     assert saved.limit_s == pytest.approx(600, abs=30) and saved.seconds > 0
@@ -252,12 +237,7 @@ def test_a_steady_run_with_a_time_limit_is_resumed_bit_for_bit_and_counts_on(par
 
 def test_a_run_stopped_before_its_clock_started_has_its_time_limit_when_it_resumes(parts, tmp_path):
     limited = {"max_minutes": 10.0, "max_steps": 8}
-    stopped = make(parts, tmp_path, **limited)
-    stopped.requests.check = lambda: (
-        signal.raise_signal(signal.SIGTERM) or type(stopped.requests).check(stopped.requests)
-    )
-    with pytest.raises(Stopped):
-        stopped.train(time.monotonic() + 600)
+    stop(make(parts, tmp_path, **limited), "start", 0)
     resumed = make(parts, tmp_path, **limited)
     assert resumed.state.limit_s is None and resumed.state.step == 0
     resumed.train()
@@ -287,14 +267,8 @@ def test_the_learning_rate_follows_the_clock_where_that_is_ahead():
 def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
     trainer = make(parts, tmp_path, optimizer=optimizer)
     trainer.schedule = lambda step, total: 0.5**step
-    step, seen = trainer.train_step, []
-
-    def noted(micro_batches):
-        result = step(micro_batches)
-        seen.append([group["lr"] for group in trainer.optimizer.param_groups])
-        return result
-
-    trainer.train_step = noted
+    seen = []
+    after_step(trainer, lambda _: seen.append([group["lr"] for group in trainer.optimizer.param_groups]))
     trainer.train()
     assert len(seen[0]) > 1
     assert seen == [[1e-2 * 0.5**k] * len(seen[0]) for k in range(6)]
@@ -305,14 +279,13 @@ def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
 def test_training_and_evaluation_compute_in_the_chosen_dtype(parts, tmp_path, amp_dtype, used):
     precision = {"use_amp": amp_dtype is not None, "amp_dtype": amp_dtype or "auto"}
     trainer = make(parts, tmp_path, **precision, eval_every_steps=6)
-    forward, seen = trainer.bare.forward, set()
+    seen = set()
 
-    def noted(x, y):
+    def note(model, _):
         enabled = torch.is_autocast_enabled("cpu")
-        seen.add((trainer.bare.training, torch.get_autocast_dtype("cpu") if enabled else None))
-        return forward(x, y)
+        seen.add((model.training, torch.get_autocast_dtype("cpu") if enabled else None))
 
-    trainer.bare.forward = noted
+    trainer.bare.register_forward_pre_hook(note)
     trainer.train()
     assert seen == {(True, used), (False, used)}
 
@@ -410,19 +383,18 @@ def test_a_run_ends_with_a_whole_pass_over_the_text_and_an_extended_one_takes_ot
     assert sorted(seen[-len(last_pass) :]) == last_pass
 
 
-def test_the_order_of_few_steps_is_computed_at_once_if_they_are_large(parts, monkeypatch):
+def test_the_order_of_a_huge_plan_is_computed_in_pieces(parts, monkeypatch):
+    def windows(steps: int, step: int) -> list[int]:
+        plan = Plan(len(parts[0]), parts[0].block_size, 20, 1, 1, steps)
+        return MicroBatches(Audit(parts[0]), 7, plan)[step][0].tolist()
+
+    last = windows(10**14, 10**14 - 1)
+    assert len({window % parts[0].block_size for window in last}) == 1  # of one pass
+    expected = [windows(10, step) for step in range(10)]
+    monkeypatch.setattr("char_dataset.ORDER_WINDOWS", 60)
+    assert [windows(10, step) for step in range(10)] == expected
     plan = Plan(len(parts[0]), parts[0].block_size, 2**18, 1, 1, 10)
     assert MicroBatches(Audit(parts[0]), 7, plan).chunk_steps == 1
-    small = dataclasses.replace(plan, batch_size=20)
-    expected = [MicroBatches(Audit(parts[0]), 7, small)[k][0].tolist() for k in range(10)]
-    monkeypatch.setattr("char_dataset.ORDER_WINDOWS", 60)
-    assert [MicroBatches(Audit(parts[0]), 7, small)[k][0].tolist() for k in range(10)] == expected
-
-
-def test_the_windows_of_a_huge_plan_can_be_counted(parts):
-    plan = Plan(len(parts[0]), parts[0].block_size, 20, 1, 1, 10**14)
-    last = MicroBatches(Audit(parts[0]), 7, plan)[10**14 - 1][0].tolist()
-    assert len({window % parts[0].block_size for window in last}) == 1  # of one pass
 
 
 @pytest.mark.parametrize(
@@ -622,7 +594,7 @@ def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, precision
     if at == "loss":
         multiply_loss(trainer, lambda step: math.nan if step >= 4 else 1)
     else:
-        after_step(trainer, 4, lambda: trainer.parameters[0].data[0, 0].fill_(math.inf))
+        after_step(trainer, lambda step: trainer.parameters[0].data[0, 0].add_(math.inf if step == 4 else 0))
     with pytest.raises(UserError, match="training has diverged"):
         trainer.train()
     assert latest(tmp_path).step == 3 and load(str(tmp_path / "gpt_snapshot.prev.pt")).step == 2
@@ -632,7 +604,7 @@ def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, precision
 
 def test_a_trainer_without_a_held_out_part_does_not_end_well_with_nan(parts, tmp_path):
     trainer = make((parts[0], None), tmp_path, max_steps=4, eval_every_steps=None)
-    after_step(trainer, 4, lambda: trainer.parameters[0].data.fill_(3e38))
+    after_step(trainer, lambda step: trainer.parameters[0].data.add_(3e38 if step == 4 else 0))
     with pytest.raises(UserError, match=r"step 4: .* not finite .* diverged"):
         trainer.train()
     assert not (tmp_path / "gpt_snapshot.pt").exists()
@@ -893,24 +865,25 @@ def test_a_local_snapshot_may_be_given_as_a_url(prefix):
 
 
 @pytest.mark.parametrize(
-    "moment, step, number",
+    "stops",
     [
-        ("micro-batch", 5, signal.SIGINT),
-        ("evaluation", 3, signal.SIGTERM),
-        ("evaluation", 9, signal.SIGTERM),
-        ("save", 4, signal.SIGTERM),
+        [("micro-batch", 5, signal.SIGINT)],
+        [("evaluation", 3, signal.SIGTERM), ("micro-batch", 3, signal.SIGTERM)],
+        [("evaluation", 9, signal.SIGTERM)],
+        [("save", 4, signal.SIGTERM)],
     ],
 )
-def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(parts, tmp_path, monkeypatch, moment, step, number):
+def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(parts, tmp_path, monkeypatch, stops):
     monkeypatch.setattr(evaluation, "EVAL_CHARACTERS", {"cpu": 8})  # several batches in one evaluation
     settings = {"save_every_steps": 4, "max_steps": 9, "micro_batch_size": 4}
     whole = make(parts, tmp_path / "a", pdrop=0.2, **settings)
     whole.train()
-    stopped = make(parts, tmp_path / "b", pdrop=0.2, **settings)
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-    stop(stopped, moment, step, number)
-    assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-    assert latest(tmp_path / "b").step == stopped.state.step < 9 + (moment == "evaluation")
+    for moment, step, number in stops:
+        stopped = make(parts, tmp_path / "b", pdrop=0.2, **settings)
+        stop(stopped, moment, step, number)
+        assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+        assert latest(tmp_path / "b").step == stopped.state.step < 9 + (moment == "evaluation")
     resumed = make(parts, tmp_path / "b", pdrop=0.2, **settings)
     assert resumed.state.step == stopped.state.step
     resumed.train()
@@ -919,18 +892,6 @@ def test_a_run_asked_to_stop_saves_and_equals_an_uninterrupted_one(parts, tmp_pa
             assert equal(of(tmp_path / "a"), of(tmp_path / "b"))
         assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
         make(parts, tmp_path / "b", pdrop=0.2, **settings).train()  # is finished
-
-
-def test_stopping_in_an_evaluation_and_again_after_resuming_logs_it_once(parts, tmp_path):
-    whole = make(parts, tmp_path / "a")
-    whole.train()
-    for moment in ("evaluation", "micro-batch"):
-        stopped = make(parts, tmp_path / "b", micro_batch_size=4)
-        stop(stopped, moment, step=3)
-        assert stopped.state.step == 3
-    make(parts, tmp_path / "b").train()
-    logged, once = ([(line["step"], line["split"]) for line in metrics(tmp_path / run)] for run in "ba")
-    assert logged == once
 
 
 def test_missing_metrics_lines_are_a_warning(parts, tmp_path, caplog):
