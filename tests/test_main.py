@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 from operator import attrgetter
@@ -406,6 +407,9 @@ def test_names_that_are_not_utf8_are_used_and_reported(tmp_path, text_file):
     assert "/run?/report.html" in open(f"{run}/main.log").read() and os.path.exists(f"{run}/report.html")
     export = start(f"run_dir={run}", f"out={tmp_path / 'model'}", script="export.py")
     assert export.returncode == 0, export.stderr
+    shutil.copytree(run, tmp_path / "other")
+    report = start(f"run_dirs=[{run},{tmp_path / 'other'}]", script="report.py")
+    assert (report.returncode, report.stderr) == (0, "")
 
 
 def test_closed_standard_streams_change_no_exit_status(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import statistics
 from pathlib import Path
@@ -28,20 +27,22 @@ from model import GPT, GPTConfig
 NASTY = "</script><script>broken()</script><img src=x onerror=broken()> & \"'{{ 1 }}\n\n"
 
 
+def falls(step: int, low: float = 1.5) -> float:
+    return low + 3 * math.exp(-step / 200)
+
+
 def some_run(
     path: Path,
-    losses=lambda step: 1.4 + 3 * math.exp(-step / 200),
-    held_out=lambda step: 1.5 + 3 * math.exp(-step / 200),
+    losses=lambda step: falls(step, 1.4),
+    held_out=falls,
     steps: int = 1500,
     recipe: str = "shakespeare_cpu",
     **changed,
 ) -> Run:
-    """A run of `recipe` with these curves, `changed` settings (`__` for a dot) and texts
-    that look like HTML.
-    """
+    """A run of `recipe` with these curves, `changed` settings (`__` for a dot) and texts that look like HTML."""
     overrides = [f"experiment={recipe}"]
-    config: dict = {"run_name": path.name, "model": {"vocab_size": 65}}
-    config |= {"run_dir": str(path), "optimizer": {}, "trainer": {}, "data": {}}
+    config: dict = {"run_name": path.name, "run_dir": str(path), "model": {"vocab_size": 65}}
+    config |= {"optimizer": {}, "trainer": {}, "data": {}}
     for key, value in changed.items():
         group, name = key.split("__")
         config[group][name] = value
@@ -51,11 +52,10 @@ def some_run(
     lines = []
     for step in range(100, steps + 1, 100):
         line = {"step": step, "epoch": step / 1e5, "seconds": step / 20}
-        speed = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": 50_000.0, "samples": [NASTY] * 2}
-        speed["grad_norm"] = 0.3
-        lines.append({**line, "split": "train", "loss": losses(step), **speed})
+        trained = {"lr": 8e-3 * (1 - step / 2000), "tokens_per_s": 50_000.0, "grad_norm": 0.3, "samples": [NASTY] * 2}
+        lines.append(line | {"split": "train", "loss": losses(step)} | trained)
         if step % 500 == 0:
-            lines.append({**line, "split": "val", "loss": held_out(step)})
+            lines.append(line | {"split": "val", "loss": held_out(step)})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     start = {
         "step": 0, "total_steps": 1500, "started": "2026-11-20 12:00:00 +0000",
@@ -71,21 +71,14 @@ def some_run(
 # --- what a run leaves ---
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory) -> Path:
-    """A run as users start it, with its report at the end."""
-    path = tmp_path_factory.mktemp("real") / "run"
+def test_a_run_ends_with_its_report_with_samples_and_command(tmp_path):
     settings = [s for s in TINY if s not in ("report=false", "samples=false")]
-    result = start(*settings, f"run_dir={path}", "trainer.eval_every_steps=2")
+    result = start(*settings, f"run_dir={tmp_path}", "trainer.eval_every_steps=2")
     assert result.returncode == 0, result.stderr
-    assert f"report      {path}/report.html" in result.stdout
-    return path
-
-
-def test_a_run_ends_with_its_report_with_samples_and_command(real):
-    html = (real / "report.html").read_text()
-    assert f"python main.py experiment=null {TINY[1]}" in html and f"run_dir={real}" in html
-    drawn = [line for line in metrics(real, "train") if "samples" in line]
+    assert f"report      {tmp_path}/report.html" in result.stdout
+    html = (tmp_path / "report.html").read_text()
+    assert f"python main.py experiment=null {TINY[1]}" in html and f"run_dir={tmp_path}" in html
+    drawn = [line for line in metrics(tmp_path, "train") if "samples" in line]
     assert [line["step"] for line in drawn] == [1, 4, 6]
     assert len({len(text) for line in drawn for text in line["samples"]}) == 1
     assert html.count("<pre>") >= sum(len(line["samples"]) for line in drawn) == 6
@@ -156,10 +149,8 @@ def test_lines_that_are_damaged_or_of_another_program_are_passed_over_and_counte
     line = {"step": 1600, "split": "val", "loss": 9.0, "seconds": 1.0}
     foreign = [5, [], {"step": 1}, *({**line, key: ["x"]} for key in line), {**line, "lr": "x"}, {**line, "samples": 5}]
     path = tmp_path / "metrics.jsonl"
-    others = (
-        "".join(f"{json.dumps(record)}\n" for record in foreign) + "\nstep,loss\n" + json.dumps(line)[:-3] + "1e999}\n"
-    )
-    path.write_text(others + path.read_text() + '{"step": 1600, "spl')  # half a line: it is being written
+    others = [*map(json.dumps, foreign), "", "step,loss", json.dumps(line)[:-3] + "1e999}", path.read_text()]
+    path.write_text("\n".join(others) + '{"step": 1600, "spl')  # half a line: it is being written
     report.main([f"run_dir={tmp_path}"])
     says = f"warning: {path}: passed over {len(foreign) + 3} damaged or foreign lines\n"
     assert capsys.readouterr().err == says
@@ -189,15 +180,6 @@ def test_a_run_with_few_or_wrong_numbers_has_a_page(tmp_path):
     assert make_reference(runs)[1]["characters_per_s"] is None
 
 
-def test_a_run_whose_name_is_not_utf8_has_a_page(tmp_path):
-    run_dir = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    some_run(Path(run_dir))
-    some_run(tmp_path / "other")
-    result = start(f"run_dirs=[{run_dir},{tmp_path}/other]", script="report.py")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "other, held-out" in (tmp_path / "report.html").read_text()
-
-
 # --- the page ---
 
 
@@ -212,13 +194,12 @@ def look(browser, page: Path, script: str, width: int) -> dict:
     return seen
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory) -> Path:
+@pytest.fixture
+def page(tmp_path) -> Path:
     """The report of one run, whose texts look like HTML."""
-    path = tmp_path_factory.mktemp("page") / "run"
-    html = render([some_run(path, trainer__seed=7)])
-    (path / "report.html").write_text(html)
-    return path / "report.html"
+    path = tmp_path / "report.html"
+    path.write_text(render([some_run(tmp_path / "run", trainer__seed=7)]))
+    return path
 
 
 def test_the_page_is_one_file_and_escapes_samples(page):
@@ -252,10 +233,7 @@ def test_samples_and_pointer_values_show_at_any_width(browser, page, width):
         width,
     )
     assert seen["texts"] == [NASTY] * len(seen["texts"]) and len(seen["texts"]) == 30
-    held_out, training = (low + 3 * math.exp(-2.5) for low in (1.5, 1.4))
-    assert seen["tip"].split("\n") == [
-        "step 500", f"training: {training:.4f}", f"held-out: {held_out:.4f}",
-    ]  # fmt: skip
+    assert seen["tip"] == f"step 500\ntraining: {falls(500, 1.4):.4f}\nheld-out: {falls(500):.4f}"
     # Two losses, learning rate, gradient norm, throughput; the dots of all but training.
     assert seen["curves"] == 9
     assert seen["beside"] == pytest.approx([0, 0], abs=1)  # a value lies at its tick
@@ -293,7 +271,14 @@ def test_runs_that_are_scored_on_different_parts_are_not_comparable(tmp_path):
     runs[0].val[-1]["loss"] = 1.0
     html = render(runs)
     assert "different texts, encodings or splits" in html and "<th>final loss</th>" in html
-    assert "different texts" not in render(runs[:1] * 2)
+    same = render(runs[:1] * 2)
+    assert "different texts" not in same and "different orders" not in same
+
+
+def test_runs_with_different_numbers_of_steps_are_like_seeds(tmp_path):
+    runs = [some_run(tmp_path / name) for name in "ab"]
+    runs[1].starts[-1]["total_steps"] = 3000
+    assert "different orders, like runs with different seeds" in render(runs)
 
 
 def test_finished_runs_of_several_seeds_have_a_mean(tmp_path):
@@ -329,13 +314,6 @@ def test_students_t_is_that_of_tables():
 )
 def test_the_best_two_means_differ_if_welchs_interval_excludes_0(worse, says):
     assert says in compare_means((1.0, 1.1, 1.05), worse)
-
-
-def test_runs_with_different_numbers_of_steps_are_like_seeds(tmp_path):
-    runs = [some_run(tmp_path / name) for name in "ab"]
-    assert "different orders" not in render(runs)
-    runs[1].starts[-1]["total_steps"] = 3000
-    assert "different orders, like runs with different seeds" in render(runs)
 
 
 def test_the_report_warns_of_held_out_text_that_was_trained_on(tmp_path):
@@ -446,20 +424,11 @@ def test_check_ends_with_the_status_of_the_verdict(tmp_path, capsys):
 def card(tmp_path_factory) -> dict:
     """A reference of five runs whose losses lie 0.002 apart."""
     folder = tmp_path_factory.mktemp("reference")
-    runs = [
-        some_run(
-            folder / str(seed),
-            losses=lambda step, away=away: 1.4 + 3 * math.exp(-step / 200) + away,
-            held_out=lambda step, away=away: 1.5 + 3 * math.exp(-step / 200) + away,
-            trainer__seed=seed,
-        )
-        for seed, away in enumerate((-0.004, -0.002, 0.0, 0.002, 0.004))
-    ]
+    runs = []
+    for seed, away in enumerate((-0.004, -0.002, 0.0, 0.002, 0.004)):
+        curves = {"losses": lambda s, away=away: falls(s, 1.4 + away), "held_out": lambda s, away=away: falls(s) + away}
+        runs.append(some_run(folder / str(seed), **curves, trainer__seed=seed))
     return dict([make_reference(runs)])
-
-
-def falls(step: int) -> float:
-    return 1.5 + 3 * math.exp(-step / 200)
 
 
 @pytest.mark.parametrize(

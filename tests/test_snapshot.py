@@ -100,10 +100,8 @@ FOREIGN = "not a snapshot of this application: "
 @pytest.mark.parametrize(
     "content, says",
     [
-        *(
-            (content, "not a complete snapshot")
-            for content in (b"", random.Random(0).randbytes(5000), b"PK\x03\x04" * 50)
-        ),
+        (b"", "not a complete snapshot"),
+        (b"PK\x03\x04" * 50, "not a complete snapshot"),
         (archive(swell, zipfile.ZIP_DEFLATED), f"{FOREIGN}its entries declare more bytes than the file has"),
         (with_pickle(b"\x80\x02]."), f"{FOREIGN}.*list"),
         (saved(format=1), "snapshot format 1; this application reads 4, 5, 6"),
