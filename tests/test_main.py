@@ -8,7 +8,6 @@ import resource
 import shlex
 import shutil
 import subprocess
-import sys
 from operator import attrgetter
 
 import pytest
@@ -36,9 +35,7 @@ def composed(*overrides: str) -> Config:
 
 
 def refuse(*arguments: str, says: str, nproc: int = 0, **kwargs) -> None:
-    """The program must end with an error status and one line, which says `says`, from every rank
-    that prints.
-    """
+    """The program must end with an error status and one line, which says `says`, from every rank that prints."""
     result = start(*arguments, nproc=nproc, **kwargs)
     assert result.returncode != 0, result.stdout
     errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
@@ -74,6 +71,7 @@ NANOGPT = {
 }
 SIZES = "model.n_layer model.n_head model.n_embd data.block_size"
 DROPOUT = "model.embd_pdrop model.resid_pdrop model.attn_pdrop"
+STEPS = "trainer.max_steps trainer.batch_size"
 ANCESTORS = {
     "mingpt_ddp": {
         SIZES: [8, 8, 512, 128],
@@ -85,18 +83,8 @@ ANCESTORS = {
         "optimizer.name optimizer.learning_rate optimizer.weight_decay": ["adamw", 3e-4, 0.1],
         "optimizer.schedule optimizer.warmup_steps": ["constant", 0],
     },
-    "nanogpt_cpu": {
-        **NANOGPT,
-        SIZES: [4, 4, 128, 64],
-        DROPOUT: [0.0] * 3,
-        "trainer.max_steps trainer.batch_size": [2000, 12],
-    },
-    "nanogpt_baby": {
-        **NANOGPT,
-        SIZES: [6, 6, 384, 256],
-        DROPOUT: [0.2] * 3,
-        "trainer.max_steps trainer.batch_size": [5000, 64],
-    },
+    "nanogpt_cpu": NANOGPT | {SIZES: [4, 4, 128, 64], DROPOUT: [0.0] * 3, STEPS: [2000, 12]},
+    "nanogpt_baby": NANOGPT | {SIZES: [6, 6, 384, 256], DROPOUT: [0.2] * 3, STEPS: [5000, 64]},
 }
 
 
@@ -250,45 +238,40 @@ def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_i
 
 
 IMPOSSIBLE = [
-    *((DataConfig, {"path": path}) for path in (None, "", [], ["a", None], ["a", ["b"]])),
-    *((DataConfig, {"train_split": share}) for share in (0.0, 1.0)),
-    *((DataConfig, {"truncate": share}) for share in (0.0, 1.5)),
-    (DataConfig, {"block_size": 0}),
-    (DataConfig, {"url": "c.txt", "path": ["a.txt", "b.txt"]}),
-    *((DataConfig, {"cache_dir": path}) for path in ("", "s3://bucket/cache")),
-    (GPTConfig, {"arch": "gpt3"}),
-    (GPTConfig, {"model_type": "gpt-huge"}),
-    (GPTConfig, {"n_embd": 10, "n_head": 3}),  # does not divide
-    (GPTConfig, {"n_embd": 12, "n_head": 4, "arch": "modern"}),  # an odd head
-    (GPTConfig, {"bias": True, "arch": "modern"}),
-    (GPTConfig, {"n_layer": 0}),
-    *((GPTConfig, {name: 2**63 - 1}) for name in ("n_layer", "n_embd", "ngram_rows")),  # the sizes overflow
-    (GPTConfig, {"attn_pdrop": 1.0}),
-    *((OptimizerConfig, {"learning_rate": rate}) for rate in (0.0, math.inf, math.nan)),
-    *((OptimizerConfig, {"name": "sgd"}), (OptimizerConfig, {"schedule": "step"})),
-    *((OptimizerConfig, {"beta2": 1.0}), (OptimizerConfig, {"min_lr_ratio": 2.0})),
-    *((OptimizerConfig, {name: -1}) for name in ("weight_decay", "warmup_steps")),
-    *((TrainerConfig, {name: "perhaps"}) for name in ("amp_dtype", "compile", "resume", "strategy")),
-    *((TrainerConfig, {name: -1}) for name in ("data_loader_workers", "seed")),
-    (TrainerConfig, {"batch_size": 2**20 + 1}),
-    *(
-        (TrainerConfig, {name: 0})
-        for name in (
-            *("max_epochs", "max_steps", "max_minutes", "batch_size", "micro_batch_size", "grad_norm_clip"),
-            *("save_every", "save_every_steps", "keep_snapshots", "eval_every_steps", "patience", "log_every_steps"),
-            *("threads", "timeout_s"),
-        )
-    ),
+    ("data.path", [None, "", [], ["a", None], ["a", ["b"]]]),
+    ("data.train_split", [0.0, 1.0]),
+    ("data.truncate", [0.0, 1.5]),
+    ("data.cache_dir", ["", "s3://bucket/cache"]),
+    ("model.arch model.model_type optimizer.name optimizer.schedule", ["perhaps"]),
+    ("trainer.amp_dtype trainer.compile trainer.resume trainer.strategy", ["perhaps"]),
+    ("model.n_layer model.n_embd model.ngram_rows", [2**63 - 1]),  # the sizes overflow
+    ("model.attn_pdrop optimizer.beta2", [1.0]),
+    ("optimizer.learning_rate", [0.0, math.inf, math.nan]),
+    ("optimizer.min_lr_ratio", [2.0]),
+    ("optimizer.weight_decay optimizer.warmup_steps trainer.data_loader_workers trainer.seed", [-1]),
+    ("trainer.batch_size", [0, 2**20 + 1]),
+    ("data.block_size model.n_layer trainer.max_epochs trainer.max_steps trainer.max_minutes", [0]),
+    ("trainer.micro_batch_size trainer.grad_norm_clip trainer.keep_snapshots trainer.patience", [0]),
+    ("trainer.save_every trainer.save_every_steps trainer.eval_every_steps trainer.log_every_steps", [0]),
+    ("trainer.threads trainer.timeout_s", [0]),
 ]
-GROUPS = {DataConfig: "data", GPTConfig: "model", OptimizerConfig: "optimizer"}
+KINDS = {"data": DataConfig, "model": GPTConfig, "optimizer": OptimizerConfig, "trainer": TrainerConfig}
 
 
-@pytest.mark.parametrize("kind, settings", IMPOSSIBLE, ids=str)
-def test_an_impossible_setting_is_refused_by_name(kind, settings):
-    (name, value), *_ = settings.items()
+@pytest.mark.parametrize(
+    "key, value, others",
+    [
+        *((key, value, {}) for keys, values in IMPOSSIBLE for key in keys.split() for value in values),
+        ("data.url", "c.txt", {"path": ["a.txt", "b.txt"]}),
+        ("model.n_embd", 10, {"n_head": 3}),  # does not divide
+        ("model.n_embd", 12, {"n_head": 4, "arch": "modern"}),  # an odd head
+        ("model.bias", True, {"arch": "modern"}),
+    ],
+)
+def test_an_impossible_setting_is_refused_by_name(key, value, others):
+    group, _, name = key.partition(".")
     with pytest.raises(UserError) as refused:
-        kind(**settings)
-    key = f"{GROUPS.get(kind, 'trainer')}.{name}"
+        KINDS[group](**{name: value, **others})
     assert str(refused.value).lower().startswith(f"{key}={value}: ".lower())
 
 
@@ -313,18 +296,12 @@ def test_an_impossible_setting_is_refused_by_name(kind, settings):
         ("data=text", "data.path: missing"),
         ("model=null", "model=null: must name a file in conf/model"),
         ("run_name=", "run_name: must not be empty"),
-        ("run_name=..", "run_name=..: must be a name without a slash"),
         ("run_name=a/b", "run_name=a/b: must be a name without a slash"),
         ("init_from=", "init_from: must not be empty"),
-        ("trainer.grad_norm_clip=0", "trainer.grad_norm_clip=0.0: must be above 0, or null"),
         ("data.val_path=a data.train_split=0.5", "data.val_path= and data.train_split=: give only one of them"),
-        ("data.test_path=a data.final_split=0.1", "data.test_path= and data.final_split=: give only one of them"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
         ("model.vocab_size=10", "follows from"),
-        ("model.block_size=7", "follows from"),
-        ("optimizer.learning_rate=0,003", "'optimizer.learning_rate=0,003' 1. To use it as a list"),
         ("data=/a/book.txt", "data=/a/book.txt: no such file; choose from"),
-        ("trainer.seed", "trainer.seed: settings are KEY=VALUE, as in"),
         ("trainer.seed =3", "=3: settings are KEY=VALUE, without spaces"),
         ("--lr=3", "--lr=3: settings have no dashes; did you mean optimizer.learning_rate=?"),
         ("~trainer.max_steps", "trainer.max_steps: TrainerConfig (DictConfig) does not support"),
@@ -343,7 +320,6 @@ def test_a_bad_setting_is_explained_with_the_right_one(override, says):
     [
         ("model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
         ("trainer.batch_size=many", "trainer.batch_size: Value 'many' of type 'str' could not be converted to Integer"),
-        ("trainer.strategy=zero", "trainer.strategy=zero: must be one of ddp, fsdp"),
         ("run_dir=/proc/nowhere", "run_dir=/proc/nowhere"),
         ("trainer.snapshot_path=a/", "trainer.snapshot_path=a/: must name a file"),
         ("trainer.snapshot_path=./job.yaml", "./job.yaml: must name a file of"),
@@ -387,8 +363,7 @@ def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "held-out loss" in (tmp_path / "main.log").read_text()
-    assert (tmp_path / "gpt_snapshot.pt").exists()
+    assert "held-out loss" in (tmp_path / "main.log").read_text() and (tmp_path / "gpt_snapshot.pt").exists()
 
 
 @pytest.mark.parametrize("script", ["main.py", "sample.py", "report.py", "export.py"])
@@ -413,10 +388,8 @@ def test_names_that_are_not_utf8_are_used_and_reported(tmp_path, text_file):
 
 
 def test_closed_standard_streams_change_no_exit_status(tmp_path):
-    for program in (
-        shlex.join(command(*TINY, f"run_dir={tmp_path}")),
-        f"{sys.executable} sample.py run_dir={tmp_path}",
-    ):
+    train, sample = command(*TINY, f"run_dir={tmp_path}"), command(f"run_dir={tmp_path}", script="sample.py")
+    for program in map(shlex.join, (train, sample)):
         assert subprocess.run(f"exec {program} <&- >&- 2>&-", shell=True, cwd=ROOT, timeout=120).returncode == 0
     assert (tmp_path / ".lock").read_bytes() == b""
 
