@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -23,6 +24,7 @@ import torch
 import warm
 
 from engine.snapshots.snapshot import Snapshot
+from engine.snapshots.storage import load
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +117,13 @@ def start(
         timeout=timeout,
         **kwargs,
     )
+
+
+def succeed(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    """As `start`; the program must end with exit status 0."""
+    result = start(*arguments, **kwargs)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 def command(*arguments: str, nproc: int = 0, script: str = "main.py", launcher: tuple[str, ...] = ()) -> list[str]:
@@ -231,6 +240,19 @@ def metrics(run_dir: Path, split: str | None = None) -> list[dict]:
         for line in lines
         if split in (None, line["split"])
     ]
+
+
+def shows_code(output: str) -> bool:
+    """Whether there is a traceback of ours; torchrun and TensorBoard print their own."""
+    return re.search(rf'File "{ROOT}/\w+\.py', output) is not None
+
+
+def latest(run_dir: Path) -> Snapshot:
+    return load(str(run_dir / "gpt_snapshot.pt"))
+
+
+def best(run_dir: Path) -> Snapshot:
+    return load(str(run_dir / "gpt_snapshot.best.pt"))
 
 
 def some_snapshot(step: int = 5) -> Snapshot:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import TINY, model_snapshot, start
+from conftest import TINY, model_snapshot, succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import export
@@ -260,8 +260,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
 
 
 def test_the_model_card_has_the_figures_of_the_run(tmp_path):
-    result = start(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
-    assert result.returncode == 0, result.stderr
+    succeed(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
     out = tmp_path / "deep" / "model"
     export.main([f"run_dir={tmp_path / 'run'}", f"out={out}"])
     assert AutoModelForCausalLM.from_pretrained(out).config.n_embd == 16

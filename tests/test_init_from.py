@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, UNREAD, metrics, model_snapshot, some_snapshot, start
+from conftest import TINY, UNREAD, best, latest, metrics, model_snapshot, some_snapshot, start, succeed
 
 from config import Config
 from engine.errors import UserError
@@ -85,11 +85,10 @@ def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mea
 
 def test_init_from_a_run_directory_reads_its_best_snapshot(source, tmp_path, caplog):
     caplog.set_level(logging.INFO, "gpt")
-    best = model_snapshot("abcd")
     source("gpt_snapshot.pt", bias=False)
-    (tmp_path / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
+    learned = load(source("gpt_snapshot.best.pt")).model_state
     own = tuned("abcd", tmp_path).state_dict()
-    assert all(torch.equal(own[name], best.model_state[name]) for name in best.model_state)
+    assert all(torch.equal(own[name], learned[name]) for name in learned)
     assert "gpt_snapshot.best.pt, step 7, held-out loss 1.2500" in caplog.text
     tuned("bdxyz", tmp_path)
     assert "vocabulary  reused 2 of 4 characters, dropped 2, added 3: 'xyz'" in caplog.messages
@@ -190,9 +189,7 @@ SIZES = ["model=modern", "model.n_layer=2", "model.n_head=2", "model.n_embd=48"]
 
 def learn(text, run_dir, *settings, **kwargs) -> str:
     sizes = [] if any(s.startswith("init_from") for s in settings) else SIZES
-    result = start(*SETTINGS, *sizes, f"data.path={text}", f"run_dir={run_dir}", *settings, **kwargs)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return succeed(*SETTINGS, *sizes, f"data.path={text}", f"run_dir={run_dir}", *settings, **kwargs).stdout
 
 
 def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_path):
@@ -207,7 +204,7 @@ def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_pa
     # the schedule begins anew: the warm-up, too
     tuned, fresh = (metrics(tmp_path / name, "train") for name in ("tuned", "fresh"))
     assert tuned[0]["lr"] == fresh[0]["lr"] == pytest.approx(3e-3 * 10 / 11)
-    snapshot = load(str(tmp_path / "tuned" / "gpt_snapshot.pt"))
+    snapshot = latest(tmp_path / "tuned")
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
 
 
@@ -226,10 +223,9 @@ def test_pretrained_weights_are_the_best_snapshot_if_training_only_worsens_them(
     settings = ["optimizer.learning_rate=1", "trainer.max_steps=10", f"init_from={trained / 'one'}"]
     said = learn(trained / "one.txt", tmp_path / "worse", *settings)
     assert "The held-out loss has risen: it was lowest at step 0" in said
-    best = load(str(tmp_path / "worse" / "gpt_snapshot.best.pt"))
-    source = load(str(trained / "one" / "gpt_snapshot.best.pt"))
-    assert best.step == 0 and best.best_loss == pytest.approx(source.best_loss, abs=1e-5)
-    assert all(torch.equal(best.model_state[name], x) for name, x in source.model_state.items())
+    worse, source = best(tmp_path / "worse"), best(trained / "one")
+    assert worse.step == 0 and worse.best_loss == pytest.approx(source.best_loss, abs=1e-5)
+    assert all(torch.equal(worse.model_state[name], x) for name, x in source.model_state.items())
 
 
 def test_a_stop_during_the_first_evaluation_does_not_lose_it(trained, tmp_path, monkeypatch):
@@ -270,10 +266,9 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
     tiny = [s for s in TINY if not s.startswith(("model.", "data.block_size"))]
     still = ["optimizer.learning_rate=1e-30", "trainer.max_steps=1", "trainer.use_amp=false"]
     run = [f"init_from={tmp_path / 'source.pt'}", f"trainer.strategy={strategy}", f"run_dir={tmp_path / 'run'}"]
-    result = start(*tiny, *still, *run, nproc=2)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*tiny, *still, *run, nproc=2)
     assert result.stdout.count("reused 4 of 4 characters") == 1
-    snapshot = load(str(tmp_path / "run" / "gpt_snapshot.pt"))
+    snapshot = latest(tmp_path / "run")
     rows = [snapshot.vocabulary.index(character) for character in "abcd"]
     for name, weights in snapshot.model_state.items():
         kept = weights[rows] if name in ("tok_emb.weight", "head.weight") else weights
@@ -313,6 +308,5 @@ def test_a_copy_of_the_models_text_is_recognized(tmp_path):
     ):
         (tmp_path / f"{name}.txt").write_text(content)
         where = [f"data.path={tmp_path / name}.txt", f"run_dir={tmp_path / name}", f"data.train_split={share}"]
-        result = start(*settings, *where, *more)
-        assert result.returncode == 0, result.stderr
+        result = succeed(*settings, *where, *more)
     assert re.search(r"warning: init_from: the model was trained on (7|8)\d % of the held-out text", result.stdout)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, start
+from conftest import TINY, succeed
 
 from engine.errors import UserError
 from engine.run import trackers
@@ -127,8 +127,7 @@ def test_a_disk_that_stays_full_is_said_once(tmp_path, monkeypatch, caplog):
 
 def test_tensorboard_gets_every_metric(tmp_path):
     pytest.importorskip("tensorboard")
-    result = start(*TINY, "samples=true", f"run_dir={tmp_path}")
-    assert result.returncode == 0, result.stderr
+    succeed(*TINY, "samples=true", f"run_dir={tmp_path}")
     read = events(tmp_path)
     lines = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
     for split, names in (
@@ -210,14 +209,13 @@ def test_a_resumed_run_is_the_same_wandb_run_with_each_step_once(tmp_path, monke
 
 def test_wandb_gets_the_metrics_within_the_run_directory(tmp_path):
     pytest.importorskip("wandb")
-    result = start(
+    result = succeed(
         *TINY,
         f"run_dir={tmp_path / 'run'}",
         "trainer.trackers=[wandb]",
         cwd=tmp_path,
         env={"WANDB_MODE": "offline"},
     )
-    assert result.returncode == 0, result.stderr
     (run,) = wandb_rows(tmp_path / "run").values()
     lines = read_lines(str(tmp_path / "run" / "metrics.jsonl"))
     for split in ("train", "val"):

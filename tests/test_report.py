@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TINY, metrics, start
+from conftest import TINY, metrics, start, succeed
 
 import report
 from benchmarks import reference
@@ -73,8 +73,7 @@ def some_run(
 
 def test_a_run_ends_with_its_report_with_samples_and_command(tmp_path):
     settings = [s for s in TINY if s not in ("report=false", "samples=false")]
-    result = start(*settings, f"run_dir={tmp_path}", "trainer.eval_every_steps=2")
-    assert result.returncode == 0, result.stderr
+    result = succeed(*settings, f"run_dir={tmp_path}", "trainer.eval_every_steps=2")
     assert f"report      {tmp_path}/report.html" in result.stdout
     html = (tmp_path / "report.html").read_text()
     assert f"python main.py experiment=null {TINY[1]}" in html and f"run_dir={tmp_path}" in html
@@ -99,8 +98,7 @@ def test_drawing_samples_changes_no_state():
 
 def test_a_resumed_run_records_its_start(tmp_path):
     for steps in (2, 4):
-        result = start(*TINY, f"trainer.max_steps={steps}", f"run_dir={tmp_path}")
-        assert result.returncode == 0, result.stderr
+        succeed(*TINY, f"trainer.max_steps={steps}", f"run_dir={tmp_path}")
     run = Run(str(tmp_path))
     assert [(start["step"], start["total_steps"]) for start in run.starts] == [(0, 2), (2, 4)]
     assert run.starts[1]["recipe"] is None and "data=pydoc" in run.starts[1]["overrides"]
@@ -111,8 +109,7 @@ def test_a_resumed_run_records_its_start(tmp_path):
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     (tmp_path / "report.html").mkdir()
-    result = start(*TINY, "report=true", f"run_dir={tmp_path}")
-    assert result.returncode == 0, result.stderr
+    result = succeed(*TINY, "report=true", f"run_dir={tmp_path}")
     warnings = [x for x in result.stdout.splitlines() if x.startswith("warning: cannot write report.html")]
     assert len(warnings) == 1 and "Is a directory" in warnings[0]
 
