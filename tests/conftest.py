@@ -68,6 +68,17 @@ UNREAD = [*(s for s in TINY if not s.startswith("data")), "data=text"]  # withou
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
 
 
+# Of models, as `model_snapshot` takes them.
+ARCHITECTURES = {
+    "gpt2": {"arch": "gpt2"},
+    "without biases": {"arch": "gpt2", "bias": False, "n_embd": 36},  # heads of an odd width
+    "untied": {"arch": "gpt2", "tie_weights": False},
+    "modern": {"arch": "modern"},
+    "shifted": {"arch": "modern", "token_shift": True},
+    "n-grams": {"arch": "modern", "ngram_rows": 50},
+    "shifted, with n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
+}
+
 # The files that take longest begin first, so that none is left over at the end for one process.
 FIRST = ("crashes", "sharding", "main", "launch", "metrics", "sweep", "distributed", "hosts", "readme", "object_store")
 

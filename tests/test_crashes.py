@@ -42,17 +42,6 @@ def test_a_killed_run_resumes_to_the_same_metrics(tmp_path, processes, kills):
     chaos.chaos(tmp_path, kills, seed, processes, steps=150)  # fails unless the metrics are the same
 
 
-def test_nohup_protects_a_run_from_sighup(tmp_path, spawn):
-    process = spawn(["nohup", *command(*LONG, f"run_dir={tmp_path}")], stdin=subprocess.DEVNULL)
-    wait_until(lambda: lines(tmp_path) > 5, process)
-    process.send_signal(signal.SIGHUP)
-    before = lines(tmp_path)
-    wait_until(lambda: lines(tmp_path) > before + 5, process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
-
-
 @pytest.mark.parametrize("to", ["all", pytest.param("rank 1", marks=pytest.mark.slow)])
 def test_two_processes_save_by_the_clock_and_when_stopped_and_the_run_resumes_there(tmp_path, begin, to):
     clock = ["trainer.eval_every_steps=null", "trainer.save_every_minutes=0.01", "trainer.keep_snapshots=9"]
@@ -86,19 +75,26 @@ def test_a_second_sigint_stops_at_once_and_the_run_resumes(tmp_path, begin):
     succeed(*LONG, f"trainer.max_steps={latest(tmp_path).step + 5}", f"run_dir={tmp_path}")
 
 
-def test_sigusr1_saves_and_before_training_is_harmless(tmp_path, begin):
+@pytest.mark.parametrize("nohup", [[], ["nohup"]])
+def test_sigusr1_saves_and_before_training_is_harmless_and_sighup_stops_without_nohup(tmp_path, spawn, nohup):
     # As on a terminal, also where the tests themselves run under nohup.
     hup = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    process = begin(*LONG, f"run_dir={tmp_path}", "trainer.data_loader_workers=2", preexec_fn=hup)
+    line = [*nohup, *command(*LONG, f"run_dir={tmp_path}", "trainer.data_loader_workers=2")]
+    process = spawn(line, stdin=subprocess.DEVNULL, preexec_fn=hup)
     wait_until(lambda: (tmp_path / "main.log").exists(), process)
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: lines(tmp_path) > 5, process)
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: (tmp_path / "gpt_snapshot.pt").exists(), process)
     process.send_signal(signal.SIGHUP)
+    if nohup:
+        before = lines(tmp_path)
+        wait_until(lambda: lines(tmp_path) > before + 5, process)
+        process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGHUP
-    assert "SIGUSR1: saving after step" in out and "SIGHUP: stopped after step" in out
+    by = signal.SIGTERM if nohup else signal.SIGHUP
+    assert process.returncode == 128 + by
+    assert "SIGUSR1: saving after step" in out and f"{by.name}: stopped after step" in out
 
 
 @pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.slow), "training"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import TINY, model_snapshot, succeed
+from conftest import ARCHITECTURES, TINY, model_snapshot, succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import export
@@ -27,21 +27,12 @@ transformers.utils.logging.disable_progress_bar()
 
 # line ends, controls, spaces and marks of every kind, and characters of one to four bytes
 VOCABULARY = "".join(sorted("\0\t\n\r !'0AZ_az\x7f\x85\xa0e\u0301é\u200d\u2028\u3000漢\ufeff😀\U0010ffff"))
-MODELS = {
-    "gpt2": {"arch": "gpt2"},
-    "without biases": {"arch": "gpt2", "bias": False},
-    "untied": {"arch": "gpt2", "tie_weights": False},
-    "modern": {"arch": "modern"},
-    "shifted": {"arch": "modern", "token_shift": True},
-    "n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
-    "n-grams alone": {"arch": "modern", "ngram_rows": 50},
-}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def exported(request, tmp_path_factory) -> tuple[GPT, Snapshot, str]:
     """A model, its snapshot, and the directory that it was exported to."""
-    snapshot = model_snapshot(VOCABULARY, **MODELS[request.param])
+    snapshot = model_snapshot(VOCABULARY, **ARCHITECTURES[request.param])
     out = str(tmp_path_factory.mktemp("export") / "model")
     export.export(snapshot, "runs/small/gpt_snapshot.best.pt", out)
     return load_model(snapshot, "cpu"), snapshot, out
@@ -158,7 +149,7 @@ def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
 
 @pytest.mark.parametrize("setting", ["beams", "assisted", "static", "cropped", "flex_attention"])
 def test_generation_modes_that_token_shift_does_not_support_are_refused(setting, tmp_path):
-    snapshot = model_snapshot(VOCABULARY, **MODELS["shifted"])
+    snapshot = model_snapshot(VOCABULARY, **ARCHITECTURES["shifted"])
     export.export(snapshot, "x.pt", str(tmp_path / "model"))
     arguments = {"attn_implementation": setting} if setting == "flex_attention" else {}
     idx = torch.tensor([[1, 2, 3, 1, 2, 3]])

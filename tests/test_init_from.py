@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, UNREAD, best, latest, metrics, model_snapshot, some_snapshot, start, succeed
+from conftest import ARCHITECTURES, TINY, UNREAD, best, latest, metrics, model_snapshot, some_snapshot, start, succeed
 
 from config import Config
 from engine.errors import UserError
@@ -19,14 +19,6 @@ from engine.signals import Stopped
 from engine.snapshots.storage import load
 from main import configure, train
 from model import GPT
-
-MODELS = {
-    "gpt2": {"arch": "gpt2"},
-    "untied, without biases": {"arch": "gpt2", "bias": False, "tie_weights": False},
-    "modern": {"arch": "modern"},
-    "with a token shift": {"arch": "modern", "token_shift": True},
-    "with n-grams": {"arch": "modern", "ngram_rows": 50},
-}
 
 
 @pytest.fixture
@@ -62,9 +54,9 @@ def tuned(vocabulary: str, source, block_size: int = 128) -> GPT:
 # --- weights and architecture ---
 
 
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mean(settings, source):
-    path = source(n_embd=256, **settings)
+    path = source(**settings | {"n_embd": 256})
     learned = load(path).model_state
     own = tuned("bdxy", path).state_dict()
     assert own.keys() == learned.keys()
@@ -280,23 +272,24 @@ def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
     lines = [f"line {i * 7919 % 997}\n" for i in range(350)]
     path = tmp_path / "n.txt"
     run = [*UNREAD, f"data.path={path}", "data.block_size=16", "data.train_split=0.9"]
-    losses = []
-    tuned = [(f"init_from={tmp_path / name}",) for name in "ab"]
-    for name, number, more in (("a", 200, ()), ("a", 300, ()), ("b", 300, tuned[0]), ("c", 350, tuned[1])):
-        path.write_text("".join(lines[:number]))
-        own = [setting for setting in run if not (more and setting.startswith("model."))]
-        result = start(*own, f"run_dir={tmp_path / name}", *more)
-        if (name, number) == ("a", 300):
-            assert f"add: {tuned[0][0]}/gpt_snapshot.pt run_dir={tmp_path / 'a'}-2\n" in result.stderr
-            continue
-        assert result.returncode == 0, result.stderr
-        losses += [line["tokens"] for line in metrics(tmp_path / name, "val")][-1:]
+    a, b, c = (f"run_dir={tmp_path / name}" for name in "abc")
+    unsized = [setting for setting in run if not setting.startswith("model.")]
+    path.write_text("".join(lines[:200]))
+    succeed(*run, a)
+    path.write_text("".join(lines[:300]))
+    refused = start(*run, a)
+    assert refused.returncode == 1
+    assert f"add: init_from={tmp_path / 'a'}/gpt_snapshot.pt run_dir={tmp_path / 'a'}-2\n" in refused.stderr
+    succeed(*unsized, b, f"init_from={tmp_path / 'a'}")
+    path.write_text("".join(lines))
+    again = [*unsized, c, f"init_from={tmp_path / 'b'}"]
     size = len("".join(lines[:200]))
     first = int(0.9 * size)
-    assert f"held out    characters {first:,} to {size:,}, as of the pretrained model" in result.stdout
-    assert losses == [size - first - 1] * 3 and "may have the held-out text" not in result.stdout
-    result = start(*own, *more, f"run_dir={tmp_path / 'c'}", "trainer.max_steps=8")
-    assert result.returncode == 0 and "step 8/8" in result.stdout, result.stderr
+    said = succeed(*again).stdout
+    assert f"held out    characters {first:,} to {size:,}, as of the pretrained model" in said
+    assert "may have the held-out text" not in said
+    assert [metrics(tmp_path / name, "val")[-1]["tokens"] for name in "abc"] == [size - first - 1] * 3
+    assert "step 8/8" in succeed(*again, "trainer.max_steps=8").stdout
 
 
 def test_a_copy_of_the_models_text_is_recognized(tmp_path):

@@ -388,9 +388,14 @@ def test_a_run_that_diverged_is_not_on_track(tmp_path, capsys):
         ({"held_out": lambda s: 1.6 + s / 90000}, ""),  # by no more than noise
     ],
 )
-def test_the_verdict_of_a_run(tmp_path, changed, says):
-    verdict, problems = check(some_run(tmp_path / "run", **changed))
-    assert verdict == (OFF_TRACK if says else "on track")
+def test_the_verdict_of_a_run(tmp_path, capsys, changed, says):
+    some_run(tmp_path / "good")
+    some_run(tmp_path / "run", **changed)
+    assert report.main(["check", f"run_dir={tmp_path}/good"]) == 0
+    assert report.main(["check", f"run_dirs={tmp_path}/*"]) == bool(says)
+    alone, good, other, *problems = capsys.readouterr().out.splitlines()
+    assert alone == good == f"{tmp_path}/good, step 1500 of 1500: on track"
+    assert other.endswith(f": {OFF_TRACK if says else 'on track'}")
     assert len(problems) == bool(says) and all(says in problem for problem in problems)
 
 
@@ -402,16 +407,6 @@ def test_a_held_out_loss_that_was_never_better_than_guessing_has_not_risen(tmp_p
     run.starts[-1]["total_steps"] = 20
     assert "worse than guessing" in loss_warning(run)
     assert check(run)[0] == "too few steps to tell"
-
-
-def test_check_ends_with_the_status_of_the_verdict(tmp_path, capsys):
-    some_run(tmp_path / "bad", held_out=lambda step: 4.5)
-    some_run(tmp_path / "good")
-    assert report.main(["check", f"run_dir={tmp_path / 'good'}"]) == 0
-    assert report.main(["check", f"run_dirs={tmp_path}/*"]) == 1
-    verdicts = [line for line in capsys.readouterr().out.splitlines() if "- " not in line]
-    good, bad = (f"{tmp_path / name}, step 1500 of 1500: " for name in ("good", "bad"))
-    assert verdicts == [f"{good}on track", f"{bad}NOT on track", f"{good}on track"]
 
 
 # --- the references of benchmarks/ ---
