@@ -193,7 +193,7 @@ def test_the_speed_is_of_recent_steps_without_the_first_and_evaluations(parts, t
 def test_a_run_with_a_time_limit_ends_by_its_steps_or_by_the_clock_with_its_whole_schedule(
     parts, tmp_path, clock, total, seconds, taken
 ):
-    """Two thirds of the limit are for the steps; a step of 10 s moves the progress of a long run by a twentieth."""
+    """The last step, of up to 10 s, begins in the last quarter of the schedule."""
     trainer = make(parts, tmp_path, max_steps=total, eval_every_steps=20, max_minutes=3.0)
     trainer.schedule = OptimizerConfig(schedule="linear").learning_rate_factor
 
