@@ -37,7 +37,7 @@ SETTINGS = {
     "max_epochs": None,
     "max_steps": 6,
     "batch_size": 12,
-    "use_amp": False,
+    "amp_dtype": "float32",
     "log_every_steps": 1,
     "device": "cpu",
     "eval_every_steps": 3,
@@ -260,30 +260,28 @@ def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
     assert [line["lr"] for line in metrics(tmp_path, "train")] == [1e-2 * 0.5**k for k in range(6)]
 
 
-@pytest.mark.parametrize("amp_dtype, used", [("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, None)])
-def test_training_and_evaluation_compute_in_the_chosen_dtype(parts, tmp_path, amp_dtype, used):
-    precision = {"use_amp": amp_dtype is not None, "amp_dtype": amp_dtype or "auto"}
-    trainer = make(parts, tmp_path, **precision, eval_every_steps=6)
+@pytest.mark.parametrize("amp_dtype", ["bfloat16", "float16", "float32"])
+def test_training_and_evaluation_compute_in_the_chosen_dtype(parts, tmp_path, amp_dtype):
+    trainer = make(parts, tmp_path, amp_dtype=amp_dtype, eval_every_steps=6)
     seen = set()
 
     def note(model, _):
-        enabled = torch.is_autocast_enabled("cpu")
-        seen.add((model.training, torch.get_autocast_dtype("cpu") if enabled else None))
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        seen.add((model.training, dtype))
 
     trainer.bare.register_forward_pre_hook(note)
     trainer.train()
-    assert seen == {(True, used), (False, used)}
+    assert seen == {(True, getattr(torch, amp_dtype)), (False, getattr(torch, amp_dtype))}
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 @pytest.mark.parametrize("device, rounds", [("cuda", True), ("cpu", False)])
 def test_float32_on_a_gpu_takes_tf32_for_steps_alone(parts, tmp_path, device, rounds):
-    trainer = make(parts, tmp_path, use_amp=False, max_steps=2)
+    trainer = make(parts, tmp_path, max_steps=2)
     trainer.precision = dataclasses.replace(trainer.precision, device=device)
     seen = set()
-    trainer.bare.register_forward_pre_hook(
-        lambda model, _: seen.add((model.training, torch.backends.cuda.matmul.allow_tf32))
-    )
+    matmul = torch.backends.cuda.matmul
+    trainer.bare.register_forward_pre_hook(lambda model, _: seen.add((model.training, matmul.allow_tf32)))
     trainer.train()
     assert seen == {(True, rounds), (False, False)}
 
@@ -503,8 +501,8 @@ def test_the_loss_that_checks_a_cuda_graph_equals_the_steps(parts, tmp_path):
 
 def test_float16_clips_the_true_gradients(parts, tmp_path):
     after = {}
-    for name, settings in {"float32": {}, "float16": {"use_amp": True, "amp_dtype": "float16"}}.items():
-        trainer = make(parts, tmp_path / name, grad_norm_clip=0.1, max_steps=3, **settings)
+    for name in ("float32", "float16"):
+        trainer = make(parts, tmp_path / name, grad_norm_clip=0.1, max_steps=3, amp_dtype=name)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # does not hide a gradient's size
         start = weights(trainer).clone()
         trainer.train()
@@ -538,13 +536,10 @@ def test_divergence_ends_the_run_and_keeps_the_snapshot(parts, tmp_path, found_b
         every[found_by] = at
     trainer = make(parts, tmp_path, max_steps=18, **every)
     multiply_loss(trainer, lambda step: math.nan if step == 9 else 1)
-    says = r"step 10: loss nan, gradient norm \S+ at learning rate 0.01.*optimizer.learning"
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=r"step 10: loss nan, gradient norm \S+ at learning rate 0.01.*optimizer.learn"):
         trainer.train()
-    assert trainer.state.step == at
-    snapshot = latest(tmp_path)
-    assert snapshot.step == 8
-    assert all(torch.isfinite(value).all() for value in snapshot.model_state.values())
+    assert trainer.state.step == at and latest(tmp_path).step == 8
+    assert all(torch.isfinite(value).all() for value in latest(tmp_path).model_state.values())
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run_and_keeps_the_best(parts, tmp_path):
@@ -556,21 +551,21 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run_and_keeps_the_best(part
 
 
 def test_float16_skips_a_step_that_overflows_and_ends_a_run_that_overflows_at_every_scale(parts, tmp_path):
-    trainer = make(parts, tmp_path, use_amp=True, amp_dtype="float16", max_steps=8)
+    trainer = make(parts, tmp_path, amp_dtype="float16", max_steps=8)
     multiply_loss(trainer, lambda step: math.inf if step == 4 else 1)
     assert math.isfinite(trainer.train())
     assert trainer.scaler.get_scale() == 2.0**15
-    trainer = make(parts, tmp_path / "every", use_amp=True, amp_dtype="float16", max_steps=50, eval_every_steps=None)
+    trainer = make(parts, tmp_path / "every", amp_dtype="float16", max_steps=50, eval_every_steps=None)
     multiply_loss(trainer, lambda step: math.inf)
     with pytest.raises(UserError, match=r"step 10: loss inf, .* 10 steps in a row were skipped"):
         trainer.train()
 
 
-@pytest.mark.parametrize("precision", [{"use_amp": True, "amp_dtype": "float16"}, {}])
+@pytest.mark.parametrize("amp_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("at", ["loss", "weights"])
-def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, precision, at):
+def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, amp_dtype, at):
     """Step 4 gives weights that are not finite, or whose loss is not, although its own loss and gradient are."""
-    trainer = make(parts, tmp_path, max_steps=30, save_every_steps=1, eval_every_steps=9, **precision)
+    trainer = make(parts, tmp_path, max_steps=30, save_every_steps=1, eval_every_steps=9, amp_dtype=amp_dtype)
     if at == "loss":
         multiply_loss(trainer, lambda step: math.nan if step >= 4 else 1)
     else:
@@ -578,7 +573,7 @@ def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, precision
     with pytest.raises(UserError, match="training has diverged"):
         trainer.train()
     assert latest(tmp_path).step == 3 and load(str(tmp_path / "gpt_snapshot.prev.pt")).step == 2
-    make(parts, tmp_path, max_steps=30, **precision).train()
+    make(parts, tmp_path, max_steps=30, amp_dtype=amp_dtype).train()
     assert latest(tmp_path).step == 30
 
 
@@ -640,8 +635,8 @@ def test_evaluation_does_not_affect_training(parts, tmp_path):
     [
         ("gpt2", "adamw", {}),
         ("modern", "muon", {"micro_batch_size": 4, "data_loader_workers": 1}),
-        ("gpt2", "adamw", {"use_amp": True, "amp_dtype": "bfloat16"}),
-        ("gpt2", "muon", {"use_amp": True, "amp_dtype": "float16"}),
+        ("gpt2", "adamw", {"amp_dtype": "bfloat16"}),
+        ("gpt2", "muon", {"amp_dtype": "float16"}),
         pytest.param("modern", "muon", {"compile": "true"}, marks=pytest.mark.slow),
     ],
 )
@@ -795,19 +790,19 @@ KEPT = {"amp_dtype": "float16", "deterministic": False}
         ({}, KEPT, {"amp_dtype": "bfloat16"}, {"deterministic": False}),
         ({}, {**KEPT, "device": "cuda"}, {}, {}),  # chosen again
         # What was asked for is not what auto means later.
-        ({"use_amp": False}, {}, {}, {"amp_dtype": "bfloat16"}),
+        ({"amp_dtype": "float32"}, {}, {}, {"amp_dtype": "bfloat16"}),
     ],
 )
 def test_auto_choices_are_kept_on_the_same_kind_of_device(
     parts, tmp_path, monkeypatch, caplog, first, chosen, asked, changed
 ):
     monkeypatch.setattr("engine.machine.hardware.computes_in_bfloat16", lambda _: True)
-    trainer = make(parts, tmp_path, **{"use_amp": True, **first})
+    trainer = make(parts, tmp_path, **{"amp_dtype": "auto", **first})
     own = dict(trainer.state.choices)
     trainer.state.choices |= chosen
     trainer.train()
     with caplog.at_level("INFO", "gpt"):
-        assert make(parts, tmp_path, use_amp=True, **asked).state.choices == own | changed
+        assert make(parts, tmp_path, **{"amp_dtype": "auto", **asked}).state.choices == own | changed
     moved = "changed since the snapshot: device was cuda, is cpu"
     assert (moved in caplog.text) == ("device" in chosen)
 
