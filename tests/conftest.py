@@ -303,11 +303,10 @@ def small_gpt(arch: str = "gpt2", pdrop: float = 0.0, std: float | None = None, 
 
 def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
     """The snapshot of a small model that has learned something: none of its weights is zero."""
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
-    config = GPTConfig(arch=arch, model_type=None, vocab_size=len(vocabulary), **{**sizes, **settings})
+    sizes = {"vocab_size": len(vocabulary), "n_head": 4, "n_embd": 32, "block_size": 24}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        weights = GPT(config).state_dict()
+        model = small_gpt(arch, **sizes | settings)
+    weights = model.state_dict()
     generator = torch.Generator().manual_seed(len(vocabulary))
     for tensor in filter(torch.is_floating_point, weights.values()):
         tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
@@ -318,7 +317,7 @@ def model_snapshot(vocabulary: str, arch: str = "gpt2", **settings) -> Snapshot:
         loss=1.25,
         loss_step=7,
         vocabulary=vocabulary,
-        config={"run_name": "small", "model": dataclasses.asdict(config)},
+        config={"run_name": "small", "model": dataclasses.asdict(model.config)},
     )
 
 

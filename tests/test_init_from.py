@@ -86,26 +86,22 @@ def test_init_from_a_run_directory_reads_its_best_snapshot(source, tmp_path, cap
     assert "vocabulary  reused 2 of 4 characters, dropped 2, added 3: 'xyz'" in caplog.messages
 
 
-def test_architecture_and_sizes_are_the_pretrained_models(source, caplog):
+@pytest.mark.parametrize("settings", [{"arch": "gpt2", "bias": False, "tie_weights": False}, {"arch": "modern"}])
+def test_architecture_and_sizes_are_the_pretrained_models_and_the_context_is_the_shorter(settings, source, caplog):
     caplog.set_level(logging.INFO, "gpt")
-    config = configured(source(arch="gpt2", bias=False, tie_weights=False))
-    read_init_weights(config, None)
-    m = config.model
-    assert (m.arch, m.n_layer, m.n_head, m.n_embd) == ("gpt2", 2, 4, 32)
-    assert (m.bias, m.tie_weights, m.block_size, config.data.block_size) == (False, False, 24, 24)
-    assert "architecture gpt2, layers 2, heads 4, width 32, of the pretrained model; context 24" in caplog.text
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_the_context_is_the_shorter_of_the_two(arch, source):
-    path = source(arch=arch)
+    path = source(**settings)
     for asked, length in (10, 10), (40, 24):
         model = tuned("abcd", path, asked)
-        assert model.config.block_size == length
-        if arch == "gpt2":
+        wanted = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": length, **settings}
+        assert wanted.items() <= dataclasses.asdict(model.config).items()
+        assert f"layers 2, heads 4, width 32, of the pretrained model; context {length}" in caplog.text
+        if settings["arch"] == "gpt2":
             learned = load(path).model_state["pos_emb.weight"]
             assert torch.equal(model.pos_emb.weight, learned[:length])
         assert model(torch.zeros(1, length, dtype=torch.int64))[0].isfinite().all()
+    config = configured(path)
+    read_init_weights(config, None)
+    assert config.data.block_size == 24
 
 
 # --- refusals ---

@@ -317,67 +317,61 @@ def test_determinism_is_switched_on_and_off_again(parts, tmp_path, deterministic
 # --- data order ---
 
 
-class Audit:
+@pytest.fixture
+def audited(parts) -> CharDataset:
     """A data set whose batches are the indices of their windows."""
-
-    def __init__(self, dataset):
-        self.data, self.block_size, self.windows = dataset.data, dataset.block_size, len(dataset)
-
-    def __len__(self):
-        return self.windows
-
-    def batch(self, indices):
-        return torch.as_tensor(indices), torch.zeros(1)
+    parts[0].batch = lambda indices: (torch.as_tensor(indices), torch.zeros(1))
+    return parts[0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(parts, size, accumulation):
+def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(audited, size, accumulation):
     epochs, batch = 2, 20  # of which 3 ranks have unequal shares
     config = TrainerConfig(max_epochs=epochs, batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
-    plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
+    plan = Plan.make(config, len(audited), audited.block_size, size)
     steps = plan.total_steps
     seen = []
-    ranks = [MicroBatches(Audit(parts[0]), 7, plan, rank) for rank in range(size)]
+    ranks = [MicroBatches(audited, 7, plan, rank) for rank in range(size)]
     for step in range(steps):
         for rank in ranks:
             for i in range(accumulation):
                 seen.extend(rank[step * accumulation + i][0].tolist())
-    n = len(parts[0])
+    n = len(audited)
     assert sorted(seen[-n:]) == sorted(seen[-2 * n : -n]) == list(range(n))
     assert seen[-n:] != seen[-2 * n : -n]
     assert np.array_equal(seen, window_order(steps * (n - batch) + np.arange(steps * batch), n, 7, plan.block_size))
 
 
 @pytest.mark.parametrize("steps", [11, 25, 40])
-def test_a_run_ends_with_a_whole_pass_over_the_text_and_an_extended_one_takes_other_windows(parts, steps):
+def test_a_run_ends_with_a_whole_pass_over_the_text_and_an_extended_one_takes_other_windows(audited, steps):
     config = TrainerConfig(max_epochs=None, max_steps=steps, batch_size=20)
-    n, size = len(parts[0]), parts[0].block_size
+    n, size = len(audited), audited.block_size
     positions = set()
     for first_step, total_steps in ((0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1)):
         first = Plan(n, size, 20, 1, 1, total_steps).first_position
         taken = range(first + first_step * 20, first + total_steps * 20)
         assert positions.isdisjoint(taken)
         positions.update(taken)
-    micro_batches = MicroBatches(Audit(parts[0]), 7, Plan.make(config, n, size, 1))
+    micro_batches = MicroBatches(audited, 7, Plan.make(config, n, size, 1))
     seen = [window for step in range(steps) for window in micro_batches[step][0].tolist()]
     offset = seen[-1] % size
     last_pass = [*range(offset, n, size)]
     assert sorted(seen[-len(last_pass) :]) == last_pass
 
 
-def test_the_order_of_a_huge_plan_is_computed_in_pieces(parts, monkeypatch):
+def test_the_order_of_a_huge_plan_is_computed_in_pieces(audited, monkeypatch):
     def windows(steps: int, step: int) -> list[int]:
-        plan = Plan(len(parts[0]), parts[0].block_size, 20, 1, 1, steps)
-        return MicroBatches(Audit(parts[0]), 7, plan)[step][0].tolist()
+        plan = Plan(len(audited), audited.block_size, 20, 1, 1, steps)
+        return MicroBatches(audited, 7, plan)[step][0].tolist()
 
     last = windows(10**14, 10**14 - 1)
-    assert len({window % parts[0].block_size for window in last}) == 1  # of one pass
+    assert len({window % audited.block_size for window in last}) == 1  # of one pass
     expected = [windows(10, step) for step in range(10)]
     monkeypatch.setattr("char_dataset.ORDER_WINDOWS", 60)
     assert [windows(10, step) for step in range(10)] == expected
-    plan = Plan(len(parts[0]), parts[0].block_size, 2**18, 1, 1, 10)
-    assert MicroBatches(Audit(parts[0]), 7, plan).chunk_steps == 1
+    plan = Plan(len(audited), audited.block_size, 2**18, 1, 1, 10)
+    assert MicroBatches(audited, 7, plan).chunk_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -435,10 +429,9 @@ def test_another_seed_is_another_order_and_loader_workers_change_nothing(parts, 
     assert not torch.equal(first, batches(seed=2))
 
 
-def test_prefetch_threads_raise_errors_and_end_when_closed(parts):
-    dataset = Audit(parts[0])
-    plan = Plan(len(dataset), dataset.block_size, 1, 1, 1, 100)
-    cut, seen = dataset.batch, []
+def test_prefetch_threads_raise_errors_and_end_when_closed(audited):
+    plan = Plan(len(audited), audited.block_size, 1, 1, 1, 100)
+    cut, seen = audited.batch, []
 
     def batch(indices):
         seen.append(indices)
@@ -446,9 +439,9 @@ def test_prefetch_threads_raise_errors_and_end_when_closed(parts):
             raise OSError("gone")
         return cut(indices)
 
-    dataset.batch = batch
+    audited.batch = batch
     before = threading.active_count()
-    batches = MicroBatches(dataset, 7, plan, workers=3)
+    batches = MicroBatches(audited, 7, plan, workers=3)
     with pytest.raises(OSError, match="gone"):
         for k in range(20):
             batches[k]
@@ -472,17 +465,17 @@ def test_the_plan_covers_every_window_of_its_epochs(max_steps, max_epochs, steps
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7])
-def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(parts, size):
+def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(audited, size):
     for batch, limit in itertools.product(range(size, size + 12), (1, 2, 3, 7, None)):
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
-        plan = Plan.make(config, len(parts[0]), parts[0].block_size, size)
-        ranks = [MicroBatches(Audit(parts[0]), 7, plan, rank) for rank in range(size)]
+        plan = Plan.make(config, len(audited), audited.block_size, size)
+        ranks = [MicroBatches(audited, 7, plan, rank) for rank in range(size)]
         cuts = [ranks[rank][i] for rank in range(size) for i in range(plan.accumulation)]
         weights = [Fraction(weight).limit_denominator(batch) for _, _, weight in cuts]
         sizes = [weight * batch / size for weight in weights]
         # An empty one computes on a window all the same.
         assert [max(1, count) for count in sizes] == [len(windows) for windows, _, _ in cuts]
-        order = window_order(plan.first_position + np.arange(batch), len(parts[0]), 7, plan.block_size)
+        order = window_order(plan.first_position + np.arange(batch), len(audited), 7, plan.block_size)
         assert [w for windows, _, weight in cuts if weight for w in windows.tolist()] == order.tolist()
         assert max(sizes) == plan.micro_batch_size <= (limit or batch)
         assert max(sizes) - min(sizes) <= 1 and sum(weights) == size
