@@ -224,7 +224,9 @@ def test_only_damaged_snapshots_are_an_error_and_none_is_a_fresh_start(tmp_path,
     assert names(tmp_path) == ["s.best.pt", "s.pt"]
 
 
-def test_windows_separators_are_converted(monkeypatch):
+def test_a_path_may_be_a_url_or_have_windows_separators(monkeypatch):
+    for prefix in ("file", "local"):
+        assert TrainerConfig(snapshot_path=f"{prefix}:///a/b.pt").snapshot_path == "/a/b.pt"
     monkeypatch.setattr("os.sep", "\\")
     assert snapshot_path("s.pt", r"runs\x") == "runs/x/s.pt"
     assert "\\" not in locate(r"runs\x\s.pt")[1]
