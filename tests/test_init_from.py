@@ -263,7 +263,7 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
         assert torch.equal(kept, learned[name]), name
 
 
-def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
+def test_a_text_that_has_grown_is_held_out_where_it_was_and_a_copy_is_recognized(tmp_path):
     """The refusal names init_from, with which the new text is trained on, and the old held-out part held out."""
     lines = [f"line {i * 7919 % 997}\n" for i in range(350)]
     path = tmp_path / "n.txt"
@@ -272,6 +272,10 @@ def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
     unsized = [setting for setting in run if not setting.startswith("model.")]
     path.write_text("".join(lines[:200]))
     succeed(*run, a)
+    (tmp_path / "copy.txt").write_text("another line\n" + path.read_text())
+    copy = [f"data.path={tmp_path / 'copy.txt'}", "data.train_split=0.5", f"run_dir={tmp_path / 'copy'}"]
+    said = succeed(*unsized, *copy, f"init_from={tmp_path / 'a'}").stdout
+    assert re.search(r"warning: init_from: the model was trained on (7|8)\d % of the held-out text", said)
     path.write_text("".join(lines[:300]))
     refused = start(*run, a)
     assert refused.returncode == 1
@@ -286,16 +290,3 @@ def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
     assert "may have the held-out text" not in said
     assert [metrics(tmp_path / name, "val")[-1]["tokens"] for name in "abc"] == [size - first - 1] * 3
     assert "step 8/8" in succeed(*again, "trainer.max_steps=8").stdout
-
-
-def test_a_copy_of_the_models_text_is_recognized(tmp_path):
-    text = "".join(f"line {i * 7919 % 997}\n" for i in range(300))
-    settings = ["data=text", "data.block_size=16", "trainer.max_steps=1", "experiment=null", "trainer.trackers=[]"]
-    for name, content, share, more in (
-        ("a", text, 0.9, ("model.model_type=gpt-nano",)),
-        ("b", "another line\n" + text, 0.5, (f"init_from={tmp_path / 'a'}",)),
-    ):
-        (tmp_path / f"{name}.txt").write_text(content)
-        where = [f"data.path={tmp_path / name}.txt", f"run_dir={tmp_path / name}", f"data.train_split={share}"]
-        result = succeed(*settings, *where, *more)
-    assert re.search(r"warning: init_from: the model was trained on (7|8)\d % of the held-out text", result.stdout)
