@@ -309,7 +309,9 @@ def test_any_map_style_data_set_trains_its_items_stacked(parts, tmp_path, caplog
 
 @pytest.mark.parametrize("deterministic, mode", [(True, 2), (False, 0)])
 def test_determinism_is_switched_on_and_off_again(parts, tmp_path, deterministic, mode):
-    with make(parts, tmp_path, deterministic=deterministic).precision.determinism():  # also by Python's booleans
+    chosen = make(parts, tmp_path, compile=False, deterministic=deterministic).precision  # also by Python's booleans
+    assert (chosen.compile, chosen.deterministic) == (False, deterministic)
+    with chosen.determinism():
         assert torch.get_deterministic_debug_mode() == mode
     assert torch.get_deterministic_debug_mode() == 0
 
