@@ -878,7 +878,7 @@ def test_a_stop_right_after_a_failed_save_saves_again(parts, tmp_path):
 
     trainer.snapshots.storage._put = once
     save = trainer.snapshots.save
-    trainer.snapshots.save = lambda *args: (save(*args), trainer.snapshots._saving.written.exception(30))[0]
+    trainer.snapshots.save = lambda *args: (save(*args), trainer.snapshots._saving[1].exception(30))[0]
     with pytest.raises(Stopped):
         trainer.train()
     assert tries and latest(tmp_path).step == trainer.state.step == 4
