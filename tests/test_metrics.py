@@ -241,7 +241,7 @@ def test_an_unknown_tracker_and_a_missing_package_are_refused(tmp_path, monkeypa
 
 def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "gpt")
-    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
+    monkeypatch.setattr("engine.run.log.is_installed", lambda name: False)
     log_run(tmp_path, ["tensorboard"], 0, range(1, 4))
     assert caplog.messages == ["tensorboard is not installed (pip install tensorboard): not logging to it"]
 
@@ -262,7 +262,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monk
             calls.append("closed")
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Failing)
-    monkeypatch.setattr(trackers, "is_installed", lambda name: True)
+    monkeypatch.setattr("engine.run.log.is_installed", lambda name: True)
     log_run(tmp_path, ["wandb", "tensorboard"], 0, range(1, 5))
     assert calls == [1, 2]
     assert caplog.messages == ["wandb: no route to host; disabled for this run"]
