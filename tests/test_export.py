@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import TINY, model_snapshot, start
+from conftest import ARCHITECTURES, TINY, model_snapshot, succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import export
@@ -27,30 +27,21 @@ transformers.utils.logging.disable_progress_bar()
 
 # line ends, controls, spaces and marks of every kind, and characters of one to four bytes
 VOCABULARY = "".join(sorted("\0\t\n\r !'0AZ_az\x7f\x85\xa0e\u0301é\u200d\u2028\u3000漢\ufeff😀\U0010ffff"))
-MODELS = {
-    "gpt2": {"arch": "gpt2"},
-    "without biases": {"arch": "gpt2", "bias": False},
-    "untied": {"arch": "gpt2", "tie_weights": False},
-    "modern": {"arch": "modern"},
-    "shifted": {"arch": "modern", "token_shift": True},
-    "n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
-    "n-grams alone": {"arch": "modern", "ngram_rows": 50},
-}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def exported(request, tmp_path_factory) -> tuple[GPT, Snapshot, str]:
     """A model, its snapshot, and the directory that it was exported to."""
-    snapshot = model_snapshot(VOCABULARY, **MODELS[request.param])
+    snapshot = model_snapshot(VOCABULARY, **ARCHITECTURES[request.param])
     out = str(tmp_path_factory.mktemp("export") / "model")
     export.export(snapshot, "runs/small/gpt_snapshot.best.pt", out)
     return load_model(snapshot, "cpu"), snapshot, out
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
-    export.export(model_snapshot(VOCABULARY), "gpt_snapshot.pt", str(tmp_path / "model"))
-    return tmp_path / "model"
+def out(tmp_path) -> str:
+    """Where a test exports to."""
+    return str(tmp_path / "model")
 
 
 # --- Transformers reads it ---
@@ -74,8 +65,8 @@ def test_transformers_computes_the_same_logits(exported):
     assert theirs.config.vocab_size == len(VOCABULARY) + 1
 
 
-def test_a_model_with_edited_code_is_not_exported(tmp_path, monkeypatch):
-    snapshot, out = model_snapshot(VOCABULARY), str(tmp_path / "model")
+def test_a_model_with_edited_code_is_not_exported(out, tmp_path, monkeypatch):
+    snapshot = model_snapshot(VOCABULARY)
     with monkeypatch.context() as edit:
         edit.setattr(MLP, "forward", lambda self, x: self.c_proj(self.c_fc(x).sin()))
         with pytest.raises(UserError, match=r"logits differ.*was model.py changed"):
@@ -120,28 +111,27 @@ def test_the_tokenizer_round_trips_and_an_unknown_character_is_one_token(exporte
     assert [i == tokenizer.unk_token_id for i in ids] == [c not in VOCABULARY for c in strange]
 
 
-def test_a_replacement_character_in_the_vocabulary_is_kept(tmp_path):
+def test_a_replacement_character_in_the_vocabulary_is_kept(out):
     vocabulary = "ab\ufffd\uffff"
-    export.export(model_snapshot(vocabulary), "x.pt", str(tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    export.export(model_snapshot(vocabulary), "x.pt", out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer("a\ufffdb\uffff\ufffec")["input_ids"]
     assert ids == [0, 2, 1, 3, 4, 4] and tokenizer.decode(ids) == "a\ufffdb\uffff\ufffe\ufffe"
-    assert huggingface.read(str(tmp_path / "model"))[2] == vocabulary
+    assert huggingface.read(out)[2] == vocabulary
 
 
-def test_a_byte_model_is_exported_and_imported(tmp_path):
+def test_a_byte_model_is_exported_and_imported(out):
     vocabulary = "".join(sorted({chr(byte) for byte in "A text, é漢😀\ufffd\n\0 \x7f".encode()}))
     snapshot = model_snapshot(vocabulary, "modern")
     snapshot.config["data"] = {"encoding": "bytes"}
-    said = export.export(snapshot, "x.pt", str(tmp_path / "model"))
-    assert said == "Transformers gives the same logits"
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert export.export(snapshot, "x.pt", out) == "Transformers gives the same logits"
+    tokenizer = AutoTokenizer.from_pretrained(out)
     text = "é漢\n😀 \ufffd tex\0\x7f,A"
     ids = tokenizer(text)["input_ids"]
     assert ids == [vocabulary.index(chr(byte)) for byte in text.encode()]
     assert tokenizer.decode(ids) == text
     assert tokenizer("tZ ")["input_ids"][1] == tokenizer.unk_token_id
-    assert huggingface.read(str(tmp_path / "model"))[2:] == (vocabulary, "bytes")
+    assert huggingface.read(out)[2:] == (vocabulary, "bytes")
 
 
 def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
@@ -157,13 +147,12 @@ def test_the_pipeline_works_without_any_settings_and_in_batches(exported):
 
 
 @pytest.mark.parametrize("setting", ["beams", "assisted", "static", "cropped", "flex_attention"])
-def test_generation_modes_that_token_shift_does_not_support_are_refused(setting, tmp_path):
-    snapshot = model_snapshot(VOCABULARY, **MODELS["shifted"])
-    export.export(snapshot, "x.pt", str(tmp_path / "model"))
+def test_generation_modes_that_token_shift_does_not_support_are_refused(setting, out):
+    export.export(model_snapshot(VOCABULARY, **ARCHITECTURES["shifted"]), "x.pt", out)
     arguments = {"attn_implementation": setting} if setting == "flex_attention" else {}
     idx = torch.tensor([[1, 2, 3, 1, 2, 3]])
     with pytest.raises(ValueError, match=r"token shift|stateful|does not support"):
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True, **arguments)
+        theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, **arguments)
         cache = transformers.DynamicCache(config=theirs.config)
         if setting == "static":
             cache = transformers.StaticCache(config=theirs.config, max_cache_len=20)
@@ -193,14 +182,14 @@ def test_export_and_import_are_bitwise_inverse(exported, tmp_path):
         assert all(torch.equal(weights[name], t) for name, t in snapshot.model_state.items())
 
 
-def test_biases_that_transformers_has_trained_are_kept(tmp_path):
-    out, trained = tmp_path / "model", tmp_path / "trained"
-    export.export(model_snapshot(VOCABULARY, bias=False), "x.pt", str(out))
+def test_biases_that_transformers_has_trained_are_kept(out):
+    trained = f"{out}-trained"
+    export.export(model_snapshot(VOCABULARY, bias=False), "x.pt", out)
     theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     torch.nn.init.constant_(theirs.transformer.h[1].mlp.c_fc.bias, 0.5)
     theirs.save_pretrained(trained)
     AutoTokenizer.from_pretrained(out).save_pretrained(trained)
-    config, weights, _, _ = huggingface.read(str(trained))
+    config, weights, _, _ = huggingface.read(trained)
     assert config["bias"] and (weights["blocks.1.mlp.c_fc.bias"] == 0.5).all()
 
 
@@ -216,22 +205,25 @@ def test_biases_that_transformers_has_trained_are_kept(tmp_path):
         ("tokenizer.json", "model", {"vocab": {"X": 99}, "unk_token": "u"}, "not an exported model"),
     ],
 )
-def test_an_unsupported_transformers_model_is_refused(file, name, value, says, folder):
-    content = json.loads((folder / file).read_text()) | {name: value}
-    (folder / file).write_text(json.dumps(content))
+def test_an_unsupported_transformers_model_is_refused(file, name, value, says, out):
+    export.export(model_snapshot(VOCABULARY), "x.pt", out)
+    path = Path(out, file)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        huggingface.read(str(folder))
+        huggingface.read(out)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_damaged_export_is_refused(file, folder):
-    (folder / file).write_bytes((folder / file).read_bytes()[:-9])
+def test_a_damaged_export_is_refused(file, out):
+    export.export(model_snapshot(VOCABULARY), "x.pt", out)
+    path = Path(out, file)
+    path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="not an exported model"):
-        huggingface.read(str(folder))
-    (folder / file).unlink()
+        huggingface.read(out)
+    path.unlink()
     with pytest.raises(UserError, match=r"not an exported model: .*o such file"):
-        huggingface.read(str(folder))
+        huggingface.read(out)
 
 
 # --- the command ---
@@ -260,8 +252,7 @@ def test_the_best_snapshot_of_the_newest_run_is_exported_with_its_figures(tmp_pa
 
 
 def test_the_model_card_has_the_figures_of_the_run(tmp_path):
-    result = start(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
-    assert result.returncode == 0, result.stderr
+    succeed(*TINY, "trainer.snapshot_format=sharded", f"run_dir={tmp_path / 'run'}")
     out = tmp_path / "deep" / "model"
     export.main([f"run_dir={tmp_path / 'run'}", f"out={out}"])
     assert AutoModelForCausalLM.from_pretrained(out).config.n_embd == 16
@@ -276,24 +267,23 @@ class OwnConfig(GPTConfig):
     norm: str = "usual"
 
 
-def test_an_added_model_field_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):
+def test_an_added_model_field_is_refused_unless_it_has_its_default(out, monkeypatch):
     snapshot = model_snapshot(VOCABULARY)
     model = load_model(snapshot, "cpu")
     monkeypatch.setattr(export, "load_model", lambda *_, **__: model)
     model.config = OwnConfig(**dataclasses.asdict(model.config))
-    export.export(snapshot, "a.pt", str(tmp_path / "model"))
+    export.export(snapshot, "a.pt", out)
     model.config.norm = "mine"
-    says = "model.norm=mine: Transformers' models have no such setting"
-    with pytest.raises(UserError, match=re.escape(says)):
-        export.export(snapshot, "a.pt", str(tmp_path / "other"))
+    with pytest.raises(UserError, match=r"^model\.norm=mine: Transformers' models have no such setting"):
+        export.export(snapshot, "a.pt", f"{out}-other")
 
 
 @pytest.mark.parametrize("option, kind", [("token_shift", "token shift"), ("ngram_rows", "n-gram embeddings")])
-def test_gpt2_with_our_additions_is_not_exported_to_transformers(option, kind, tmp_path):
+def test_gpt2_with_our_additions_is_not_exported_to_transformers(option, kind, out):
     snapshot = model_snapshot(VOCABULARY, arch="gpt2", **{option: 1})
     with pytest.raises(UserError, match=f"^model.arch=gpt2 with {kind}: Transformers has no such model; page="):
-        export.export(snapshot, "a.pt", str(tmp_path / "model"))
-    assert not any(tmp_path.iterdir())
+        export.export(snapshot, "a.pt", out)
+    assert not os.path.exists(out)
 
 
 def test_a_missing_safetensors_is_named(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, UNREAD, metrics, model_snapshot, some_snapshot, start
+from conftest import ARCHITECTURES, TINY, UNREAD, best, latest, metrics, model_snapshot, some_snapshot, start, succeed
 
 from config import Config
 from engine.errors import UserError
@@ -19,14 +19,6 @@ from engine.signals import Stopped
 from engine.snapshots.storage import load
 from main import configure, train
 from model import GPT
-
-MODELS = {
-    "gpt2": {"arch": "gpt2"},
-    "untied, without biases": {"arch": "gpt2", "bias": False, "tie_weights": False},
-    "modern": {"arch": "modern"},
-    "with a token shift": {"arch": "modern", "token_shift": True},
-    "with n-grams": {"arch": "modern", "ngram_rows": 50},
-}
 
 
 @pytest.fixture
@@ -62,9 +54,9 @@ def tuned(vocabulary: str, source, block_size: int = 128) -> GPT:
 # --- weights and architecture ---
 
 
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mean(settings, source):
-    path = source(n_embd=256, **settings)
+    path = source(**settings | {"n_embd": 256})
     learned = load(path).model_state
     own = tuned("bdxy", path).state_dict()
     assert own.keys() == learned.keys()
@@ -85,36 +77,31 @@ def test_shared_characters_keep_their_rows_and_new_ones_are_drawn_around_the_mea
 
 def test_init_from_a_run_directory_reads_its_best_snapshot(source, tmp_path, caplog):
     caplog.set_level(logging.INFO, "gpt")
-    best = model_snapshot("abcd")
     source("gpt_snapshot.pt", bias=False)
-    (tmp_path / "gpt_snapshot.best.pt").write_bytes(best.to_bytes())
+    learned = load(source("gpt_snapshot.best.pt")).model_state
     own = tuned("abcd", tmp_path).state_dict()
-    assert all(torch.equal(own[name], best.model_state[name]) for name in best.model_state)
+    assert all(torch.equal(own[name], learned[name]) for name in learned)
     assert "gpt_snapshot.best.pt, step 7, held-out loss 1.2500" in caplog.text
     tuned("bdxyz", tmp_path)
     assert "vocabulary  reused 2 of 4 characters, dropped 2, added 3: 'xyz'" in caplog.messages
 
 
-def test_architecture_and_sizes_are_the_pretrained_models(source, caplog):
+@pytest.mark.parametrize("settings", [{"arch": "gpt2", "bias": False, "tie_weights": False}, {"arch": "modern"}])
+def test_architecture_and_sizes_are_the_pretrained_models_and_the_context_is_the_shorter(settings, source, caplog):
     caplog.set_level(logging.INFO, "gpt")
-    config = configured(source(arch="gpt2", bias=False, tie_weights=False))
-    read_init_weights(config, None)
-    m = config.model
-    assert (m.arch, m.n_layer, m.n_head, m.n_embd) == ("gpt2", 2, 4, 32)
-    assert (m.bias, m.tie_weights, m.block_size, config.data.block_size) == (False, False, 24, 24)
-    assert "architecture gpt2, layers 2, heads 4, width 32, of the pretrained model; context 24" in caplog.text
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_the_context_is_the_shorter_of_the_two(arch, source):
-    path = source(arch=arch)
+    path = source(**settings)
     for asked, length in (10, 10), (40, 24):
         model = tuned("abcd", path, asked)
-        assert model.config.block_size == length
-        if arch == "gpt2":
+        wanted = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": length, **settings}
+        assert wanted.items() <= dataclasses.asdict(model.config).items()
+        assert f"layers 2, heads 4, width 32, of the pretrained model; context {length}" in caplog.text
+        if settings["arch"] == "gpt2":
             learned = load(path).model_state["pos_emb.weight"]
             assert torch.equal(model.pos_emb.weight, learned[:length])
         assert model(torch.zeros(1, length, dtype=torch.int64))[0].isfinite().all()
+    config = configured(path)
+    read_init_weights(config, None)
+    assert config.data.block_size == 24
 
 
 # --- refusals ---
@@ -190,9 +177,7 @@ SIZES = ["model=modern", "model.n_layer=2", "model.n_head=2", "model.n_embd=48"]
 
 def learn(text, run_dir, *settings, **kwargs) -> str:
     sizes = [] if any(s.startswith("init_from") for s in settings) else SIZES
-    result = start(*SETTINGS, *sizes, f"data.path={text}", f"run_dir={run_dir}", *settings, **kwargs)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return succeed(*SETTINGS, *sizes, f"data.path={text}", f"run_dir={run_dir}", *settings, **kwargs).stdout
 
 
 def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_path):
@@ -207,7 +192,7 @@ def test_fine_tuning_needs_a_tenth_of_the_steps_of_fresh_weights(trained, tmp_pa
     # the schedule begins anew: the warm-up, too
     tuned, fresh = (metrics(tmp_path / name, "train") for name in ("tuned", "fresh"))
     assert tuned[0]["lr"] == fresh[0]["lr"] == pytest.approx(3e-3 * 10 / 11)
-    snapshot = load(str(tmp_path / "tuned" / "gpt_snapshot.pt"))
+    snapshot = latest(tmp_path / "tuned")
     assert snapshot.step == 10 and snapshot.config["init_from"] == str(trained / "one")
 
 
@@ -226,10 +211,9 @@ def test_pretrained_weights_are_the_best_snapshot_if_training_only_worsens_them(
     settings = ["optimizer.learning_rate=1", "trainer.max_steps=10", f"init_from={trained / 'one'}"]
     said = learn(trained / "one.txt", tmp_path / "worse", *settings)
     assert "The held-out loss has risen: it was lowest at step 0" in said
-    best = load(str(tmp_path / "worse" / "gpt_snapshot.best.pt"))
-    source = load(str(trained / "one" / "gpt_snapshot.best.pt"))
-    assert best.step == 0 and best.best_loss == pytest.approx(source.best_loss, abs=1e-5)
-    assert all(torch.equal(best.model_state[name], x) for name, x in source.model_state.items())
+    worse, source = best(tmp_path / "worse"), best(trained / "one")
+    assert worse.step == 0 and worse.best_loss == pytest.approx(source.best_loss, abs=1e-5)
+    assert all(torch.equal(worse.model_state[name], x) for name, x in source.model_state.items())
 
 
 def test_a_stop_during_the_first_evaluation_does_not_lose_it(trained, tmp_path, monkeypatch):
@@ -270,49 +254,39 @@ def test_several_processes_start_from_the_same_weights(strategy, source, tmp_pat
     tiny = [s for s in TINY if not s.startswith(("model.", "data.block_size"))]
     still = ["optimizer.learning_rate=1e-30", "trainer.max_steps=1", "trainer.use_amp=false"]
     run = [f"init_from={tmp_path / 'source.pt'}", f"trainer.strategy={strategy}", f"run_dir={tmp_path / 'run'}"]
-    result = start(*tiny, *still, *run, nproc=2)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*tiny, *still, *run, nproc=2)
     assert result.stdout.count("reused 4 of 4 characters") == 1
-    snapshot = load(str(tmp_path / "run" / "gpt_snapshot.pt"))
+    snapshot = latest(tmp_path / "run")
     rows = [snapshot.vocabulary.index(character) for character in "abcd"]
     for name, weights in snapshot.model_state.items():
         kept = weights[rows] if name in ("tok_emb.weight", "head.weight") else weights
         assert torch.equal(kept, learned[name]), name
 
 
-def test_a_text_that_has_grown_is_held_out_where_it_was(tmp_path):
+def test_a_text_that_has_grown_is_held_out_where_it_was_and_a_copy_is_recognized(tmp_path):
     """The refusal names init_from, with which the new text is trained on, and the old held-out part held out."""
     lines = [f"line {i * 7919 % 997}\n" for i in range(350)]
     path = tmp_path / "n.txt"
     run = [*UNREAD, f"data.path={path}", "data.block_size=16", "data.train_split=0.9"]
-    losses = []
-    tuned = [(f"init_from={tmp_path / name}",) for name in "ab"]
-    for name, number, more in (("a", 200, ()), ("a", 300, ()), ("b", 300, tuned[0]), ("c", 350, tuned[1])):
-        path.write_text("".join(lines[:number]))
-        own = [setting for setting in run if not (more and setting.startswith("model."))]
-        result = start(*own, f"run_dir={tmp_path / name}", *more)
-        if (name, number) == ("a", 300):
-            assert f"add: {tuned[0][0]}/gpt_snapshot.pt run_dir={tmp_path / 'a'}-2\n" in result.stderr
-            continue
-        assert result.returncode == 0, result.stderr
-        losses += [line["tokens"] for line in metrics(tmp_path / name, "val")][-1:]
+    a, b, c = (f"run_dir={tmp_path / name}" for name in "abc")
+    unsized = [setting for setting in run if not setting.startswith("model.")]
+    path.write_text("".join(lines[:200]))
+    succeed(*run, a)
+    (tmp_path / "copy.txt").write_text("another line\n" + path.read_text())
+    copy = [f"data.path={tmp_path / 'copy.txt'}", "data.train_split=0.5", f"run_dir={tmp_path / 'copy'}"]
+    said = succeed(*unsized, *copy, f"init_from={tmp_path / 'a'}").stdout
+    assert re.search(r"warning: init_from: the model was trained on (7|8)\d % of the held-out text", said)
+    path.write_text("".join(lines[:300]))
+    refused = start(*run, a)
+    assert refused.returncode == 1
+    assert f"add: init_from={tmp_path / 'a'}/gpt_snapshot.pt run_dir={tmp_path / 'a'}-2\n" in refused.stderr
+    succeed(*unsized, b, f"init_from={tmp_path / 'a'}")
+    path.write_text("".join(lines))
+    again = [*unsized, c, f"init_from={tmp_path / 'b'}"]
     size = len("".join(lines[:200]))
     first = int(0.9 * size)
-    assert f"held out    characters {first:,} to {size:,}, as of the pretrained model" in result.stdout
-    assert losses == [size - first - 1] * 3 and "may have the held-out text" not in result.stdout
-    result = start(*own, *more, f"run_dir={tmp_path / 'c'}", "trainer.max_steps=8")
-    assert result.returncode == 0 and "step 8/8" in result.stdout, result.stderr
-
-
-def test_a_copy_of_the_models_text_is_recognized(tmp_path):
-    text = "".join(f"line {i * 7919 % 997}\n" for i in range(300))
-    settings = ["data=text", "data.block_size=16", "trainer.max_steps=1", "experiment=null", "trainer.trackers=[]"]
-    for name, content, share, more in (
-        ("a", text, 0.9, ("model.model_type=gpt-nano",)),
-        ("b", "another line\n" + text, 0.5, (f"init_from={tmp_path / 'a'}",)),
-    ):
-        (tmp_path / f"{name}.txt").write_text(content)
-        where = [f"data.path={tmp_path / name}.txt", f"run_dir={tmp_path / name}", f"data.train_split={share}"]
-        result = start(*settings, *where, *more)
-        assert result.returncode == 0, result.stderr
-    assert re.search(r"warning: init_from: the model was trained on (7|8)\d % of the held-out text", result.stdout)
+    said = succeed(*again).stdout
+    assert f"held out    characters {first:,} to {size:,}, as of the pretrained model" in said
+    assert "may have the held-out text" not in said
+    assert [metrics(tmp_path / name, "val")[-1]["tokens"] for name in "abc"] == [size - first - 1] * 3
+    assert "step 8/8" in succeed(*again, "trainer.max_steps=8").stdout

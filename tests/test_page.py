@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import model_snapshot
+from conftest import ARCHITECTURES, model_snapshot
 
 import export
 from config import compose
@@ -18,20 +18,11 @@ from sample import load_model
 
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz<>&{}$`é漢"
 BYTES = "".join(map(chr, range(256)))
-# The architectures that the page has.
-MODELS = {
-    "gpt2": {"arch": "gpt2"},
-    "nanogpt": {"arch": "gpt2", "bias": False, "n_embd": 36},
-    "untied": {"arch": "gpt2", "tie_weights": False},
-    "modern": {"arch": "modern"},
-    "shifted": {"arch": "modern", "token_shift": True},
-    "n-grams": {"arch": "modern", "token_shift": True, "ngram_rows": 50},
-}
 HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>&amp;"
 
 
 def snapshot_of(name, vocabulary=LETTERS):
-    snapshot = model_snapshot(vocabulary, **MODELS[name])
+    snapshot = model_snapshot(vocabulary, **ARCHITECTURES[name])
     snapshot.config["run_name"] = f"{name} {HOSTILE}"
     return snapshot
 
@@ -133,7 +124,7 @@ class Page:
 def served(tmp_path_factory):
     """The path of a page with a model of each architecture and one of bytes, and these models."""
     folder = tmp_path_factory.mktemp("page")
-    snapshots = [snapshot_of(name) for name in MODELS]
+    snapshots = [snapshot_of(name) for name in ARCHITECTURES]
     of_bytes = snapshot_of("shifted", BYTES)
     of_bytes.config |= {"data": {"encoding": "bytes"}}
     write(folder, *snapshots, of_bytes)
@@ -156,7 +147,7 @@ def last_attention(model, ids, layer, head):
 def test_a_page_computes_as_pytorch_and_shows_that(browser, served):
     path, snapshots = served
     opened = Page(browser, path)
-    assert opened.texts(".status") == ["Ready."] * (len(MODELS) + 1)
+    assert opened.texts(".status") == ["Ready."] * (len(ARCHITECTURES) + 1)
     fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert not [name for name in fetched if not name.startswith(("blob:", "data:"))]
     for number, snapshot in enumerate(snapshots):
@@ -181,9 +172,9 @@ def test_greedy_text_equals_that_of_sample_py(browser, served):
         ids = torch.tensor([[LETTERS.index(c) for c in prompt]])
         assert text == "".join(LETTERS[i] for i in model.generate(ids, 200)[0])
     opened.browser.execute_script("models.forEach(model => model.look(150))")
-    opened.wait(lambda: len(opened.all(".made")) == len(MODELS) + 1)
+    opened.wait(lambda: len(opened.all(".made")) == len(ARCHITECTURES) + 1)
     # Beyond the context, too, what was made is what was likeliest, in what the model saw by then.
-    assert len(opened.all("tr:first-child.made")) == len(MODELS) + 1
+    assert len(opened.all("tr:first-child.made")) == len(ARCHITECTURES) + 1
 
 
 def test_generating_stopping_and_inspecting_on_the_page(browser, tmp_path):

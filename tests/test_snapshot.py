@@ -1,6 +1,7 @@
 """Snapshot format: snapshots round-trip, and other files are refused."""
 
 import dataclasses
+import hashlib
 import io
 import os
 import pickle
@@ -12,7 +13,6 @@ import torch
 from conftest import equal, some_snapshot
 
 from engine.errors import UserError
-from engine.snapshots import snapshot as module
 from engine.snapshots.snapshot import COMMENT, Snapshot, SnapshotError, check_can_resume, verify
 
 
@@ -41,19 +41,13 @@ def test_any_flipped_bit_or_truncation_is_found():
                 verify(changed, "x.pt")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a snapshot", os.urandom(5000), b"PK\x03\x04" * 50])
-def test_a_file_that_is_no_snapshot_is_named(content):
-    with pytest.raises(SnapshotError, match=r"other\.pt: not a complete snapshot"):
-        Snapshot.from_bytes(content, "other.pt")
-
-
 # --- made by hand: the digest is right, the content is not ---
 
 
 def sealed(content: bytes) -> bytes:
     """`content`, a bare ZIP archive, with a digest as a snapshot has it."""
     content = content[:-2] + (len(COMMENT) + 64).to_bytes(2, "little") + COMMENT
-    return content + module.hashlib.sha256(content).hexdigest().encode()
+    return content + hashlib.sha256(content).hexdigest().encode()
 
 
 def archive(change=lambda name, data: data, compression=zipfile.ZIP_STORED) -> bytes:
@@ -100,33 +94,45 @@ def swell(name: str, data: bytes) -> bytes:
     return data + bytes(2**24 if name.endswith("/version") else 0)
 
 
+FOREIGN = "not a snapshot of this application: "
+
+
 @pytest.mark.parametrize(
     "content, says",
     [
-        (lambda: archive(swell, zipfile.ZIP_DEFLATED), "declare more bytes than the file has"),
-        (lambda: saved(extra=1), "unexpected keyword argument 'extra'"),
-        (lambda: with_pickle(b"\x80\x02]."), "list"),
-        (lambda: saved(format=1), "snapshot format 1; this application reads 4, 5, 6"),
+        (b"", "not a complete snapshot"),
+        (b"PK\x03\x04" * 50, "not a complete snapshot"),
+        (archive(swell, zipfile.ZIP_DEFLATED), f"{FOREIGN}its entries declare more bytes than the file has"),
+        (with_pickle(b"\x80\x02]."), f"{FOREIGN}.*list"),
+        (saved(format=1), "snapshot format 1; this application reads 4, 5, 6"),
+        (saved(extra=1), f"{FOREIGN}.*unexpected keyword argument 'extra'"),
+        (saved(step="7"), FOREIGN),
+        (saved(model_state=[]), FOREIGN),
+        (saved(model_state={"weight": torch.zeros(2, device="meta")}), FOREIGN),
+        (saved(model_state={"weight": torch.zeros(2).to_sparse()}), FOREIGN),
+        (saved(vocabulary=None), FOREIGN),
+        (saved(config={"trainer": [], "model": {}}), FOREIGN),
+        (saved(optimizer_state={"b": 1}), FOREIGN),
+        (saved(shards={"folder": "f", "files": {"x": 1}}), FOREIGN),
+        (saved(shards={"folder": 3, "files": {}}), FOREIGN),
+        (saved(shards={"files": {}}), FOREIGN),
     ],
 )
 def test_another_type_of_file_is_refused(content, says):
-    with pytest.raises(UserError, match=f"^s.pt: .*{says}"):
-        Snapshot.from_bytes(content(), "s.pt")
+    with pytest.raises(UserError, match=f"^s.pt: {says}"):
+        Snapshot.from_bytes(content, "s.pt")
 
 
 def test_garbage_with_a_valid_digest_is_refused():
     chance = random.Random(0)
-    content = archive()
-    body = content[: -len(COMMENT) - 64]
+    body = archive()[: -len(COMMENT) - 64]
     refused = 0
     for _ in range(200):
         damaged = bytearray(body)
         for _ in range(chance.randrange(1, 20)):
             damaged[chance.randrange(len(damaged) - 22)] = chance.randrange(256)
-        whole = bytes(damaged) + COMMENT
-        whole += module.hashlib.sha256(whole).hexdigest().encode()
         try:
-            Snapshot.from_bytes(whole, "s.pt")
+            Snapshot.from_bytes(sealed(bytes(damaged)), "s.pt")
         except UserError as error:
             refused += 1
             assert str(error).startswith("s.pt: ") and "\n" not in str(error)
@@ -163,24 +169,3 @@ def test_the_loss_is_shown_with_its_step():
     assert str(Snapshot({}, {}, step=7, loss=1.5, loss_step=7)) == "step 7, held-out loss 1.5000"
     stopped = Snapshot({}, {}, step=7, loss=1.5, loss_step=5)
     assert str(stopped) == "step 7, held-out loss 1.5000 at step 5"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": "7"},
-        {"model_state": []},
-        {"model_state": {"weight": torch.zeros(2, device="meta")}},
-        {"model_state": {"weight": torch.zeros(2).to_sparse()}},
-        {"vocabulary": None},
-        {"config": {"trainer": [], "model": {}}},
-        {"optimizer_state": {"b": 1}},
-        {"shards": {"folder": "f", "files": {"x": 1}}},
-        {"shards": {"folder": 3, "files": {}}},
-        {"shards": {"files": {}}},
-    ],
-)
-def test_fields_of_another_type_are_no_snapshot(change):
-    content = dataclasses.replace(some_snapshot(), **change).to_bytes()
-    with pytest.raises(UserError, match=r"^s.pt: not a snapshot of this application: "):
-        Snapshot.from_bytes(content, "s.pt")
