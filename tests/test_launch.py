@@ -47,7 +47,7 @@ def test_what_accelerate_is_asked_for_is_used_unless_typed_and_the_rest_is_named
     result = succeed(*TINY, "trainer.amp_dtype=float32", f"run_dir={tmp_path / 'run'}", nproc=2, env=env)
     trainer = latest(tmp_path / "run").config["trainer"]
     assert (trainer["strategy"], trainer["amp_dtype"], trainer["compile"]) == ("fsdp", "float32", "auto")
-    assert result.stdout.count("accelerate  trainer.strategy=fsdp, as launched") == 1
+    assert result.stdout.count("trainer.strategy=fsdp trainer.amp_dtype=float16, as launched, unless typed") == 1
     assert result.stdout.count("warning: ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 is not used") == 1
     assert result.stdout.count(" is not used") == 1
     env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}  # without a GPU it starts one process
