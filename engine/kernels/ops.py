@@ -4,7 +4,7 @@ of a function agree up to rounding; those of dropout draw other masks.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -178,7 +178,19 @@ def _products_are_slow(dtype: torch.dtype) -> bool:
 # --- attention ---
 
 
-def causal_attention(qkv: Tensor, n_head: int, rotation: native.Rotation, cache: Any, pdrop: float) -> Tensor:
+class KeysAndValues(Protocol):
+    """Keys and values so far, (B, H, block_size, D) each, of which `length` characters are filled."""
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def causal_attention(
+    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: KeysAndValues | None, pdrop: float
+) -> Tensor:
     """Causal attention (Vaswani et al., 2017): softmax(q k' / sqrt(D)) v, where each position attends to itself and
     earlier ones. Maps queries, keys and values (B, S, 3 C) of `n_head` heads to (B, S, C).
 
@@ -190,7 +202,7 @@ def causal_attention(qkv: Tensor, n_head: int, rotation: native.Rotation, cache:
 
 
 def _choose_attention(
-    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: Any, pdrop: float
+    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: KeysAndValues | None, pdrop: float
 ) -> Callable[..., Tensor]:
     """The fastest implementation for these arguments."""
     S, width = qkv.size(1), qkv.size(2) // 3 // n_head

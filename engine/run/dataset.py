@@ -67,7 +67,7 @@ class StackedItems:
         return self.batch(np.arange(first, last))
 
 
-def as_text(dataset: Any) -> Any:
+def as_text(dataset: Any) -> Text:
     """`dataset` itself if it has batches, or else with its items stacked. Warns if it is a part of a data set whose
     windows overlap, as `random_split` makes of a `CharDataset`.
     """
