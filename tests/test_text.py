@@ -177,7 +177,8 @@ def test_a_compressed_text_is_decompressed_and_refused_if_truncated(extension, m
         read(str(cut))
 
 
-def test_archives_are_read_by_members_that_are_text(tmp_path):
+def test_archives_are_read_by_members_that_are_text(tmp_path, caplog):
+    caplog.set_level("INFO", "gpt")
     (tmp_path / "text.zst").write_bytes(b"whatever")
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         for name in ("folder/b", "a", "folder/._b", "__MACOSX/c", "picture"):
@@ -188,6 +189,7 @@ def test_archives_are_read_by_members_that_are_text(tmp_path):
         read(str(tmp_path / "text.zst"))
     fsspec.filesystem("memory").pipe_file("/two.zip", (tmp_path / "two.zip").read_bytes())
     assert read(str(tmp_path / "two.zip")) == read("memory://two.zip") == "ab"
+    assert caplog.text.count("two.zip: 2 hidden files are left out") == 2
     assert read(str(tmp_path / "two.tar.gz")) == "whatever"
     assert read(f"zip://folder/*::{tmp_path / 'two.zip'}") == "b"
     assert read(f"tar://text::{tmp_path / 'two.tar.gz'}") == "whatever"

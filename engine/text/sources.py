@@ -201,22 +201,26 @@ def open_sources(files: list[Found], config: DataConfig) -> Iterator[Source]:
     for file, is_named in files:
         name = name_of(file)
         if ARCHIVE.search(file.path):
-            most = config.max_bytes or read + MOST_OF_ARCHIVES
+            most, hidden = config.max_bytes or read + MOST_OF_ARCHIVES, 0
             with file_errors(name), contextlib.closing(members(file)) as found:
                 for member, pieces in found:
-                    yield Source(f"{name}, {member}", limited(pieces, most), False, is_member=True)
+                    if is_hidden(member):
+                        hidden += 1
+                    else:
+                        yield Source(f"{name}, {member}", limited(pieces, most), False, is_member=True)
+            if hidden:
+                log.info("archive     %s: %d hidden files are left out", name, hidden)
         else:
             yield Source(name, limited(read_file(file), config.max_bytes or float("inf")), is_named)
 
 
 def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None]:
-    """Yields the name and the content, in pieces, of each file in an archive that is not hidden."""
+    """Yields the name and the content, in pieces, of each file in an archive."""
     packed = OpenFile(file.fs, file.path)  # tarfile decompresses it
     if ".zip" not in file.path.lower():
         with packed as stream, tarfile.open(fileobj=stream, mode="r|*") as tar:
             for member in tar:
-                content = tar.extractfile(member) if member.isfile() and not is_hidden(member.name) else None
-                if content is not None:
+                if content := tar.extractfile(member) if member.isfile() else None:
                     yield member.name, in_pieces(content)
         return
     with tempfile.TemporaryFile() if not isinstance(file.fs, LocalFileSystem) else open(file.path, "rb") as stream:
@@ -224,7 +228,7 @@ def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None
             stream.writelines(read_file(packed))
         with zipfile.ZipFile(stream) as archive:
             for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
-                if not entry.is_dir() and not is_hidden(entry.filename):
+                if not entry.is_dir():
                     with archive.open(entry) as content:
                         yield entry.filename, in_pieces(content)
 
