@@ -60,12 +60,14 @@ from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import exists
+from engine.text.documents import separator_text
 from engine.text.encoding import prepare_text
 from model import GPT, create_optimizer
 from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
+MOST_WITH_DOCUMENTS = 2**24  # characters of a text whose documents are compared, which takes half a second
 REPEATS_S = 2.0  # seconds to search for held-out text in the training text, or 3 % of the time limit if that is less
 
 
@@ -207,7 +209,7 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
     from a half on. In ordinary logs, tables and code it is about a tenth.
     """
     seconds = min(REPEATS_S, 0.03 * 60 * (config.trainer.max_minutes or math.inf))
-    share, searched = repeated_share(held_out, train_text, seconds)
+    share, searched = known_share(held_out, train_text, seconds)
     of = f"; {searched:.0%} of that text was searched" if searched < 1 else ""
     if share >= 0.01:
         log.info(
@@ -216,6 +218,18 @@ def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset)
     if share >= MOSTLY_REPEATED:
         log.warning("%s", REPEATED)
     return share
+
+
+def known_share(held_out: CharDataset, text: CharDataset, seconds: float) -> tuple[float, float]:
+    """The share of the held-out text that stands word for word in `text`, in pieces of it (`repeated_share`) or, if
+    documents are separated, in whole ones; and the share of `text` that was searched, within about `seconds`.
+    """
+    share, searched = repeated_share(held_out, text, seconds)
+    end = separator_text(text.config.separator)
+    if end and len(text.data) <= MOST_WITH_DOCUMENTS:
+        known, own = {*text.decode(text.data).split(end)}, held_out.decode(held_out.data).split(end)
+        share = max(share, sum(len(each) for each in own if each in known) / max(1, sum(map(len, own))))
+    return share, searched
 
 
 def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -> None:
@@ -230,7 +244,7 @@ def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -
         log.warning("init_from: the text of the model may have the held-out text, but cannot be compared: %s", error)
         return
     known, _ = theirs.split()
-    share, _ = repeated_share(held_out, known, REPEATS_S)
+    share, _ = known_share(held_out, known, REPEATS_S)
     if share >= 0.01:
         log.warning(
             "init_from: the model was trained on %.0f %% of the held-out text: the held-out loss is too low; hold out "

@@ -290,3 +290,14 @@ def test_a_text_that_has_grown_is_held_out_where_it_was_and_a_copy_is_recognized
     assert "may have the held-out text" not in said
     assert [metrics(tmp_path / name, "val")[-1]["tokens"] for name in "abc"] == [size - first - 1] * 3
     assert "step 8/8" in succeed(*again, "trainer.max_steps=8").stdout
+
+
+def test_documents_that_the_model_knows_are_recognized_in_any_order(tmp_path):
+    names = [f"n{i * 7919 % 997}\n" for i in range(400)]
+    run = [*UNREAD, "data.shuffle=lines", "data.block_size=16", "data.train_split=0.5"]
+    for name, order, more in (("a", 1, ()), ("b", -1, (f"init_from={tmp_path / 'a'}",))):
+        (tmp_path / f"{name}.txt").write_text("".join(names[::order]))
+        own = [setting for setting in run if not (more and setting.startswith("model."))]
+        result = succeed(*own, f"data.path={tmp_path / name}.txt", f"run_dir={tmp_path / name}", *more)
+    # Half of the held-out lines, which are drawn at random; windows of several lines know nothing of them.
+    assert re.search(r"the model was trained on (4|5)\d % of the held-out text", result.stdout)
