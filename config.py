@@ -40,7 +40,7 @@ def compose(overrides: list[str]) -> DictConfig:
         raise UserError(explain(error)) from error
 
 
-def validate(composed: DictConfig) -> Config:
+def as_config(composed: DictConfig) -> Config:
     """Converts a composed configuration to dataclasses, and runs every check that needs no text. Raises `UserError`
     naming a key whose value is missing, mistyped or impossible.
     """

@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import report
 from char_dataset import CharDataset
-from config import Config, check_ranks_agree, compose, help_text, in_sweep, validate
+from config import Config, as_config, check_ranks_agree, compose, help_text, in_sweep
 from engine import portable
 from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
@@ -84,7 +84,7 @@ def train(composed: DictConfig) -> float | None:
     held-out loss, nats per character. Raises `UserError`.
     """
     log_to_console()
-    return run_training(validate(composed), time.monotonic())
+    return run_training(as_config(composed), time.monotonic())
 
 
 def run_training(config: Config, started: float) -> float | None:
@@ -356,7 +356,7 @@ def main(composed: DictConfig) -> float | None:
     if chosen != os.getcwd():  # a sweep's job, or hydra.run.dir
         composed.run_dir = chosen
     try:  # each job of a sweep has the whole time
-        return run_training(validate(composed), time.monotonic() if in_sweep() else signals.started)
+        return run_training(as_config(composed), time.monotonic() if in_sweep() else signals.started)
     except Stopped as stopped:  # also ends the sweep
         distributed.leave(stopped.status)
     except UserError as error:

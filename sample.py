@@ -157,6 +157,7 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     stop = from_text(end, encoding)
     encode_setting(f"stop={end!r}", stop, snapshot)  # raises for what is never drawn
     model = load_model(snapshot, config.device)
+    vocabulary = vocabulary.ljust(model.config.vocab_size, "?")  # a model may have more, for its speed
     ids = ids.to(model.tok_emb.weight.device)
     num_texts = config.num_samples * (MAX_DRAWS if config.new else 1)
     batch_size = min(config.num_samples, batch_rows(model, model.config.block_size))

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import main
 import sample
-from config import Config, validate
+from config import Config, as_config
 from engine.config.arguments import parse, run_program
 from engine.errors import UserError
 from engine.sizing import rule
@@ -75,7 +75,7 @@ Line = dict[str, Any]  # of sizing.jsonl: a cell, a seed, a kind, the fields of 
 
 def chosen(text: str, characters: int, millions: float) -> Line:
     """The rule's choice."""
-    config = validate(main.configure("data=text", f"data.path={text}", "trainer.max_minutes=1"))
+    config = as_config(main.configure("data=text", f"data.path={text}", "trainer.max_minutes=1"))
     config.model.vocab_size = len(set(Path(text).read_text("utf-8")[:characters]))
     # The reference model trains on a character per second.
     choose_model(config, characters, time.monotonic() + 1e6 * millions, step_characters)
@@ -141,7 +141,7 @@ def train(job: tuple[str, Line]) -> Line:
         Path(folder, "text.txt").write_text(content[:characters], "utf-8")
         Path(folder, "rest.txt").write_text(rest, "utf-8")
         own += ["data=text", f"data.path={folder}/text.txt", "trainer.max_minutes=null"]
-        config = validate(main.configure(*own, "trainer.max_steps=1"))
+        config = as_config(main.configure(*own, "trainer.max_steps=1"))
         config.model.vocab_size = len(known)
         steps = round(1e6 * line["millions"] / cost(config) / step_characters(config))
         if line["kind"] != "recipe":
@@ -163,7 +163,7 @@ def train(job: tuple[str, Line]) -> Line:
 def lines_of(cell: Line, text: str, seeds: int, done: list[Line]) -> list[Line]:
     """The lines of a cell, without their results."""
     choice = chosen(text, cell["characters"], cell["millions"])
-    recipe = values(validate(main.configure("experiment=shakespeare_cpu")))
+    recipe = values(as_config(main.configure("experiment=shakespeare_cpu")))
     again = [choice | {"kind": "choice"}, recipe | {"kind": "recipe"}]
     first = again + [other | {"kind": "other"} for other in neighbours(choice)]
     best = best_other([line for line in done if line.items() >= cell.items()], choice)

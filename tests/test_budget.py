@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import compose, validate
+from config import as_config, compose
 from engine.kernels import ops
 from engine.machine import hardware
 from engine.optim import set_learning_rate
@@ -73,7 +73,7 @@ def test_a_gpu_step_stays_within_its_budget_of_launches_and_bytes_without_synchr
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash_attention)
     monkeypatch.setattr(ops, "causal_attention", ops._torch_attention)
     monkeypatch.setattr(hardware, "computes_in_bfloat16", lambda device: True)  # as on a GPU
-    config: Any = validate(compose(["experiment=shakespeare_gpu"]))
+    config: Any = as_config(compose(["experiment=shakespeare_gpu"]))
     size = config.trainer.batch_size, config.data.block_size
     with FakeTensorMode(), Launches() as launched:
         model = GPT(dataclasses.replace(config.model, vocab_size=65))

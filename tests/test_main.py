@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 
 import main
 from char_dataset import CharDataset, DataConfig
-from config import Config, compose, help_text, validate
+from config import Config, as_config, compose, help_text
 from engine.config.overrides import TEXTS, add_default_recipe
 from engine.config.schema import HIDDEN, KEYS
 from engine.errors import UserError
@@ -44,7 +44,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.ya
 
 
 def composed(*overrides: str) -> Config:
-    return validate(compose(list(overrides)))
+    return as_config(compose(list(overrides)))
 
 
 def refuse(*arguments: str, says: str, nproc: int = 0, **kwargs) -> None:

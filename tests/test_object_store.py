@@ -113,7 +113,7 @@ def test_a_store_gets_the_same_files_as_a_disk(files, caplog):
             content = bytearray(file.read())
         content[len(content) // 2] ^= 1
         files._put(path, content)
-    assert files.find()[0].step == load(files.path).step == 2
+    assert files.recover()[0].step == load(files.path).step == 2
     assert "damaged" in caplog.text and "s.damaged1.pt" in names()
 
 
@@ -138,9 +138,9 @@ def test_a_network_failure_while_reading_is_neither_damage_nor_a_fresh_start(fil
     before = names()
     network.limit = limit
     with pytest.raises(UserError, match=r"s\.pt: cannot be reached"):
-        files.find()
+        files.recover()
     network.limit = sys.maxsize
-    assert names() == before and files.find()[0].step == 2
+    assert names() == before and files.recover()[0].step == 2
 
 
 def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypatch):
@@ -167,7 +167,7 @@ def test_a_save_cut_off_after_any_request_leaves_a_good_snapshot(files, monkeypa
             except (OSError, UserError):
                 assert len(reached) < 60
         files.prepare()
-        reached.append(files.find()[0].step)
+        reached.append(files.recover()[0].step)
         assert reached[-1] in (2, 3) and load(files.previous_path).step in (1, 2, 3)
         assert not [name for name in names() if "tmp" in name]
     assert len(reached) > 6 and reached == sorted(reached)

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 import export
 import main
-from config import validate
+from config import as_config
 
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [
@@ -70,7 +70,7 @@ def test_a_command_of_the_readme_runs(line, folder, tmp_path):
             short += ["data=pydoc", "data.truncate=0.02"]
         # With these settings it trains as `python main.py` does.
         if re.fullmatch(r"python main.py( '?(?!data|experiment)[\w.]+=[][\w]+'?)+", line):
-            validate(main.configure(*arguments, *short))
+            as_config(main.configure(*arguments, *short))
             return
     elif script == "export.py":
         short, how["cwd"] = [f"run_dir={folder / 'runs' / 'deep'}"], tmp_path

@@ -13,7 +13,7 @@ import torch
 import yaml
 from conftest import equal, latest, metrics, patched_main, read_until, succeed
 
-from config import Config, validate
+from config import Config, as_config
 from engine.config.overrides import text_name
 from engine.config.schema import flatten
 from engine.errors import UserError
@@ -35,7 +35,7 @@ def cpu_whose_clock_stands_still(monkeypatch):
 
 @functools.cache
 def compose(*overrides: str) -> Config:
-    return validate(configure(*overrides))
+    return as_config(configure(*overrides))
 
 
 def settings(*overrides: str, recipe: str = "auto") -> Config:

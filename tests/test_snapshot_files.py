@@ -40,7 +40,7 @@ def test_every_snapshot_becomes_the_latest_and_may_be_the_best_and_the_newest_nu
     files = SnapshotStorage(path, keep=2)
     for step in range(1, 6):
         write(files, step, is_best=step == 2)
-        assert files.find()[1] == path and load(path).step == step
+        assert files.recover()[1] == path and load(path).step == step
     kept = {"s.pt": 5, "s.prev.pt": 4, "s.best.pt": 2, "s.step00000004.pt": 4, "s.step00000005.pt": 5}
     assert {name: load(str(tmp_path / name)).step for name in names(tmp_path)} == kept
 
@@ -63,7 +63,7 @@ def test_numbered_snapshots_later_than_the_one_that_a_run_went_back_to_are_renam
     old = ["s.step00000002.old1.pt", "s.step00000003.old1.pt"]
     assert names(tmp_path) == ["s.prev.pt", "s.pt", old[0], "s.step00000002.pt", old[1]]
     Path(path).write_bytes(b"damaged")
-    assert files.find()[0].step == 2
+    assert files.recover()[0].step == 2
 
 
 def scored(step: int, loss: float = 1.5) -> Snapshot:
@@ -149,7 +149,7 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status in (0, 9)
-        snapshot, where = files.find()  # nothing is damaged, whatever was going on
+        snapshot, where = files.recover()  # nothing is damaged, whatever was going on
         outcomes.append(snapshot.step)
         assert where == files.path
         assert load(files.best_path).step in (3, 5) and load(files.previous_path).step in (3, 4)
@@ -200,7 +200,7 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_renamed(tmp_path,
         write(files, step, is_best=step == 1, is_numbered=step > 1)
     for name in ("s.pt", "s.step00000004.pt"):
         damage(tmp_path / name)
-    snapshot, where = files.find()
+    snapshot, where = files.recover()
     assert snapshot.step == 3 and where in (files.previous_path, beside(path, "step00000003"))
     assert [f"renamed to {tmp_path}/{name}; using {where} instead" in caplog.text for name in names(tmp_path)] == [
         name.endswith("damaged1.pt") for name in names(tmp_path)
@@ -211,16 +211,16 @@ def test_the_newest_good_snapshot_is_used_and_damaged_ones_are_renamed(tmp_path,
     for left in (2, 1):  # the numbered one, then the best one
         for bad in filter(lambda bad: load(bad).step > left, files.all()):
             damage(Path(bad))
-        assert files.find()[0].step == left
+        assert files.recover()[0].step == left
 
 
 def test_only_damaged_snapshots_are_an_error_and_none_is_a_fresh_start(tmp_path, path):
     files = SnapshotStorage(path)
-    assert files.find() is None
+    assert files.recover() is None
     (tmp_path / "s.pt").write_bytes(b"gone")
     (tmp_path / "s.best.pt").write_bytes(b"")
     with pytest.raises(SnapshotError, match=r"no undamaged snapshot left: .*s\.pt.*s\.best\.pt"):
-        files.find()
+        files.recover()
     assert names(tmp_path) == ["s.best.pt", "s.pt"]
 
 
@@ -239,10 +239,10 @@ def test_an_unreadable_snapshot_is_neither_renamed_nor_skipped(tmp_path, path, m
     files.write(later.to_bytes(), 2, True, False)
     before = names(tmp_path)
     with pytest.raises(UserError, match=r"s\.pt: snapshot format 9"):
-        files.find()
+        files.recover()
     monkeypatch.setattr(type(files.file_system), "cat_file", no_space)
     with pytest.raises(UserError, match=r"s\.pt: cannot be reached: .*No space left"):
-        files.find()
+        files.recover()
     assert names(tmp_path) == before
 
 
@@ -363,6 +363,6 @@ def test_a_snapshot_with_a_parameter_that_is_not_finite_is_refused_and_passed_ov
     snapshot = dataclasses.replace(some_snapshot(2), parameters=names)
     snapshot.model_state["b"][0] = value  # a buffer, unless named
     files.write(snapshot.to_bytes(), 2, False, True)
-    found, _ = files.find()
+    found, _ = files.recover()
     assert found.step == (1 if is_refused else 2)
     assert ("b is not finite: the run diverged" in caplog.text) == is_refused

@@ -75,7 +75,7 @@ class SnapshotManager:
         """Finds the newest undamaged snapshot; `restore` sends its tensors."""
 
         def find() -> Snapshot | None:
-            if found := self.storage.find():
+            if found := self.storage.recover():
                 log.info("resuming from %s, step %d", found[1], found[0].step)
                 return found[0]
             if self.config.resume == "must":

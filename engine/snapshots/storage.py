@@ -230,8 +230,8 @@ class SnapshotStorage:
         """Every snapshot of the run, the latest first."""
         return sorted(self.present(KINDS), key=lambda path: path != self.path)
 
-    def find(self) -> tuple[Snapshot, str] | None:
-        """Recovery: the latest snapshot and its path, or those of the newest undamaged one, which becomes the latest;
+    def recover(self) -> tuple[Snapshot, str] | None:
+        """The latest snapshot and its path, or those of the newest undamaged one, which becomes the latest;
         None without any. Damaged ones are renamed, with a warning. Raises `SnapshotError` if all are damaged, since
         training from scratch would hide the loss; another `UserError` if one that may be good cannot be read.
         """
