@@ -52,7 +52,6 @@ from engine.run.directory import REPORT, is_run, open_run, shell_path
 from engine.run.evaluation import evaluate
 from engine.run.memory import report_exhausted
 from engine.run.metrics import MetricsFile
-from engine.run.plan import Plan
 from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
@@ -122,7 +121,7 @@ def run_training(config: Config, started: float) -> float | None:
             distributed.run_on_rank_0(lambda: warn_if_known(config, split[1], pretrained))
         trainer = build(config, split, pretrained)
         log_parts(config, trainer, *split)
-        log_consequences(config, trainer.plan)
+        log_consequences(config, trainer, recorded)
         facts = {
             "total_steps": trainer.plan.total_steps,
             "precision": trainer.precision.amp_dtype,
@@ -270,10 +269,21 @@ def log_parts(config: Config, trainer: Trainer, train_text: CharDataset, held_ou
     )  # fmt: skip
 
 
-def log_consequences(config: Config, plan: Plan) -> None:
-    """Logs what overrides entail that one may not expect: a compressed warm-up; with another batch than the recipe's,
-    more passes over the text at the same learning rate.
+def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] | None) -> None:
+    """Logs what overrides entail that one may not expect: a compressed warm-up; a learning rate that had fallen, by the
+    settings `recorded` before, and rises; with another batch than the recipe's, more passes at the same learning rate.
     """
+    plan, step, optimizer = trainer.plan, trainer.state.step, config.optimizer
+    steps_before = recorded["trainer"].get("max_steps") if recorded and step else None
+    if steps_before:
+        peak, schedule = optimizer.learning_rate or 0.0, optimizer.learning_rate_factor
+        was, now = peak * schedule(step - 1, steps_before), peak * schedule(step, plan.total_steps)
+        if now > 2 * was:
+            log.warning(
+                "the learning rate rises from %.2g to %.2g: it follows %d steps, no longer %d; to go on at the last "
+                "rate: optimizer.schedule=constant optimizer.learning_rate=%.2g",
+                was, now, plan.total_steps, steps_before, was,
+            )  # fmt: skip
     if config.optimizer.warmup_steps > plan.total_steps:
         log.warning("optimizer.warmup_steps=%d: the run has only %d", config.optimizer.warmup_steps, plan.total_steps)
     if not HydraConfig.initialized():

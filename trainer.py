@@ -111,7 +111,6 @@ class Trainer:
             log_changes(found, changes)
             self.state, earlier = found.state(), found.earlier_choices(device.type)
             change_time_limit(self.state, config.max_minutes)
-            self._log_rise(found.config.get("trainer", {}).get("max_steps"))
         flops = self.plan.total_steps * self.plan.step_characters * count_flops(bare)
         self.precision = resolve(config, device, flops / (distributed.size() if device.type == "cuda" else 1), earlier)
         if self.precision.compile:
@@ -150,20 +149,6 @@ class Trainer:
                 self.scaler.load_state_dict(found.scaler_state)
             if has_changed(self._probe(), found.probe_logits):
                 log.warning("%s: %s", self.snapshots.path, CHANGED)
-
-    def _log_rise(self, steps_before: int | None) -> None:
-        """Logs that the learning rate rises, if it had fallen in a run of `steps_before` steps."""
-        step, group = self.state.step, self.optimizer.param_groups[0]
-        if not steps_before or not step:
-            return
-        was, now = self.schedule(step - 1, steps_before), self.schedule(step, self.plan.total_steps)
-        if now > 2 * was:
-            peak = float(group.get("initial_lr", group["lr"]))
-            log.warning(
-                "the learning rate rises from %.2g to %.2g: it follows %d steps, no longer %d; to go on at the last "
-                "rate: optimizer.schedule=constant optimizer.learning_rate=%.2g",
-                peak * was, peak * now, self.plan.total_steps, steps_before, peak * was,
-            )  # fmt: skip
 
     # --- the loop ---
 
