@@ -191,12 +191,13 @@ def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> No
     if text.digest != pretrained.text_digest:
         if not text.begins_with(length, pretrained.text_digest):
             return
-        split, final = theirs.get("train_split") or 1.0, theirs.get("final_split", 0.0)
-        held_out = held_out or [int(length * split), length - int(length * final)]
+        if held_out is None and theirs.get("train_split"):
+            held_out = [int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))]
     if held_out is None or config.data.val_path is not None:
         return
     first, last = held_out
-    share = round(1 - (last - first) / text.in_sight, 6)  # from which sizes are chosen
+    # From which sizes are chosen.
+    share = round(1 - config.data.final_split - (last - first) / text.in_sight, 6)
     config.data = dataclasses.replace(config.data, held_out=held_out, train_split=share)
     log.info(
         "held out    characters %s to %s, as of the pretrained model: its text has grown", f"{first:,}", f"{last:,}"
@@ -224,9 +225,9 @@ def known_share(held_out: CharDataset, text: CharDataset, seconds: float) -> tup
     documents are separated, in whole ones; and the share of `text` that was searched, within about `seconds`.
     """
     share, searched = repeated_share(held_out, text, seconds)
-    end = separator_text(text.config.separator)
-    if end and len(text.data) <= MOST_WITH_DOCUMENTS:
-        known, own = {*text.decode(text.data).split(end)}, held_out.decode(held_out.data).split(end)
+    end, own_end = (separator_text(each.config.separator) for each in (text, held_out))
+    if end and own_end and len(text.data) <= MOST_WITH_DOCUMENTS:
+        known, own = {*text.decode(text.data).split(end)}, held_out.decode(held_out.data).split(own_end)
         share = max(share, sum(len(each) for each in own if each in known) / max(1, sum(map(len, own))))
     return share, searched
 
@@ -274,7 +275,7 @@ def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] 
     settings `recorded` before, and rises; with another batch than the recipe's, more passes at the same learning rate.
     """
     plan, step, optimizer = trainer.plan, trainer.state.step, config.optimizer
-    steps_before = recorded["trainer"].get("max_steps") if recorded and step else None
+    steps_before = recorded.get("trainer", {}).get("max_steps") if recorded and step else None
     if steps_before:
         peak, schedule = optimizer.learning_rate or 0.0, optimizer.learning_rate_factor
         was, now = peak * schedule(step - 1, steps_before), peak * schedule(step, plan.total_steps)
@@ -288,11 +289,13 @@ def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] 
         log.warning("optimizer.warmup_steps=%d: the run has only %d", config.optimizer.warmup_steps, plan.total_steps)
     if not HydraConfig.initialized():
         return
-    typed = {override.partition("=")[0] for override in HydraConfig.get().overrides.task}
-    recipe = HydraConfig.get().runtime.choices.get("experiment")
-    if recipe is None or "trainer.batch_size" not in typed or typed & {"optimizer", "optimizer.learning_rate"}:
+    composed = HydraConfig.get()
+    typed = {override.partition("=")[0]: override for override in composed.overrides.task}
+    recipe = composed.runtime.choices.get("experiment")
+    if recipe is None or "trainer.batch_size" not in typed or typed.keys() & {"optimizer", "optimizer.learning_rate"}:
         return
-    usual = hydra.compose("config", [f"experiment={recipe}"]).trainer.batch_size
+    others = [override for key, override in typed.items() if key != "trainer.batch_size"]
+    usual = hydra.compose(composed.job.config_name, others).trainer.batch_size
     if usual not in (None, plan.batch_size):
         passes = plan.total_steps * plan.step_characters / plan.windows
         log.warning(

@@ -269,7 +269,7 @@ def read_as_trained(path: str, snapshot: Snapshot, field: str | None) -> str:
         print(f"[reading {path} until it ends]", file=sys.stderr)
     config = snapshot.data_config(**{} if field is None else {"field": field, "format": None})
     try:
-        return read_text("/dev/stdin" if path == STDIN else path, config)
+        return read_text("/dev/stdin" if path == STDIN else path, config, has_records=field is not None)
     except UserError as error:
         raise UserError(str(error).replace("data.field=", "field=")) from error
 

@@ -66,7 +66,8 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
     recipe = typed.get("experiment")
     added = []
     if recipe is None and "--hydra-help" not in typed:
-        has_own_text = "data.path" in typed or typed.get("data", "shakespeare") not in ("shakespeare", "pydoc")
+        files = typed.get("data", "shakespeare").split(",")
+        has_own_text = "data.path" in typed or not {*files} <= {"shakespeare", "pydoc"}
         recipe = fitting_recipe(has_own_text, arguments)
         added.append(f"experiment={recipe}")
     ends = ("trainer.max_steps", "trainer.max_epochs")

@@ -157,7 +157,9 @@ class MetricsFile:
             self.fails = True
 
     def close(self) -> None:
-        """Closes the file. Unwritten lines are lost; if a snapshot counts them, a run that resumes from it warns."""
+        """Closes the file. Warns of unwritten lines, which are lost."""
         self.flush()
+        if self.unwritten:
+            log.warning("%s: %d lines are lost", self.path, self.unwritten.count(b"\n"))
         if self.file is not None:
             self.file.close()

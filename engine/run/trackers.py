@@ -66,7 +66,7 @@ class WandB:
         resumes = start.step > 0 and id_file.exists()
         if not resumes:
             id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(os.environ.get("WANDB_RUN_ID", uuid.uuid4().hex[:8]))
+            id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
         self.logged = start.logged if resumes else (0, False)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "character-level-gpt"),

@@ -199,9 +199,13 @@ class SnapshotManager:
         if self._saving is None:
             return
         (saved, written), self._saving = self._saving, None
-        self.last_error = distributed.run_on_rank_0(lambda: error_of(written))
-        if self.config.snapshot_format == "sharded":
-            distributed.run_on_rank_0(lambda: remove_unused_shards(self.storage))
+
+        def finish() -> str:
+            error = error_of(written)
+            remove_unused_shards(self.storage)
+            return error
+
+        self.last_error = distributed.run_on_rank_0(finish)
         if self.last_error:
             self._log_failure(saved.step, self.last_error)
             return

@@ -126,22 +126,21 @@ def digests(names: list[str], folder: str) -> dict[str, list[Any] | None]:
 
 def remove_unused_shards(storage: SnapshotStorage) -> None:
     """Removes the shards that no snapshot of the run refers to, including renamed ones. If one of these cannot be
-    read, nothing is removed: any of the shards may belong to it.
+    read, or the folder, nothing is removed, with a warning: any of the shards may belong to it.
     """
     name = f"{os.path.basename(storage.path)}.shards"
     parent = shards_folder(storage.path, name)
     if not os.path.isdir(parent):  # nor is one in an object store
         return
-    used = set()
-    for path in storage.present(r"(\.(?!tmp|shards)\w+)*"):
-        try:
-            used.add(Snapshot.from_bytes(read(path), path).shards.get("folder"))
-        except UserError as error:
-            log.warning("%s; shards in %s are kept until that file is moved away", error, parent)
-            return
-    for shards in os.listdir(parent):
-        if f"{name}/{shards}" not in used:
-            shutil.rmtree(os.path.join(parent, shards), ignore_errors=True)  # or at the next save
+    try:
+        paths = storage.present(r"(\.(?!tmp|shards)\w+)*")
+        used = {Snapshot.from_bytes(read(path), path).shards.get("folder") for path in paths}
+        unused = [shards for shards in os.listdir(parent) if f"{name}/{shards}" not in used]
+    except (UserError, OSError) as error:
+        log.warning("%s; shards in %s are kept until that file is moved away", one_line(error), parent)
+        return
+    for shards in unused:
+        shutil.rmtree(os.path.join(parent, shards), ignore_errors=True)  # or at the next save
 
 
 def load_full(path: str) -> Snapshot:

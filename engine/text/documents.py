@@ -316,11 +316,15 @@ def pydoc_text() -> str:
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def read_text(path: str | list[str], config: DataConfig) -> str:
-    """The whole text at `path`, read as `config` says; several documents are separated. Raises `UserError`."""
+def read_text(path: str | list[str], config: DataConfig, has_records: bool = False) -> str:
+    """The whole text at `path`, read as `config` says; several documents are separated. Raises `UserError`, also for a
+    plain text if it should be one that `has_records`.
+    """
     kind = "text" if config.format == "text" else None
     pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None, format=kind))
     texts = ["".join(group) for is_end, group in itertools.groupby(pieces, DOCUMENT_END.__eq__) if not is_end]
+    if has_records and not pieces.has_records:
+        raise UserError(f"data.field={config.field}: {path} has no records")
     separator = separator_text(config.separator) or "\n" * pieces.has_records
     if len(texts) == 1 or not separator:
         return "".join(texts)

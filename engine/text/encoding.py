@@ -229,7 +229,7 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
             "does not"
         )
     if config.shuffle == "documents" and len(parts[0].ends) < 2:
-        raise UserError("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
+        log.warning("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
     separator = choose_separator(config, parts, points)
     between = from_text(separator_text(separator), config.encoding)
 

@@ -155,8 +155,8 @@ def is_pipe(path: str) -> bool:
 
 
 def has_no_size(path: str) -> bool:
-    """Whether a local file seems empty, as pipes, devices and the files of /proc do: reading it may wait for ever."""
-    return os.path.exists(path) and os.path.getsize(path) == 0
+    """Whether a local path is standard input, a pipe, a device or a file of /proc: reading it may wait for ever."""
+    return path == STDIN or is_pipe(path) or os.path.realpath(path).startswith("/proc/")
 
 
 def real_files(path: str | list[str]) -> set[str]:
@@ -228,7 +228,11 @@ def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None
             stream.writelines(read_file(packed))
         with zipfile.ZipFile(stream) as archive:
             for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
-                if not entry.is_dir():
+                if entry.is_dir():
+                    continue
+                if is_hidden(entry.filename):  # it may be encrypted
+                    yield entry.filename, iter(())
+                else:
                     with archive.open(entry) as content:
                         yield entry.filename, in_pieces(content)
 
