@@ -198,7 +198,10 @@ def test_a_text_is_taken_as_typed(value):
     assert {OmegaConf.select(composed, key) for key in keys} == {value}
 
 
-def test_a_text_with_a_meaning_to_hydra_keeps_it():
+def test_a_text_with_a_meaning_to_hydra_keeps_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=1,b=2").mkdir()
+    assert add_default_recipe(["-m", "experiment=x", "init_from=a=1,b=2"])[-1] == 'init_from="a=1,b=2"'
     values = ["null", "[a,b]", "a,b", "a${run_dir}", "'é'", '"é"', r"a\,b", "glob(*)", "choice(é,b)", '["é",b]', ""]
     typed = ["-m", "experiment=overfit", *(f"data.path={value}" for value in values)]
     assert add_default_recipe(typed) == typed

@@ -259,13 +259,16 @@ def test_renaming_never_overwrites(tmp_path, path):
     assert load(str(tmp_path / "s.prev.old2.pt")).step == 21
 
 
-def test_an_unknown_file_system_is_named():
+def test_an_unknown_file_system_and_a_pipe_are_named(tmp_path):
     with pytest.raises(UserError, match=r"trainer\.snapshot_path=floppy://s\.pt: .*floppy"):
         SnapshotStorage("floppy://s.pt")
     with pytest.raises(SnapshotError, match=r"nothing\.pt: no such snapshot"):
         load("nothing.pt")
     with pytest.raises(SnapshotError, match=r"s\.pt: no such snapshot: Cannot connect to host"):
         load("http://127.0.0.1:1/s.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(SnapshotError, match=r"pipe\.pt: no regular file"):
+        load(str(tmp_path / "pipe.pt"))
 
 
 def test_temporary_files_of_a_killed_save_are_removed_and_not_written_into(tmp_path, path):

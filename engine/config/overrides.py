@@ -87,11 +87,13 @@ def add_default_recipe(arguments: list[str]) -> list[str]:
 
 def as_text(override: str, is_sweep: bool = False) -> str:
     """`override`, quoted if its setting is a text which Hydra refuses (`книга.txt`) or changes: `1_1` to 11, a tab to
-    nothing. In a list, and between the commas of a sweep, each item is quoted.
+    nothing. In a list, and between the commas of a sweep, each item is quoted, unless all of it is an existing path.
     """
     key, _, value = override.partition("=")
     if key.lstrip("+") not in TEXTS:
         return override
+    if "," in value and os.path.exists(os.path.expanduser(value)):  # as the directories of a sweep's jobs
+        return quoted(key, value)
     try:
         read = OverridesParser.create().parse_override(override).value()
         others = int | float if TEXTS[key.lstrip("+")] is Any else int | float | list | dict

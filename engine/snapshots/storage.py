@@ -71,13 +71,15 @@ def read(path: str) -> bytes:
         file_system, inner = locate(path)
         file_system.invalidate_cache()
         try:
-            size = file_system.info(inner)["size"]
+            info = file_system.info(inner)
         except FileNotFoundError as error:  # fsspec raises it for any HTTP failure
             why = f": {one_line(error.__cause__)}" if error.__cause__ else ""
             raise SnapshotError(f"{path}: no such snapshot{why}") from error
+        if info.get("type") == "other":  # a pipe, or a device without an end
+            raise SnapshotError(f"{path}: no regular file")
         content = file_system.cat_file(inner)
-        if size not in (None, len(content)):  # not every HTTP server sends it
-            raise OSError(f"{len(content)} of {size} bytes arrived")
+        if info["size"] not in (None, len(content)):  # not every HTTP server sends it
+            raise OSError(f"{len(content)} of {info['size']} bytes arrived")
     return content
 
 
