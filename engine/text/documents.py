@@ -205,7 +205,7 @@ class Documents:
         with tempfile.TemporaryFile() as stream:  # a file of Parquet ends with its index
             stream.writelines(source.pieces)
             try:
-                file = parquet.ParquetFile(stream)
+                file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)  # or it holds a row group
                 names, field = file.schema_arrow.names, self.config.field
                 columns = [name for name in names if field and (field == name or field.startswith(f"{name}."))]
                 if not columns:
