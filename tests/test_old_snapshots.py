@@ -9,7 +9,7 @@ import export
 from engine.snapshots.storage import load
 from sample import SampleConfig, sample
 
-# Written after 6 steps by the revisions 7265151 and a0fb587, with the settings below.
+# Written after 6 steps by the revisions 7265151, a0fb587 and 17c2260, with the settings below.
 OLD = sorted((ROOT / "tests" / "fixtures").glob("snapshot_format_*"))
 SETTINGS = [
     *UNREAD,

@@ -29,8 +29,8 @@ from engine.text.documents import separator_of, unit_of
 
 log = logging.getLogger("gpt")
 
-FORMAT = 6
-READABLE_FORMATS = range(4, FORMAT + 1)  # 4 has no probe_logits, 5 no parameters
+FORMAT = 7
+READABLE_FORMATS = range(4, FORMAT + 1)  # 4 has no probe_logits, 5 no parameters, 6 no characters
 END_RECORD = b"PK\x05\x06"  # "end of central directory", 22 bytes when it has no comment
 COMMENT = b"sha256:"
 DIGEST_LENGTH = 64
