@@ -66,7 +66,7 @@ from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
-MOST_WITH_DOCUMENTS = 2**24  # characters of a text whose documents are compared, which takes half a second
+MOST_WITH_DOCUMENTS = 2**23  # characters of a text whose documents are compared, which takes a third of a second
 REPEATS_S = 2.0  # seconds to search for held-out text in the training text, or 3 % of the time limit if that is less
 
 
