@@ -273,7 +273,7 @@ def check_can_resume(
     if refused:
         name = "run_name" if new.get("run_dir") == f"runs/{new.get('run_name')}" else "run_dir"
         other = " ".join(map(shlex.quote, (f"init_from={path}", f"{name}={str(new.get(name)).rstrip('/')}-2")))
-        tuned = f"; to fine-tune this model on the changed text, add: {other}" * (
+        tuned = f"; to fine-tune this model on the changed text, leave out model.* and add: {other}" * (
             was != now and not fixed and "run_dir" in new
         )
         raise UserError(
