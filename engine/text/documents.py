@@ -73,6 +73,8 @@ class Documents:
                     continue
                 source = text_source
             yield from self._of_text(source) if kind == "text" else self._of_records(source, kind)
+            if own.digest() == hashlib.sha256().digest():  # empty files are no copies
+                continue
             if own.digest() in self.names:
                 self.repeated.append(f"{source.name} and {self.names[own.digest()]}")
             self.names.setdefault(own.digest(), source.name)

@@ -345,7 +345,7 @@ def has_sorted_lines(part: Part, points: BinaryIO, between: str) -> bool:
     """Whether the text begins with many lines in sorted order, as a list of names does."""
     text = next(ordered(part, points, between, is_shuffled=False)).tobytes().decode("utf-32-le")
     lines = [line.casefold() for line in text.split("\n")[:-1]]
-    return len(lines) >= MANY_LINES and lines == sorted(lines)
+    return len(lines) >= MANY_LINES and lines[0] < lines[-1] and lines == sorted(lines)
 
 
 def read_points(file: BinaryIO, start: int, end: int) -> np.ndarray:

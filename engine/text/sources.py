@@ -124,9 +124,7 @@ def files_below(fs: Any, folder: str, cache_dir: str, says: bool) -> list[str]:
             folders.clear()
             continue
         for name in [*folders]:
-            is_cache = name == "__pycache__" or os.path.abspath(os.path.join(parent, name)) == os.path.abspath(
-                cache_dir
-            )
+            is_cache = name == "__pycache__" or os.path.abspath(f"{parent}/{name}") == os.path.abspath(cache_dir)
             if name.startswith(".") or is_cache:
                 folders.remove(name)
         for name in names:
