@@ -293,7 +293,9 @@ def advice(content: bytes) -> str:
         best = matches.best()
         if best and not any("cp1252" in match.could_be_from_charset for match in matches):  # the commonest by far
             likely = codecs.lookup(best.encoding).name
-    return f"it is probably {likely}: add data.encoding={likely} to the command; data.encoding=bytes reads any file"
+    from engine.config.overrides import this_command  # takes long to import
+
+    return f"it is probably {likely}: {this_command(f'data.encoding={likely}')}; data.encoding=bytes reads any file"
 
 
 def normalized(pieces: Iterable[str], form: Any) -> Iterator[str]:

@@ -8,11 +8,9 @@ import array
 import dataclasses
 import hashlib
 import io
-import itertools
 import json
 import logging
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
@@ -44,7 +42,7 @@ log = logging.getLogger("gpt")
 
 LARGE = 64 * 2**20  # bytes
 CHECKED = 256 * 2**20  # bytes of ids that are read to check a cache file
-FORMAT = 6  # version of the cache files
+FORMAT = 7  # version of the cache files
 CHUNK = 2**18  # characters at once
 MANY_LINES = 50  # from which sorted lines are no accident
 ITEM_ENDS = {name: separator_text(separator) for name, separator in ITEM_SEPARATORS.items()}
@@ -67,12 +65,31 @@ class EncodedText(NamedTuple):
 
 class Part(NamedTuple):
     """Where the documents of one path lie in the file of code points: the first begins at `start`; document i ends at
-    `ends[i]`, and its last `tails[i]` characters are newlines.
+    `ends[i]`, and its last `tails[i]` characters are newlines. The first `whole` documents are not truncated.
     """
 
     start: int
     ends: np.ndarray
     tails: np.ndarray
+    whole: int
+    has_lines: bool  # whether there are newlines inside a document
+
+
+class Notes(logging.Handler):
+    """A context that collects the lines logged in it, except progress: (level, message) each."""
+
+    def __enter__(self) -> list[tuple[int, str]]:
+        self.lines: list[tuple[int, str]] = []
+        log.addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_) -> None:
+        log.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = masked(record.getMessage())
+        if not message.startswith("reading"):
+            self.lines.append((record.levelno, message))
 
 
 # --- opening a text ---
@@ -90,9 +107,9 @@ def is_small_local_file(config: DataConfig) -> bool:
     return os.path.getsize(path) <= LARGE
 
 
-def open_text(config: DataConfig) -> EncodedText:
+def open_text(config: DataConfig, says: bool = False) -> EncodedText:
     """Encodes the text that a `DataConfig` names: in memory if it is small, otherwise in `cache_dir`, until one of its
-    files or a setting changes.
+    files or a setting changes. What was chosen for it is logged when it is encoded and, if `says`, when it is cached.
 
     Raises `UserError` for a text that cannot be read or is empty, whose encoding or SHA-256 is not as said, and for a
     cache that cannot be used.
@@ -110,16 +127,20 @@ def open_text(config: DataConfig) -> EncodedText:
     settings = {name: getattr(config, name) for name in SETTINGS}
     identity = json.dumps(masked([FORMAT, settings, *map(version_of, files + archives)]))  # signatures change daily
     stem = os.path.join(config.cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:32])
-    if encoded := load_cached(stem):
+    if encoded := load_cached(stem, says):
         return encoded
     with writes("data.cache_dir", config.cache_dir):
         os.makedirs(config.cache_dir, exist_ok=True)
         shown = ", ".join(map(name_of, files[:5])) + ", ..." * (len(files) > 5)
         log.info("encoding    %s into %s.ids", shown, stem)
         with file_lock(os.path.join(config.cache_dir, ".cache.lock")):
-            if load_cached(stem) is None:
-                with atomic_write(f"{stem}.ids", "w+b") as ids, tempfile.TemporaryFile(dir=config.cache_dir) as points:
-                    record = encode(config, ids, points)
+            if load_cached(stem, says) is None:
+                with (
+                    Notes() as notes,
+                    atomic_write(f"{stem}.ids", "w+b") as ids,
+                    tempfile.TemporaryFile(dir=config.cache_dir) as points,
+                ):
+                    record = encode(config, ids, points) | {"notes": notes}
                 record["checksum"] = checksum(record, f"{stem}.ids")
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
@@ -162,13 +183,13 @@ def prepare_text(config: DataConfig, folder: str = ".", recorded: dict[str, Any]
             copied: Any = {name: copies if isinstance(path, list) else copies[0]}
             config = dataclasses.replace(config, **copied)
     if not is_small_local_file(config):
-        open_text(config)
+        open_text(config, says=True)
     return config
 
 
-def load_cached(stem: str) -> EncodedText | None:
+def load_cached(stem: str, says: bool = False) -> EncodedText | None:
     """Memory-maps a cached text: ids in `stem`.ids, the rest in `stem`.json, written last. None if it is missing or
-    damaged.
+    damaged. `says`: logs what was logged when it was encoded.
     """
     try:
         with open(f"{stem}.json", encoding="utf-8") as file:
@@ -176,6 +197,9 @@ def load_cached(stem: str) -> EncodedText | None:
         if record.pop("checksum") != checksum(record, f"{stem}.ids"):
             return None
         ids = np.memmap(f"{stem}.ids", record.pop("type"), mode="r")
+        for level, note in record.pop("notes"):
+            if says:
+                log.log(level, "%s", note)
         # Mapped read-only: Linux may refuse a writable private mapping larger than memory. torch warns
         # about read-only arrays; nothing writes to this one.
         with warnings.catch_warnings():
@@ -217,7 +241,10 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
         is_first = name == "path"
         documents = Documents(path, config if is_first else held_out, names) if path is not None else None
-        parts.append(write_points(documents or (), config if is_first else None, points))
+        pieces: Iterable[str] = documents or ()
+        if is_first and config.shuffle in ("lines", "paragraphs"):
+            pieces = joined(pieces, len(ITEM_ENDS[config.shuffle]))
+        parts.append(write_points(pieces, config.truncate if is_first else 1.0, points))
         shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
         has_records |= bool(documents and documents.has_records)
         if path is not None and not len(parts[-1].ends):
@@ -230,7 +257,11 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         )
     if config.shuffle == "documents" and len(parts[0].ends) < 2:
         log.warning("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
-    separator = choose_separator(config, parts, points)
+    has_items = config.shuffle in ITEM_ENDS
+    if has_items:
+        parts[0] = cut_items(parts[0], points, config)
+    shuffled = parts[0].whole if has_items else len(parts[0].ends) * shuffles
+    separator = choose_separator(config, parts)
     between = from_text(separator_text(separator), config.encoding)
 
     lengths, digest, is_used, left, repeated = [0, 0, 0], hashlib.sha256(), np.zeros(0x110000, bool), "", 0
@@ -239,8 +270,8 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         """The code points in their final order; counts those of each part."""
         for i, part in enumerate(parts):
             lengths[i] = 0
-            has_separators = i == 0 and config.shuffle in ITEM_ENDS
-            for found in ordered(part, points, "" if has_separators else between, shuffles and i == 0):
+            is_first = i == 0
+            for found in ordered(part, points, "" if is_first and has_items else between, shuffled * is_first):
                 lengths[i] += len(found)
                 yield found
 
@@ -261,7 +292,7 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     if is_cut and has_sorted_lines(parts[0], points, between):
         log.warning("the lines are sorted: only their end is held out; data.shuffle=lines mixes them")
     number = sum(len(part.ends) for part in parts)
-    if between and number > 1 and config.shuffle not in ITEM_ENDS:
+    if between and number > 1 and not has_items:
         mixed = "shuffled, and " * shuffles
         inside = ", which they contain: data.separator='<|end|>\\n' keeps them apart" * (repeated > number)
         log.info("documents   %s, %sseparated by %s%s", f"{number:,}", mixed, separator, inside)
@@ -274,32 +305,81 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     }
 
 
-def write_points(pieces: Iterable[str], config: DataConfig | None, file: BinaryIO) -> Part:
-    """Appends the code points of documents to `file`, four bytes each. With a `config`, truncates them, and shuffles
-    items.
+def joined(pieces: Iterable[str], newlines: int) -> Iterator[str]:
+    """The pieces of documents as those of one, with at least so many newlines between two."""
+    tail, missing = newlines, 0  # nothing is missing before the first
+    for piece in pieces:
+        if piece == DOCUMENT_END:
+            missing = max(newlines - tail, 0)
+            continue
+        if missing:
+            yield "\n" * missing
+            missing = 0
+        tail = count_tail(piece, tail)
+        yield piece
+    yield DOCUMENT_END
+
+
+def count_tail(piece: str, tail: int) -> int:
+    """The newlines at the end of a document so far: of its last `piece`, and of the `tail` before if it has no other
+    characters.
     """
-    truncate = config.truncate if config else 1.0
-    if config and config.shuffle in ITEM_ENDS:
-        whole, truncate = shuffled(pieces, config.shuffle, truncate), 1.0
-        pieces = itertools.chain((whole[i : i + CHUNK] for i in range(0, len(whole), CHUNK)), [DOCUMENT_END])
+    newlines = len(piece) - len(piece.rstrip("\n"))
+    return newlines if newlines < len(piece) else tail + newlines
+
+
+def write_points(pieces: Iterable[str], truncate: float, file: BinaryIO) -> Part:
+    """Appends the code points of documents to `file`, four bytes each. Returns where the share `truncate` lies."""
     start = end = file.seek(0, os.SEEK_END) // 4
-    ends, tails, tail = array.array("q"), array.array("q"), 0
+    ends, tails, have_lines, tail, has_lines = array.array("q"), array.array("q"), array.array("b"), 0, False
     for piece in pieces:
         if piece == DOCUMENT_END:
             ends.append(end)
             tails.append(tail)
-            tail = 0
+            have_lines.append(has_lines)
+            tail, has_lines = 0, False
         else:
             end += file.write(piece.encode("utf-32-le")) // 4
-            newlines = len(piece) - len(piece.rstrip("\n"))
-            tail = newlines if newlines < len(piece) else tail + newlines
+            content = piece.rstrip("\n")
+            has_lines |= "\n" in content or (tail > 0 and bool(content))
+            tail = count_tail(piece, tail)
     used = np.minimum(np.array(ends, np.int64), start + int((end - start) * truncate))
     tails_used = np.where(used < ends, 0, tails)
-    is_empty = np.diff(used, prepend=start) == 0
-    return Part(start, used[~is_empty], tails_used[~is_empty])
+    is_left = np.diff(used, prepend=start) > 0
+    whole, has_lines = np.sum((used == ends)[is_left]), np.array(have_lines)[is_left].any()
+    return Part(start, used[is_left], tails_used[is_left], int(whole), bool(has_lines))
 
 
-def choose_separator(config: DataConfig, parts: list[Part], points: BinaryIO) -> str:
+def mapped(points: BinaryIO) -> np.ndarray:
+    """The code points in a file, uint32; memory-mapped, so that what was read counts as memory of the process until the
+    array is gone.
+    """
+    if isinstance(points, io.BytesIO):
+        return np.frombuffer(points.getbuffer(), np.uint32)
+    points.flush()
+    return np.memmap(points, np.uint32, mode="r")
+
+
+def cut_items(part: Part, points: BinaryIO, config: DataConfig) -> Part:
+    """The part with its items, as `config.shuffle` says, for documents: lines, or paragraphs with the empty lines after
+    them, or files. Text after the last whole item is one more. Raises `UserError` for fewer than two.
+    """
+    end = part.ends[-1]
+    if config.shuffle != "files":
+        starts = range(part.start, end, CHUNK)
+        newlines = [i + np.flatnonzero(mapped(points)[i : min(i + CHUNK, end)] == ord("\n")) for i in starts]
+        last = np.concatenate(newlines)  # the last character of each item
+        if config.shuffle == "paragraphs":  # of two newlines or more
+            last = last[(np.diff(last, prepend=part.start - 2) == 1) & (np.diff(last, append=end + 1) > 1)]
+        rest = [end] if not len(last) or last[-1] + 1 < end else []
+        part = part._replace(ends=np.append(last + 1, rest).astype(np.int64), whole=len(last))
+    if part.whole < 2:
+        shuffle, truncate = config.shuffle, config.truncate
+        raise UserError(f"data.shuffle={shuffle}, data.truncate={truncate:g}: the text has fewer than two {shuffle}")
+    return part
+
+
+def choose_separator(config: DataConfig, parts: list[Part]) -> str:
     """`config.separator` or, if it is null, the separator of the documents: a newline if no document has one inside,
     else a blank line; none if each part is a single document.
     """
@@ -309,69 +389,42 @@ def choose_separator(config: DataConfig, parts: list[Part], points: BinaryIO) ->
         return ITEM_SEPARATORS[config.shuffle]
     if max(len(part.ends) for part in parts) <= 1:
         return "none"
-    has_inside = any(
-        (found == ord("\n")).any()
-        for part in parts
-        for found in ordered(part, points, "\n", is_shuffled=False, after="")
-    )
-    return "blank_line" if has_inside else "newline"
+    return "blank_line" if any(part.has_lines for part in parts) else "newline"
 
 
-def ordered(
-    part: Part, file: BinaryIO, separator: str, is_shuffled: bool, after: str | None = None
-) -> Iterator[np.ndarray]:
+def ordered(part: Part, points: BinaryIO, separator: str, shuffled: int = 0) -> Iterator[np.ndarray]:
     """Yields the code points of a part in arrays: without a `separator`, as they are; with one, each document followed
-    by it, or by `after`. If the separator is of newlines, those at the end of a document count towards it.
+    by it. If the separator is of newlines, those at the end of a document count towards it. The first `shuffled`
+    documents are in random order, always the same.
     """
     starts, ends = np.concatenate(([part.start], part.ends[:-1])), part.ends
     if separator and not separator.strip("\n"):
         ends = ends - part.tails
-    order = np.random.default_rng(0).permutation(len(ends)) if is_shuffled else range(len(ends))
-    following = np.array([*map(ord, separator if after is None else after)], np.uint32)
-    found, size = [], 0
-    for i in order:
-        for first in range(starts[i], ends[i], CHUNK):
-            found.append(read_points(file, first, min(first + CHUNK, ends[i])))
-            size += len(found[-1])
-            if size >= CHUNK:
-                yield np.concatenate(found)
-                found, size = [], 0
-        if ends[i] > starts[i]:
-            found.append(following)
-    yield np.concatenate([*found, following[:0]])
+    lengths, order = ends - starts, np.arange(len(ends))
+    order[:shuffled] = np.random.default_rng(0).permutation(shuffled)
+    order = order[lengths[order] > 0]
+    starts, lengths = starts[order], lengths[order]
+    following = np.array([*map(ord, separator)], np.uint32)
+    sizes = lengths + len(following)
+    ends = np.cumsum(sizes)  # in this order
+    for first in range(0, sizes.sum(), CHUNK):
+        last = min(first + CHUNK, ends[-1])
+        begin, end = np.searchsorted(ends, (first, last - 1), "right")  # the first and the last document
+        if begin == end and last <= ends[end] - len(following):
+            start = starts[end] + first - (ends[end] - sizes[end])
+            yield mapped(points)[start : start + last - first]
+            continue
+        here = slice(begin, end + 1)
+        counts = np.diff(np.minimum(ends[here], last), prepend=first)
+        within = np.arange(first, last) - np.repeat(ends[here] - sizes[here], counts)
+        beyond = within - np.repeat(lengths[here], counts)  # in the separator, from 0
+        found = mapped(points)[np.repeat(starts[here], counts) + within - np.maximum(beyond + 1, 0)]
+        found[beyond >= 0] = following[beyond[beyond >= 0]]
+        yield found
 
 
 def has_sorted_lines(part: Part, points: BinaryIO, between: str) -> bool:
     """Whether the text begins with many lines in sorted order, as a list of names does."""
-    text = next(ordered(part, points, between, is_shuffled=False)).tobytes().decode("utf-32-le")
+    text = next(ordered(part, points, between)).tobytes().decode("utf-32-le")
     lines = [line.casefold() for line in text.split("\n")[:-1]]
     return len(lines) >= MANY_LINES and lines[0] < lines[-1] and lines == sorted(lines)
-
-
-def read_points(file: BinaryIO, start: int, end: int) -> np.ndarray:
-    """The code points from `start` to `end` (exclusive), uint32."""
-    file.seek(4 * start)
-    return np.frombuffer(file.read(4 * (end - start)), np.uint32)
-
-
-def shuffled(pieces: Iterable[str], shuffle: str, truncate: float) -> str:
-    """Shuffles the items of the first part of a text, the share `truncate`, always into the same order: lines, files,
-    or paragraphs with the empty lines after them. The end of a file ends an item; text after the last item stays at the
-    end. Raises `UserError` for fewer than two items.
-    """
-    separator = ITEM_ENDS[shuffle]
-    files = ["".join(group) for is_end, group in itertools.groupby(pieces, DOCUMENT_END.__eq__) if not is_end]
-    for i, text in enumerate(files[:-1]):
-        files[i] += "\n" * (len(separator) - (len(text) - len(text.rstrip("\n"))))
-    text = "".join(files)
-    text = text[: int(len(text) * truncate)]
-    if separator:
-        more = "\n*" if shuffle == "paragraphs" else ""
-        items = re.findall(f"(?s).*?{separator}{more}", text)
-    else:
-        ends = itertools.accumulate(map(len, files))
-        items = [file for file, end in zip(files, ends, strict=True) if end <= len(text)]
-    if text and len(items) < 2:
-        raise UserError(f"data.shuffle={shuffle}, data.truncate={truncate:g}: the text has fewer than two {shuffle}")
-    rest = text[sum(map(len, items)) :]
-    return "".join([*(items[i] for i in np.random.default_rng(0).permutation(len(items))), rest])
