@@ -271,7 +271,8 @@ def read_as_trained(path: str, snapshot: Snapshot, field: str | None) -> str:
     try:
         return read_text("/dev/stdin" if path == STDIN else path, config, has_records=field is not None)
     except UserError as error:
-        raise UserError(str(error).replace("data.field=", "field=")) from error
+        what = re.sub(": data.encoding=.*", "", str(error))  # there is no such argument
+        raise UserError(what.replace("data.field=", "field=")) from error
 
 
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:

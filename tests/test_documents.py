@@ -262,11 +262,11 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
     [
         (
             "naïve café\n".encode("cp1252") * 9,
-            r"not UTF-8: byte 0xef at offset 2; it is probably cp1252: add data.encoding=cp1252",
+            r"not UTF-8: byte 0xef at offset 2; it is probably cp1252: data.encoding=cp1252",
         ),
         (
             "Příliš žluťoučký kůň úpěl ďábelské ódy.\n".encode("cp1250"),
-            r"it is probably (cp1250|cp1252): add data.encoding=",
+            r"it is probably (cp1250|cp1252): data.encoding=",
         ),
         ("plain words\n".encode("utf-16-le") * 9, r"50% of its characters are NUL; it is probably utf-16-le"),
         ("plain words\n".encode("utf-32-be") * 9, r"75% of its characters are NUL; it is probably utf-32-be"),
@@ -372,3 +372,16 @@ def test_values_of_records_are_text_or_json(dataset, tmp_path):
         for content in ("first", "second"):
             archive.writestr("a.txt", content)
     assert text_of(dataset(str(tmp_path / "two.zip"), separator="|")) == "first|second|"
+
+
+def test_what_was_chosen_for_a_text_is_said_again_when_it_is_cached(tmp_path, caplog):
+    (tmp_path / "a.txt").write_bytes(b"one line\r\n" * 9)
+    (tmp_path / "b.txt").write_text("another line\n" * 9)
+    paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    config = DataConfig(path=paths, block_size=4, cache_dir=str(tmp_path / "cache"))
+    caplog.set_level("INFO")
+    for number in (1, 2):
+        encoding.prepare_text(config)
+        CharDataset(config)  # another line for each rank would be too many
+        for line in ("data.newlines=keep", "separated by blank_line"):
+            assert caplog.text.count(line) == number

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 from types import SimpleNamespace
@@ -279,7 +280,8 @@ def test_a_text_that_has_grown_is_held_out_where_it_was_and_a_copy_is_recognized
     path.write_text("".join(lines[:300]))
     refused = start(*run, a)
     assert refused.returncode == 1
-    assert f"add: init_from={tmp_path / 'a'}/gpt_snapshot.pt run_dir={tmp_path / 'a'}-2\n" in refused.stderr
+    command = shlex.split(refused.stderr.partition("on the changed text: python ")[2])
+    assert command[1:] == [*unsized, f"init_from={tmp_path / 'a'}", f"run_dir={tmp_path / 'a'}-2"]
     succeed(*unsized, b, f"init_from={tmp_path / 'a'}")
     path.write_text("".join(lines))
     again = [*unsized, c, f"init_from={tmp_path / 'b'}"]

@@ -48,7 +48,8 @@ def _become(argv: list[str], cwd: str, environment: dict[str, str], paths: list[
     os.environ.clear()
     os.environ.update(environment)
     is_module = argv[0] == "-m"
-    sys.argv = argv[1:] if is_module else argv
+    sys.argv = argv[1:] if is_module else [*argv]
+    sys.orig_argv = [sys.executable, *argv]
     first = str(cwd) if is_module else os.path.dirname(argv[0])
     given = filter(None, environment.get("PYTHONPATH", "").split(":"))
     sys.path[:] = [first, *given, *(p for p in sys.path if p.startswith(PREFIXES))]

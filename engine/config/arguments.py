@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -68,6 +69,20 @@ def split_paths(text: str) -> list[str]:
         items.append(item)
         left = left[item.count(",") + 1 :]
     return items
+
+
+def this_command(*changed: str, without: tuple[str, ...] = ()) -> str:
+    """The command line of main.py as it was typed, with the overrides `changed`, and without those whose keys begin as
+    one of `without`; of another program, only `changed`.
+    """
+    program = sys.argv[0]
+    if os.path.basename(program) != "main.py" or program not in sys.orig_argv:
+        return shlex.join(changed)
+    typed = sys.orig_argv[sys.orig_argv.index(program) + 1 :]
+    replaced = tuple(override.partition("=")[0] + "=" for override in changed)
+    kept = [argument for argument in typed if not argument.lstrip("+").startswith((*replaced, *without))]
+    launcher = "torchrun ..." if "RANK" in os.environ else "python"
+    return masked(f"{launcher} {shlex.join([program, *kept, *changed])}")
 
 
 def explain_value(error: OmegaConfBaseException) -> str:

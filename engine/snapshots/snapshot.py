@@ -9,7 +9,6 @@ import copy
 import hashlib
 import io
 import logging
-import shlex
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -18,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 import torch.nn as nn
 
+from engine.config.arguments import this_command
 from engine.config.schema import GROUPS, DataConfig, GPTConfig, as_typed, flatten, is_fixed
 from engine.errors import UserError, one_line
 from engine.files import masked
@@ -272,10 +272,12 @@ def check_can_resume(
         refused.append(f"{before} had SHA-256 {was[:12]}, {after} has {now[:12]}")
     if refused:
         name = "run_name" if new.get("run_dir") == f"runs/{new.get('run_name')}" else "run_dir"
-        other = " ".join(map(shlex.quote, (f"init_from={path}", f"{name}={str(new.get(name)).rstrip('/')}-2")))
-        tuned = f"; to fine-tune this model on the changed text, leave out model.* and add: {other}" * (
-            was != now and not fixed and "run_dir" in new
-        )
+        tuned = ""
+        if was != now and not fixed and "run_dir" in new:
+            source = new["run_dir"] if path.startswith(f"{new['run_dir']}/") else path
+            other = (f"init_from={source}", f"{name}={str(new.get(name)).rstrip('/')}-2")
+            command = this_command(*other, without=("model.", "run_", "trainer.resume"))
+            tuned = f"; to fine-tune this model on the changed text: {command}"
         raise UserError(
             f"{path} belongs to another run: {'; '.join(refused)}. Undo the change, start another run "
             f"with run_name=NEW_NAME, or rename this one's snapshots with trainer.resume=never{tuned}"

@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from engine.config.arguments import this_command
 from engine.config.schema import DataConfig
 from engine.errors import UserError, one_line
 from engine.text.sources import Source, check_sha256, find_files, open_sources
@@ -293,8 +294,6 @@ def advice(content: bytes) -> str:
         best = matches.best()
         if best and not any("cp1252" in match.could_be_from_charset for match in matches):  # the commonest by far
             likely = codecs.lookup(best.encoding).name
-    from engine.config.overrides import this_command  # takes long to import
-
     return f"it is probably {likely}: {this_command(f'data.encoding={likely}')}; data.encoding=bytes reads any file"
 
 
