@@ -43,9 +43,9 @@ from engine.interop.pretrained import load_pretrained, read_init_weights
 from engine.parallel import distributed, sharding
 from engine.parallel.accelerate import launch_settings
 from engine.precision import resolve_amp_dtype
-from engine.repeats import repeated_share
+from engine.repeats import find_repeats, known_share
 from engine.reports.history import Run
-from engine.reports.problems import MOSTLY_REPEATED, REPEATED, loss_warning
+from engine.reports.problems import loss_warning
 from engine.reports.sweep import check_sweep
 from engine.run.console import command_line, fail, log_to_console
 from engine.run.directory import REPORT, is_run, open_run, shell_path
@@ -59,15 +59,12 @@ from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import exists
-from engine.text.documents import separator_text
 from engine.text.encoding import prepare_text
 from model import GPT, create_optimizer
 from sample import load_model
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
-MOST_WITH_DOCUMENTS = 2**23  # characters of a text whose documents are compared, which takes a third of a second
-REPEATS_S = 2.0  # seconds to search for held-out text in the training text, or 3 % of the time limit if that is less
 
 
 def configure(*overrides: str) -> DictConfig:
@@ -116,7 +113,7 @@ def run_training(config: Config, started: float) -> float | None:
 
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
-        repeated = distributed.run_on_rank_0(lambda: find_repeats(config, *split))
+        repeated = distributed.run_on_rank_0(lambda: find_repeats(*split, config.trainer.max_minutes))
         if pretrained is not None and config.data.held_out is None:
             distributed.run_on_rank_0(lambda: warn_if_known(config, split[1], pretrained))
         trainer = build(config, split, pretrained)
@@ -204,34 +201,6 @@ def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> No
     )
 
 
-def find_repeats(config: Config, train_text: CharDataset, held_out: CharDataset) -> float:
-    """The share of the held-out text that stands word for word in the training text: logged from 1 % on, with a warning
-    from a half on. In ordinary logs, tables and code it is about a tenth.
-    """
-    seconds = min(REPEATS_S, 0.03 * 60 * (config.trainer.max_minutes or math.inf))
-    share, searched = known_share(held_out, train_text, seconds)
-    of = f"; {searched:.0%} of that text was searched" if searched < 1 else ""
-    if share >= 0.01:
-        log.info(
-            "repeats     %.0f %% of the held-out text is also in the training text, word for word%s", 100 * share, of
-        )
-    if share >= MOSTLY_REPEATED:
-        log.warning("%s", REPEATED)
-    return share
-
-
-def known_share(held_out: CharDataset, text: CharDataset, seconds: float) -> tuple[float, float]:
-    """The share of the held-out text that stands word for word in `text`, in pieces of it (`repeated_share`) or, if
-    documents are separated, in whole ones; and the share of `text` that was searched, within about `seconds`.
-    """
-    share, searched = repeated_share(held_out, text, seconds)
-    end, own_end = (separator_text(each.config.separator) for each in (text, held_out))
-    if end and own_end and len(text.data) <= MOST_WITH_DOCUMENTS:
-        known, own = {*text.decode(text.data).split(end)}, held_out.decode(held_out.data).split(own_end)
-        share = max(share, sum(len(each) for each in own if each in known) / max(1, sum(map(len, own))))
-    return share, searched
-
-
 def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -> None:
     """Warns if the pretrained model was trained on text that is held out now, or if that cannot be known."""
     try:
@@ -244,7 +213,7 @@ def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -
         log.warning("init_from: the text of the model may have the held-out text, but cannot be compared: %s", error)
         return
     known, _ = theirs.split()
-    share, _ = known_share(held_out, known, REPEATS_S)
+    share, _ = known_share(held_out, known)
     if share >= 0.01:
         log.warning(
             "init_from: the model was trained on %.0f %% of the held-out text: the held-out loss is too low; hold out "

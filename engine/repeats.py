@@ -1,11 +1,21 @@
 """Repeats: how much of a held-out text stands word for word in the training text."""
 
+import logging
+import math
 import time
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from engine.config.schema import DataConfig
+from engine.text.documents import separator_text
+
+log = logging.getLogger("gpt")
+SECONDS = 2.0  # for a search, or 3 % of the time limit of the run if that is less
+MOSTLY_REPEATED = 0.5  # share of the held-out text that stands in the training text
+REPEATED = "The held-out loss is mostly that of text trained on: is a text in data.path twice?"
+MOST_WITH_DOCUMENTS = 2**23  # characters of a text whose documents are compared, which takes a third of a second
 WINDOW = 64  # characters; what two texts share by chance is shorter
 MOST_WINDOWS = 100_000  # of the held-out text
 CHUNK = 2**19  # characters of the training text at once
@@ -14,10 +24,40 @@ SLOTS = 2**22  # of a table by hash, in which most windows differ: one look-up e
 
 
 class Encoded(Protocol):
-    """A text as ids, the positions of its characters in a vocabulary."""
+    """A text as ids, the positions of its characters in a vocabulary: a `CharDataset`."""
 
+    config: DataConfig
     data: torch.Tensor
     vocabulary: str
+
+    def decode(self, ids: torch.Tensor) -> str: ...
+
+
+def find_repeats(train: Encoded, held_out: Encoded, max_minutes: float | None) -> float:
+    """The share of the held-out text that stands word for word in the training text: logged from 1 % on, with a warning
+    from a half on. In ordinary logs, tables and code it is about a tenth.
+    """
+    share, searched = known_share(held_out, train, min(SECONDS, 0.03 * 60 * (max_minutes or math.inf)))
+    of = f"; {searched:.0%} of that text was searched" if searched < 1 else ""
+    if share >= 0.01:
+        log.info(
+            "repeats     %.0f %% of the held-out text is also in the training text, word for word%s", 100 * share, of
+        )
+    if share >= MOSTLY_REPEATED:
+        log.warning("%s", REPEATED)
+    return share
+
+
+def known_share(held_out: Encoded, text: Encoded, seconds: float = SECONDS) -> tuple[float, float]:
+    """The share of the held-out text that stands word for word in `text`, in pieces of it (`repeated_share`) or, if
+    documents are separated, in whole ones; and the share of `text` that was searched, within about `seconds`.
+    """
+    share, searched = repeated_share(held_out, text, seconds)
+    end, own_end = (separator_text(each.config.separator) for each in (text, held_out))
+    if end and own_end and len(text.data) <= MOST_WITH_DOCUMENTS:
+        known, own = {*text.decode(text.data).split(end)}, held_out.decode(held_out.data).split(own_end)
+        share = max(share, sum(len(each) for each in own if each in known) / max(1, sum(map(len, own))))
+    return share, searched
 
 
 def repeated_share(held_out: Encoded, train: Encoded, seconds: float) -> tuple[float, float]:

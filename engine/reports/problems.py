@@ -3,12 +3,11 @@
 import math
 import operator
 
+from engine.repeats import MOSTLY_REPEATED, REPEATED
 from engine.reports.history import Run
 
 ON_TRACK, OFF_TRACK, TOO_FEW = "on track", "NOT on track", "too few steps to tell"
 FIRST_JUDGED = 50  # steps; earlier losses say little
-MOSTLY_REPEATED = 0.5  # share of the held-out text that stands in the training text
-REPEATED = "The held-out loss is mostly that of text trained on: is a text in data.path twice?"
 BEST_IS_USED = "sample.py and export.py use the best snapshot; "
 
 

@@ -346,8 +346,8 @@ def write_points(pieces: Iterable[str], truncate: float, file: BinaryIO) -> Part
     used = np.minimum(np.array(ends, np.int64), start + int((end - start) * truncate))
     tails_used = np.where(used < ends, 0, tails)
     is_left = np.diff(used, prepend=start) > 0
-    whole, has_lines = np.sum((used == ends)[is_left]), np.array(have_lines)[is_left].any()
-    return Part(start, used[is_left], tails_used[is_left], int(whole), bool(has_lines))
+    whole, with_lines = np.sum((used == ends)[is_left]), np.sum(np.array(have_lines)[is_left])
+    return Part(start, used[is_left], tails_used[is_left], int(whole), bool(with_lines))
 
 
 def mapped(points: BinaryIO) -> np.ndarray:
