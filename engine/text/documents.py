@@ -237,7 +237,7 @@ def as_text(value: Any, name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def hashed(pieces: Iterator[bytes], *digests: Any) -> Iterator[bytes]:
+def hashed(pieces: Iterator[bytes], *digests: "hashlib._Hash") -> Iterator[bytes]:
     """The pieces, added to each of the digests."""
     for piece in pieces:
         for digest in digests:

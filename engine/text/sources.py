@@ -13,11 +13,12 @@ import time
 import uuid
 import zipfile
 from collections.abc import Generator, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import fsspec
 from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 from fsspec.utils import infer_compression
 
 from engine.config.schema import DataConfig
@@ -114,7 +115,7 @@ def find_files(path: str | list[str], cache_dir: str = "", says: bool = False) -
     return files
 
 
-def files_below(fs: Any, folder: str, cache_dir: str, says: bool) -> list[str]:
+def files_below(fs: AbstractFileSystem, folder: str, cache_dir: str, says: bool) -> list[str]:
     """The files below a folder, sorted, without hidden ones, those of runs, and caches."""
     found: list[str] = []
     left_out = 0
@@ -240,7 +241,7 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in name.removeprefix("./").split("/"))
 
 
-def in_pieces(stream: Any) -> Iterator[bytes]:
+def in_pieces(stream: IO[bytes]) -> Iterator[bytes]:
     """The content of a binary file in non-empty pieces."""
     return iter(lambda: stream.read(PIECE), b"")
 
@@ -300,7 +301,7 @@ def download(url: str, path: str, sha256: str | None) -> None:
                 check_sha256(digest.hexdigest(), sha256, url)
 
 
-def check_sha256(found: str, expected: str | None, name: Any) -> None:
+def check_sha256(found: str, expected: str | None, name: str | list[str]) -> None:
     """Raises `UserError`, naming the source, if the SHA-256 of its content is not the `expected` one, if any."""
     if expected and found != expected:
         raise UserError(
