@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from engine.errors import UserError
@@ -48,10 +47,9 @@ def read_lines(path: str, *keys: str) -> list[dict[str, Any]]:
     return [record for record in records if record is not None]
 
 
-def write_lines(path: str, records: Iterable[dict[str, Any]]) -> None:
-    """Replaces the file at `path`, atomically, by `records` as lines of JSON."""
-    with atomic_write(path) as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+def as_line(record: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    return json.dumps(record).encode() + b"\n"
 
 
 def position(record: dict[str, Any]) -> tuple[int, bool]:
@@ -86,44 +84,27 @@ class MetricsFile:
     """
 
     def __init__(self, run_dir: str, step: int = 0, evaluated: bool = True, lines: int = 0):
-        self.path, self.start = os.path.join(run_dir, METRICS), (step, evaluated, lines)
-        self.file: io.FileIO | None = None
-        self.lines = lines  # in the file, or waiting to be written
-        self.unwritten = b""
-        self.fails = False  # whether the last write failed
-        self.logged = (step, evaluated)
-        self.flush()
-
-    def _open(self) -> io.FileIO:
-        """Drops the lines that will be logged again, and opens the file."""
-        step, evaluated, lines = self.start
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        self.path = os.path.join(run_dir, METRICS)
         earlier = read_lines(self.path, "split")
         kept = [line for line in earlier if position(line) <= (step, evaluated) and line["split"] != "final"]
-        write_lines(self.path, kept)
-        file = open(self.path, "a+b", buffering=0)  # each write reaches the system or fails
-        self.lines = len(kept) + self.unwritten.count(b"\n")
-        missing = lines - len(kept)
-        if missing > 0:
-            log.warning("%s: missing %d of %d lines up to step %d", self.path, missing, lines, step)
+        if len(kept) < lines:
+            log.warning("%s: missing %d of %d lines up to step %d", self.path, lines - len(kept), lines, step)
         self.logged = max([(step, evaluated), *map(position, earlier)])
-        return file
+        self.lines = len(kept)  # in the file, or waiting to be written
+        self.unwritten = b"".join(map(as_line, kept))
+        self.file: io.FileIO | None = None  # None: `flush` makes it anew
+        self.fails = False  # whether the last write failed
+        self.flush()
 
     def reopen(self) -> None:
         """Writes the lines so far into a new file: the old one may be deleted."""
         if self.file is None:
             return
-        lines = b""
-        with contextlib.suppress(OSError):  # of NFS, a deleted file cannot be read
+        with contextlib.suppress(OSError), self.file:  # of NFS, a deleted file cannot be read
             self.file.seek(0)
-            lines = self.file.read()
-        try:
-            with atomic_write(self.path, "wb") as file:
-                file.write(lines)
-            self.file, old = open(self.path, "a+b", buffering=0), self.file
-            old.close()
-        except OSError as error:
-            log.warning("cannot write %s (%s); will retry", self.path, error.strerror)
+            self.unwritten = self.file.read() + self.unwritten
+        self.file = None
+        self.flush()
 
     def log(self, step: int, epoch: float, split: str, loss: float, seconds: float, **values: Any) -> dict[str, Any]:
         """Writes one measurement, and returns it. Non-finite values become null: JSON has no NaN."""
@@ -132,19 +113,23 @@ class MetricsFile:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None
-        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self.unwritten += as_line(record)
         self.lines += 1
         self.flush()
         return record
 
     def flush(self, sync: bool = False) -> None:
-        """Writes all pending lines or none, once the file can be opened; `sync` flushes them to disk. Logs the first of
-        several errors in a row; unwritten lines stay in memory for the next call.
+        """Writes all pending lines or none; `sync` flushes them to disk. Logs the first of several errors in a row;
+        unwritten lines stay in memory for the next call.
         """
         try:
-            self.file = self.file or self._open()
+            if self.file is None:
+                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+                with atomic_write(self.path, "wb") as file:
+                    file.write(self.unwritten)
+                self.unwritten, self.file = b"", open(self.path, "a+b", buffering=0)
             size = self.file.seek(0, os.SEEK_END)
-            if self.file.write(self.unwritten) < len(self.unwritten):
+            if self.file.write(self.unwritten) < len(self.unwritten):  # unbuffered: it reaches the system or fails
                 self.file.truncate(size)  # half a line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.unwritten = b""

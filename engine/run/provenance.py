@@ -13,7 +13,7 @@ from engine.files import atomic_write, masked
 from engine.machine import hardware
 from engine.parallel import distributed
 from engine.run.directory import CONFIG, ENVIRONMENT
-from engine.run.metrics import read_lines, write_lines
+from engine.run.metrics import as_line, read_lines
 
 
 def record_start(run_dir: str, run_config: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
@@ -40,4 +40,5 @@ def record_start(run_dir: str, run_config: dict[str, Any], step: int, facts: dic
     }
     path = os.path.join(run_dir, ENVIRONMENT)
     earlier = [line for line in read_lines(path) if line["step"] < step]
-    write_lines(path, [*earlier, start])
+    with atomic_write(path, "wb") as file:
+        file.writelines(map(as_line, [*earlier, start]))
