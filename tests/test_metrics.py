@@ -218,7 +218,8 @@ def test_the_environment_of_wandb_is_honoured(tmp_path, monkeypatch):
     given |= {"DIR": str(tmp_path / "elsewhere"), "MODE": "offline"}
     for name, value in given.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    tracker = trackers.WandB(trackers.Start(str(tmp_path / "run"), {}, 0, (0, False)))
+    tracker = trackers.WandB()
+    tracker.start(str(tmp_path / "run"), {}, 0, (0, False))
     run = tracker.run
     assert (run.project, run.entity, run.name, run.id) == ("bard", "ada", "first", "mine")
     assert given["DIR"] in run.dir
@@ -250,7 +251,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monk
     calls = []
 
     class Failing:
-        def __init__(self, *_):
+        def start(self, *_):
             pass
 
         def log(self, step, values, texts):

@@ -21,7 +21,7 @@ from engine.precision import Precision
 from engine.run.evaluation import Evaluation
 from engine.run.metrics import MetricsFile, duration, format_loss
 from engine.run.plan import Plan
-from engine.run.trackers import TRACKERS, Start, Tracker
+from engine.run.trackers import TRACKERS, Tracker
 from engine.snapshots.state import State
 
 log = logging.getLogger("gpt")
@@ -66,13 +66,13 @@ class RunLog:
         """Opens the files, on rank 0."""
         state = self.state
         self.metrics = MetricsFile(run_dir, state.step, state.is_evaluated, state.metrics_lines)
-        start = Start(os.path.abspath(run_dir), hyperparameters, state.step, self.metrics.logged)
         for name in self.config.trackers:
-            if not is_installed(name):
+            if is_installed(name):
+                self.trackers[name] = TRACKERS[name]()
+            else:
                 log.info("%s is not installed (pip install %s): not logging to it", name, name)
-                continue
-            with self._disable_on_error(name):
-                self.trackers[name] = TRACKERS[name](start)
+        start = os.path.abspath(run_dir), hyperparameters, state.step, self.metrics.logged
+        self._track(lambda tracker: tracker.start(*start))
 
     def start(self, precision: Precision) -> None:
         """Logs device, precision, batch and plan; starts the clock of the steps."""
@@ -113,9 +113,7 @@ class RunLog:
         if self.metrics:
             self.metrics.close()
             self.metrics = None
-        for name, tracker in list(self.trackers.items()):
-            with self._disable_on_error(name):
-                tracker.close()
+        self._track(lambda tracker: tracker.close())
         self.trackers = {}
 
     # --- training ---
@@ -218,18 +216,16 @@ class RunLog:
             for name, value in record.items()
             if isinstance(value, int | float) and name not in ("step", "seconds")
         }
-        for name, tracker in list(self.trackers.items()):
-            with self._disable_on_error(name):
-                tracker.log(state.step, numbers, values.get("samples", []))
+        self._track(lambda tracker: tracker.log(state.step, numbers, values.get("samples", [])))
 
-    @contextlib.contextmanager
-    def _disable_on_error(self, name: str) -> Iterator[None]:
-        """A context for calls of a tracker: one that fails is disabled, and the run continues."""
-        try:
-            yield
-        except Exception as error:  # packages, disks and networks fail in many ways
-            log.warning("%s: %s; disabled for this run", name, one_line(error))
-            self.trackers.pop(name, None)
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Calls `call` with each tracker: one that fails is disabled, and the run continues."""
+        for name, tracker in list(self.trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # packages, disks and networks fail in many ways
+                log.warning("%s: %s; disabled for this run", name, one_line(error))
+                del self.trackers[name]
 
     # --- evaluation and saving ---
 

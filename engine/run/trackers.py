@@ -6,23 +6,17 @@ numbers, whose names vary; a resumed run logs the steps after its snapshot again
 
 import os
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
-
-
-class Start(NamedTuple):
-    """The start of a run, for its trackers."""
-
-    run_dir: str  # absolute path
-    hyperparameters: dict[str, Any]  # flat
-    step: int  # where training starts; 0 for a new run
-    # What was logged last, as (step, whether an evaluation): by an earlier start or at the snapshot, if that is later.
-    logged: tuple[int, bool]
+from typing import Any, Protocol, cast
 
 
 class Tracker(Protocol):
-    """What a run calls of a tracker."""
+    """What a run calls of a tracker. One that raises is not called again."""
+
+    def start(self, run_dir: str, hyperparameters: dict[str, Any], step: int, logged: tuple[int, bool]) -> None:
+        """Starts the run in `run_dir`, an absolute path, with flat hyperparameters, at `step`; 0 for a new run.
+        `logged` is the last line so far, as `MetricsFile` has it.
+        """
 
     def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
         """Logs numbers by name (`train/loss`) and sampled texts, either of which may be empty."""
@@ -33,11 +27,10 @@ class Tracker(Protocol):
 class TensorBoard:
     """TensorBoard: event files in `run_dir/tensorboard`. A resumed run replaces the steps that it repeats."""
 
-    def __init__(self, start: Start):
+    def start(self, run_dir: str, hyperparameters: dict[str, Any], step: int, logged: tuple[int, bool]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = os.path.join(start.run_dir, "tensorboard")
-        self.writer = SummaryWriter(folder, purge_step=start.step + 1)
+        self.writer = SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
         for name, value in values.items():
@@ -59,22 +52,22 @@ class WandB:
     `metrics.jsonl` has them.
     """
 
-    def __init__(self, start: Start):
+    def start(self, run_dir: str, hyperparameters: dict[str, Any], step: int, logged: tuple[int, bool]) -> None:
         import wandb
 
-        id_file = Path(start.run_dir, "wandb", "run_id")
-        resumes = start.step > 0 and id_file.exists()
+        id_file = Path(run_dir, "wandb", "run_id")
+        resumes = step > 0 and id_file.exists()
         if not resumes:
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
-        self.logged = start.logged if resumes else (0, False)
+        self.logged = logged if resumes else (0, False)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "character-level-gpt"),
-            name=os.environ.get("WANDB_NAME", os.path.basename(start.run_dir)),
-            config=start.hyperparameters,
+            name=os.environ.get("WANDB_NAME", os.path.basename(run_dir)),
+            config=hyperparameters,
             id=id_file.read_text(),
             resume="allow",
-            dir=os.environ.get("WANDB_DIR", start.run_dir),
+            dir=os.environ.get("WANDB_DIR", run_dir),
             mode=cast(Any, os.environ.get("WANDB_MODE") or "offline"),
             settings=wandb.Settings(console="off", silent=True, finish_timeout=60),
         )
@@ -88,4 +81,4 @@ class WandB:
         self.run.finish()
 
 
-TRACKERS: dict[str, Callable[[Start], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
