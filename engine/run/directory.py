@@ -59,7 +59,8 @@ def open_run(run_dir: str, snapshot_path: str) -> Iterator[Callable[[], bool]]:
         stack.enter_context(log_to_file(os.path.join(run_dir, LOG)))
         if name:
             stack.enter_context(locked_file(f"{beside}{LOCK}", f"trainer.snapshot_path={path}"))
-        write_token(owner, token)
+        with atomic_write(owner) as file:
+            file.write(token)
 
     with stack, report_unresponsive_ranks(lambda: "while the run starts or ends"):
         run_on_rank_0(enter)
@@ -87,16 +88,6 @@ def locked_file(path: str, setting: str) -> contextlib.AbstractContextManager[An
         raise UserError(f"{setting}: cannot be written: {error.strerror}") from error
 
 
-def write_token(owner: str, token: str) -> None:
-    """Writes the `token` of this run. Logs an error."""
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(owner)), exist_ok=True)
-        with atomic_write(owner) as file:
-            file.write(token)
-    except OSError as error:
-        log.warning("cannot write %s (%s); will retry", owner, error.strerror)
-
-
 def restore_missing_files(run_dir: str, owner: str, token: str) -> bool:
     """If a file of this run is missing, or the token cannot be read, writes the token and the log again, with a
     warning. Returns whether all were there; if not, the caller writes the others.
@@ -115,9 +106,11 @@ def restore_missing_files(run_dir: str, owner: str, token: str) -> bool:
     gone = [path for path in paths if not os.path.exists(path)] + [owner] * (not found)
     if not gone:
         return True
-    write_token(owner, token)
     try:
-        os.makedirs(run_dir, exist_ok=True)
+        for path in (os.path.join(run_dir, LOG), owner):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with atomic_write(owner) as file:
+            file.write(token)
         for handler in (each for each in log.handlers if isinstance(each, logging.FileHandler)):
             if old := handler.setStream(open(handler.baseFilename, "a", encoding="utf-8", errors="replace")):
                 old.close()

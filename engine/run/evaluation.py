@@ -41,7 +41,7 @@ def evaluate(
     most = -(-dataset.num_eval_windows // size)  # of any rank
     batch = max(1, EVAL_CHARACTERS.get(device.type, EVAL_CHARACTERS["cpu"]) // dataset.block_size)
     batch = min(batch, max_windows or batch)
-    losses, counts = [], []
+    scored = []
     with evaluating(model):
         for start in range(first, first + most, batch):
             check_requests()
@@ -50,13 +50,11 @@ def evaluate(
             x, y = dataset.eval_windows(*((start, end) if start < end else (0, 1)))
             loss = model(x.to(device), y.to(device))[1]
             if start < end:
-                losses.append(loss)
-                counts.append((y != IGNORE).sum())
-    # Summed in Python's numbers: not every device has float64.
-    scored = torch.stack(counts).tolist() if counts else []
-    means = torch.stack(losses).tolist() if losses else []
-    total = sum(mean * count for mean, count in zip(means, scored, strict=True))
-    results = distributed.all_gather((total, sum(scored)))
+                scored.append((loss, (y != IGNORE).sum()))
+    # Summed in Python's numbers, at the end: not every device has float64, and a number waits for the device.
+    parts = [(loss.item(), count.item()) for loss, count in scored]
+    total = sum(loss * count for loss, count in parts)
+    results = distributed.all_gather((total, sum(count for _, count in parts)))
     characters = sum(count for _, count in results)
     rank_losses = [loss / count if count else None for loss, count in results]
     return Evaluation(sum(loss for loss, _ in results) / characters, characters, rank_losses)
