@@ -67,22 +67,18 @@ class SnapshotManager:
         self.found: Snapshot | None = None
         # A restart by torchrun or SLURM resumes, even with resume=never.
         if config.resume != "never" or distributed.is_restart():
-            self._find()
+            self.found = read_on_rank_0(self._find)
 
     # --- before the first step ---
 
-    def _find(self) -> None:
-        """Finds the newest undamaged snapshot; `restore` sends its tensors."""
-
-        def find() -> Snapshot | None:
-            if found := self.storage.recover():
-                log.info("resuming from %s, step %d", found[1], found[0].step)
-                return found[0]
-            if self.config.resume == "must":
-                raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
-            return None
-
-        self.found = read_on_rank_0(find)
+    def _find(self) -> Snapshot | None:
+        """The newest undamaged snapshot. Raises `UserError` if there must be one."""
+        if found := self.storage.recover():
+            log.info("resuming from %s, step %d", found[1], found[0].step)
+            return found[0]
+        if self.config.resume == "must":
+            raise UserError(f"trainer.resume=must: there is no snapshot at {self.path}")
+        return None
 
     def open(self, state: State, history: tuple[str, ...]) -> None:
         """On rank 0: checks that snapshots can be written. If the run starts from scratch, at step 0, renames the
