@@ -160,9 +160,8 @@ def is_run(path: str) -> bool:
 
 def runs() -> list[str]:
     """The directories of the runs under runs/, the most recently logged first."""
-    found = glob.glob(f"runs/**/{METRICS}", recursive=True)
-    newest = [os.path.dirname(path) for path in sorted(found, key=os.path.getmtime, reverse=True)]
-    return [path for path in newest if is_run(path)]
+    newest = sorted(glob.glob(f"runs/**/{METRICS}", recursive=True), key=os.path.getmtime, reverse=True)
+    return [*filter(is_run, map(os.path.dirname, newest))]
 
 
 def newest_run() -> str:

@@ -136,7 +136,7 @@ class RunLog:
         so that no step waits; see `check_finite`.
         """
         step = self.state.step
-        self.last, self.lr = (rank_loss, grad_norm), lr
+        self.lr = lr
         if step == self.start_step + 1:
             self.paused_s = 0.0  # evaluating pretrained weights
         noted = torch.stack((torch.full_like(rank_loss, step), rank_loss, grad_norm, torch.full_like(rank_loss, lr)))
@@ -145,17 +145,16 @@ class RunLog:
         has_diverged = (self.in_a_row >= allowed) & (self.diverged[0] < 0)
         self.diverged = torch.where(has_diverged, noted, self.diverged)
         if self.state.progress >= 1 or step % self.config.log_every_steps == 0:
-            self._line()
+            self._line(rank_loss, grad_norm)
         elif step == self.start_step + 1:  # includes compilation: restart the clock
             loss = self._mean(rank_loss)
             seconds = time.perf_counter() - self.lap_started
             log.info(f"{self._progress()} | loss {loss:.4f} | first step took {seconds:.1f} s")
             self.logged_step, self.lap_started = step, time.perf_counter()
 
-    def _line(self) -> None:
+    def _line(self, rank_loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Logs the line of this step, with the loss averaged over the ranks, nats per character."""
         plan, state, step = self.plan, self.state, self.state.step
-        rank_loss, grad_norm = self.last
         self.check_finite()
         samples = self._draw_samples()
         loss = self._mean(rank_loss)

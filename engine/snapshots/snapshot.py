@@ -201,15 +201,14 @@ def check_types(snapshot: Snapshot) -> None:
     for name, tensor in snapshot.model_state.items():
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensor.layout != torch.strided):
             raise TypeError(f"{name} has no plain values")
-    parts = {group.rstrip("."): snapshot.config.get(group.rstrip("."), {}) for group in GROUPS if group}
-    parts |= {name: snapshot.optimizer_state[name] for name in snapshot.optimizer_state}
-    parts |= {"files": snapshot.shards.get("files", {})} if snapshot.shards else {}
-    for name, part in parts.items():
+    files = snapshot.shards.get("files", {})
+    groups = {group.rstrip("."): snapshot.config.get(group.rstrip("."), {}) for group in GROUPS if group}
+    for name, part in {**groups, **snapshot.optimizer_state, "files": files}.items():
         if not isinstance(part, dict):
             raise TypeError(f"{name} is of type {type(part).__name__}")
     if snapshot.shards and not isinstance(snapshot.shards["folder"], str):
         raise TypeError("the folder of the shards is no text")
-    for size, digest in snapshot.shards.get("files", {}).values():
+    for size, digest in files.values():
         if not (isinstance(size, int) and isinstance(digest, str)):
             raise TypeError("the files of the shards are not [size, SHA-256] each")
 
