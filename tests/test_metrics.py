@@ -254,9 +254,9 @@ def test_a_tracker_that_fails_is_disabled_and_the_others_continue(tmp_path, monk
         def start(self, *_):
             pass
 
-        def log(self, step, values, texts):
-            calls.append(step)
-            if step == 2:
+        def log(self, line):
+            calls.append(line["step"])
+            if line["step"] == 2:
                 raise ConnectionError("no route\nto host")
 
         def close(self):

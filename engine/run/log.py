@@ -209,13 +209,8 @@ class RunLog:
             return
         state = self.state
         values["progress"] = round(min(state.progress, 1.0), 6)
-        record = self.metrics.log(state.step, self.plan.epoch(state.step), split, loss, state.seconds, **values)
-        numbers = {
-            f"{split}/{name}": value
-            for name, value in record.items()
-            if isinstance(value, int | float) and name not in ("step", "seconds")
-        }
-        self._track(lambda tracker: tracker.log(state.step, numbers, values.get("samples", [])))
+        line = self.metrics.log(state.step, self.plan.epoch(state.step), split, loss, state.seconds, **values)
+        self._track(lambda tracker: tracker.log(line))
 
     def _track(self, call: Callable[[Tracker], None]) -> None:
         """Calls `call` with each tracker: one that fails is disabled, and the run continues."""

@@ -1,13 +1,15 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on rank 0. A run needs none of them.
 
-To add one, write a class like `TensorBoard`, and add it to `TRACKERS` under the name of its package. `log` gets finite
-numbers, whose names vary; a resumed run logs the steps after its snapshot again.
+To add one, write a class like `TensorBoard`, and add it to `TRACKERS` under the name of its package. A resumed run logs
+the steps after its snapshot again.
 """
 
 import os
 import uuid
 from pathlib import Path
 from typing import Any, Protocol, cast
+
+from engine.run.metrics import position
 
 
 class Tracker(Protocol):
@@ -18,10 +20,16 @@ class Tracker(Protocol):
         `logged` is the last line so far, as `MetricsFile` has it.
         """
 
-    def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
-        """Logs numbers by name (`train/loss`) and sampled texts, either of which may be empty."""
+    def log(self, line: dict[str, Any]) -> None:
+        """Logs a line of `metrics.jsonl`: see `MetricsFile`."""
 
     def close(self) -> None: ...
+
+
+def numbers(line: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line by name: `train/loss`."""
+    measured = {name: value for name, value in line.items() if name not in ("step", "seconds")}
+    return {f"{line['split']}/{name}": value for name, value in measured.items() if isinstance(value, int | float)}
 
 
 class TensorBoard:
@@ -32,12 +40,12 @@ class TensorBoard:
 
         self.writer = SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=step + 1)
 
-    def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        if texts:  # Markdown: an indent of four keeps lines as they are
-            indented = ("    " + text.replace("\n", "\n    ") for text in texts)
-            self.writer.add_text("train/samples", "\n\n---\n\n".join(indented), step)
+    def log(self, line: dict[str, Any]) -> None:
+        for name, value in numbers(line).items():
+            self.writer.add_scalar(name, value, line["step"])
+        if "samples" in line:  # Markdown: an indent of four keeps lines as they are
+            indented = ("    " + text.replace("\n", "\n    ") for text in line["samples"])
+            self.writer.add_text("train/samples", "\n\n---\n\n".join(indented), line["step"])
 
     def close(self) -> None:
         self.writer.close()
@@ -72,10 +80,10 @@ class WandB:
             settings=wandb.Settings(console="off", silent=True, finish_timeout=60),
         )
 
-    def log(self, step: int, values: dict[str, float], texts: list[str]) -> None:
-        if (step, "val/loss" in values) > self.logged:  # a step's evaluation follows its training line
-            samples = {"train/samples": "\n---\n".join(texts)} if texts else {}
-            self.run.log({**values, **samples}, step=step)
+    def log(self, line: dict[str, Any]) -> None:
+        if position(line) > self.logged:
+            samples = {"train/samples": "\n---\n".join(line["samples"])} if "samples" in line else {}
+            self.run.log(numbers(line) | samples, step=line["step"])
 
     def close(self) -> None:
         self.run.finish()
