@@ -81,10 +81,9 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
     found = digests([*shards["files"]], folder)
     for name, expected in shards["files"].items():
         if found[name] != expected:
-            step = int(os.path.basename(folder).partition("-")[0])
             raise SnapshotError(
                 f"{os.path.join(folder, name)}: damaged: size or SHA-256 differs from when it was written; move the "
-                f"snapshots of step {step} away to resume from the one before"
+                f"snapshots of step {snapshot.step} away to resume from the one before"
             )
     reader = checkpoint.FileSystemReader(folder)
     state: dict[str, torch.Tensor] = {}
