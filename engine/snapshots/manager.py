@@ -153,8 +153,8 @@ class SnapshotManager:
         Does nothing unless the weights and `loss`, computed with them, are finite on every rank; returns which of both
         is not: "weights", "loss" or None.
         """
-        own = {name: sharding.local_tensor(tensor) for name, tensor in snapshot.model_state.items()}
-        finite = distributed.all_gather((not_finite(own, snapshot.parameters) is None, math.isfinite(loss)))
+        bad = not_finite(snapshot.model_state, snapshot.parameters)
+        finite = distributed.all_gather((bad is None, math.isfinite(loss)))
         if not all(map(all, finite)):
             self._set_due(RETRY_S)
             return "loss" if all(weights for weights, _ in finite) else "weights"

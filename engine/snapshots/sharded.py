@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from engine.errors import UserError, one_line
-from engine.parallel import distributed, sharding
+from engine.parallel import distributed
 from engine.parallel.distributed import all_gather, run_on_rank_0
 from engine.snapshots.snapshot import Snapshot, SnapshotError, not_finite
 from engine.snapshots.storage import SnapshotStorage, load, read, shards_folder
@@ -104,8 +104,7 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
             optimizer_state.setdefault(name, {})[key[0]] = tensor
     with checkpoint_errors(folder):
         checkpoint.load(state, storage_reader=reader, no_dist=distributed.size() == 1)
-    own = {name: sharding.local_tensor(tensor) for name, tensor in model_state.items()}
-    if bad := next(filter(None, all_gather(not_finite(own, snapshot.parameters))), None):
+    if bad := next(filter(None, all_gather(not_finite(model_state, snapshot.parameters))), None):
         raise SnapshotError(f"{folder}: {bad} is not finite: the run diverged")
     return model_state, optimizer_state
 

@@ -22,7 +22,7 @@ from engine.config.schema import GROUPS, DataConfig, GPTConfig, as_typed, flatte
 from engine.errors import UserError, one_line
 from engine.files import masked
 from engine.parallel import distributed
-from engine.parallel.sharding import is_dtensor
+from engine.parallel.sharding import is_dtensor, local_tensor
 from engine.precision import evaluating
 from engine.snapshots.state import State
 from engine.text.documents import separator_of, unit_of
@@ -237,11 +237,11 @@ def verify(content: bytes | memoryview, name: str) -> None:
 
 
 def not_finite(model_state: dict[str, torch.Tensor], parameters: list[str]) -> str | None:
-    """The first of `parameters` that is not finite. A buffer, such as a mask, may be infinite; without `parameters`, in
-    older snapshots, it is the first tensor with a nan.
+    """The first of `parameters` of which this rank's part is not finite. A buffer, such as a mask, may be infinite;
+    without `parameters`, in older snapshots, it is the first tensor with a nan.
     """
     for name in parameters or model_state:
-        value = model_state.get(name)
+        value = local_tensor(model_state[name]) if name in model_state else None
         if isinstance(value, torch.Tensor) and not (value.isfinite() if parameters else ~value.isnan()).all():
             return name
     return None
