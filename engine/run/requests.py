@@ -80,9 +80,9 @@ class Requests:
         """Waits so many seconds; returns whether a signal to any rank ended that."""
         end = time.monotonic() + seconds
         while True:
-            states = distributed.all_gather((self.take() > SAVE, time.monotonic() >= end))
-            if any(is_stopped for is_stopped, _ in states) or states[0][1]:
-                return any(is_stopped for is_stopped, _ in states)
+            stops, ends = zip(*distributed.all_gather((self.take() > SAVE, time.monotonic() >= end)), strict=True)
+            if any(stops) or ends[0]:
+                return any(stops)
             time.sleep(0.1)
 
     def check(self) -> None:
