@@ -31,7 +31,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ import torch.nn.functional as F
 
 from char_dataset import CharDataset, encode
 from engine.config.arguments import Text, parse, run_program
-from engine.config.schema import as_typed
+from engine.config.schema import TEXT_OPTIONS, as_typed
 from engine.errors import UserError, check_only_one, check_option, check_range, one_line
 from engine.files import atomic_write, masked, usable
 from engine.generation import default_prompt, enough_threads
@@ -119,12 +119,6 @@ class SampleConfig:
         check_range("seed", self.seed, 0, 2**63 - 1)
         check_device("device", self.device)
 
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for `GPT.stream`."""
-        is_drawn = self.temperature > 0
-        temperature = self.temperature if is_drawn else 1.0
-        return dict(temperature=temperature, do_sample=is_drawn, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
-
 
 def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -> GPT:
     """Loads the model of a snapshot, in evaluation mode. Warns if its logits differ from the run's, or raises
@@ -148,11 +142,13 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
-    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. With `new`, these are
-    `MAX_DRAWS` times as many, for `only_new`. For a given seed, samples do not depend on `num_samples`, up to rounding.
+    """Yields `num_samples` texts as iterables: the prompt, without a separator that begins it, then characters as they
+    are drawn. With `new`, these are `MAX_DRAWS` times as many, for `only_new`. For a given seed, samples do not depend
+    on `num_samples`, up to rounding.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt, ids = read_prompt(config, snapshot)
+    shown = to_text(prompt, encoding).removeprefix(snapshot.separator or "\n")
     end = stop_string(config, snapshot)
     stop = from_text(end, encoding)
     encode_setting(f"stop={end!r}", stop, snapshot)  # raises for what is never drawn
@@ -164,16 +160,16 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     with enough_threads(model, batch_size):
         for first in range(0, num_texts, batch_size):
             start = ids.expand(min(batch_size, num_texts - first), -1)
-            new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
+            options: dict[str, Any] = dict(top_k=config.top_k, top_p=config.top_p, seed=config.seed, first_row=first)
+            new = model.stream(start, config.max_new_tokens, config.temperature, do_sample=True, **options)
             # All texts are drawn together; the first is yielded while it is drawn, and the others wait here.
             streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))
             for i, stream in enumerate(streams):
                 drawn = map(vocabulary.__getitem__, map(operator.itemgetter(i), stream))
-                pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(drawn, stop))
+                pieces = cut_at_stop(drawn, stop)
                 if encoding == "bytes":
-                    content = (piece.encode("latin-1") for piece in pieces)
-                    pieces = codecs.iterdecode(content, "utf-8", "replace")
-                yield pieces
+                    pieces = codecs.iterdecode((piece.encode("latin-1") for piece in pieces), "utf-8", "replace")
+                yield itertools.chain([shown], pieces)
 
 
 def batch_rows(model: GPT, length: int) -> int:
@@ -218,15 +214,15 @@ def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
 
 
 def only_new(
-    texts: Iterable[Iterable[str]], known: set[str], start: str, count: int, most: int, encoding: str
+    texts: Iterable[Iterable[str]], known: set[str], count: int, most: int, encoding: str
 ) -> Iterator[list[str]]:
-    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated, nor cut off:
-    longer than `most` characters of the model. Says how many others there were. Newlines around a text are ignored.
+    """The first `count` of `texts` that are neither in `known` nor repeated, nor cut off: longer than `most` characters
+    of the model. Says how many others there were. Newlines around a text are ignored.
     """
     seen: set[str] = set()
     in_text = repeated = cut = 0
     for pieces in map(list, texts):
-        text = "".join(pieces).removeprefix(start).strip("\n")
+        text = "".join(pieces).strip("\n")
         if len(from_text("".join(pieces[1:]), encoding)) > most:
             cut += 1
         elif text in known:
@@ -301,7 +297,7 @@ def normal_form_hint(text: str, snapshot: Snapshot) -> str:
     """Names the normal form of Unicode in which the fewest characters of `text` are unknown; empty if none helps."""
     if snapshot.encoding == "bytes":
         return ""
-    forms: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+    forms: Any = TEXT_OPTIONS["normalize"]
     unknown = {form: len(set(unicodedata.normalize(form, text)) - set(snapshot.vocabulary)) for form in forms}
     best = min(unknown, key=unknown.__getitem__)
     helps = unknown[best] < len(set(text) - set(snapshot.vocabulary))
@@ -477,19 +473,20 @@ def main(arguments: list[str]) -> None:
         print_score(config, snapshots)
         return
     [snapshot] = snapshots.values()
-    end, start = stop_string(config, snapshot), snapshot.separator or "\n"
+    end = stop_string(config, snapshot)
     name = f"{'new' if config.new else 'copied'}=true"
     data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)
     if data is not None and config.new:
-        known = {"", *(document.strip("\n") for document in data.decode(data.data).split(start))}
+        documents = data.decode(data.data).split(snapshot.separator or "\n")
+        known = {"", *(document.strip("\n") for document in documents)}
         most = config.max_new_tokens - len(from_text(end, snapshot.encoding))  # without what ends it
-        texts = only_new(texts, known, start, config.num_samples, most, snapshot.encoding)
+        texts = only_new(texts, known, config.num_samples, most, snapshot.encoding)
     if config.out is not None:
         is_line = end == "\n" or "\n" not in snapshot.vocabulary
-        continued = write_texts(texts, start, is_line, config.out)
+        continued = write_texts(texts, is_line, config.out)
     else:
-        continued = print_texts(texts, "" if end == "\n" else "-" * 40, start)
+        continued = print_texts(texts, "" if end == "\n" else "-" * 40)
     if data is not None and config.copied:
         train, _ = data.split()
         share = copied_share(continued, train.decode(train.data))
@@ -497,9 +494,9 @@ def main(arguments: list[str]) -> None:
         print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]], separator: str, start: str) -> list[str]:
-    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty, and
-    without the default prompt `start`; returns what follows the prompt of each.
+def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[str]:
+    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty; returns
+    what follows the prompt of each.
     """
     printed = []
     for i, text in enumerate(texts):
@@ -507,15 +504,14 @@ def print_texts(texts: Iterable[Iterable[str]], separator: str, start: str) -> l
             print(separator)
         pieces: list[str] = []
         for piece in text:
-            if pieces or piece != start:
-                print(piece, end="", flush=sys.stdout.isatty())
+            print(piece, end="", flush=sys.stdout.isatty())
             pieces.append(piece)
         print(flush=True)
         printed.append("".join(pieces[1:]))
     return printed
 
 
-def write_texts(texts: Iterable[Iterable[str]], start: str, is_line: bool, path: str) -> list[str]:
+def write_texts(texts: Iterable[Iterable[str]], is_line: bool, path: str) -> list[str]:
     """Writes texts into the file `path`; returns the same as `print_texts`. Unless `path` is .jsonl, raises `UserError`
     for a prompt of several lines, or if not each continuation `is_line`.
     """
@@ -523,7 +519,6 @@ def write_texts(texts: Iterable[Iterable[str]], start: str, is_line: bool, path:
 
     def rows() -> Iterator[dict[str, str]]:
         for prompt, *pieces in texts:
-            prompt = prompt.removeprefix(start)
             if not path.endswith(".jsonl") and ("\n" in prompt or not is_line):  # at the first text
                 raise UserError(f"out={path}: a text may have several lines; name it .jsonl, or let stop= be a newline")
             written.append("".join(pieces))
