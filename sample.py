@@ -370,8 +370,7 @@ def unit_losses(config: SampleConfig, units: Units, *snapshots: Snapshot) -> tor
     """
     models = [load_model(snapshot, config.device) for snapshot in snapshots]
     block_size, device = models[0].config.block_size, models[0].tok_emb.weight.device
-    types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
-    precisions = [Precision(device.type, name).autocast() for name in types]
+    precisions = [Precision(device.type, each.choices.get("amp_dtype", "float32")).autocast() for each in snapshots]
     ids, stride = units.ids, config.stride or block_size
     overlap = block_size - stride
     # Of each window, the positions of the first character, of the first whose next one it scores, and of the last one.
@@ -433,23 +432,22 @@ def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
     """Prints the loss of the text at `config.score`, for each of `snapshots`, by path, and their ensemble. Raises
     `UserError`, naming two of them, if their vocabularies or contexts differ.
     """
-    first, *_ = snapshots
-    unit, vocabulary = snapshots[first].unit, (snapshots[first].vocabulary, snapshots[first].encoding)
-    for path, snapshot in snapshots.items():
-        if (snapshot.vocabulary, snapshot.encoding) != vocabulary:
+    (first, snapshot), *others = snapshots.items()
+    for path, other in others:
+        if (other.vocabulary, other.encoding) != (snapshot.vocabulary, snapshot.encoding):
             raise UserError(f"snapshots=: {path} has another vocabulary than {first}")
-        if snapshot.model_config.get("block_size") != snapshots[first].model_config.get("block_size"):
+        if other.model_config.get("block_size") != snapshot.model_config.get("block_size"):
             raise UserError(f"snapshots=: {path} has another context than {first}")
     assert config.score is not None
     scored = real_files(config.score)
-    if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots.values()):
+    if any(scored & real_files(run.config.get("data", {}).get("path", [])) for run in snapshots.values()):
         note = "this is text of the run, which trained on most of its text; its held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
-    units = read_units(config, snapshots[first])
+    units, unit = read_units(config, snapshot), snapshot.unit
     losses = unit_losses(config, units, *snapshots.values())
     *each, loss = losses.mean(dim=1).tolist()
     if config.out is not None:
-        write_rows(config.out, unit_rows(units, losses[-1], snapshots[first], config.out))
+        write_rows(config.out, unit_rows(units, losses[-1], snapshot, config.out))
     print(f"{unit}s scored".ljust(19), losses.size(1))
     if config.stride is not None:
         print("stride".ljust(19), config.stride)
