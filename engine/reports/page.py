@@ -43,13 +43,8 @@ def render(runs: list[Run]) -> str:
     described = [shown_values(run, label, hue(i)) for i, (run, label) in enumerate(zip(runs, labels, strict=True))]
     import jinja2  # which only this needs
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = jinja2.FileSystemLoader(os.path.dirname(__file__))
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("report.html.jinja").render(
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs",
         charts=draw_charts(runs, labels),
