@@ -112,8 +112,7 @@ class SampleConfig:
             raise UserError(f"out={self.out}: its folder does not exist")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
-        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
-            raise UserError(f"temperature={self.temperature}: must be 0, or from 0.001 to 1000")
+        check_range("temperature", self.temperature, 0, 1000)
         check_range("top_k", self.top_k, 1)
         check_range("top_p", self.top_p, above=0, high=1)
         check_range("seed", self.seed, 0, 2**63 - 1)
@@ -220,23 +219,22 @@ def only_new(
     of the model. Says how many others there were. Newlines around a text are ignored.
     """
     seen: set[str] = set()
-    in_text = repeated = cut = 0
+    dropped = {"of the run's text": 0, "drawn before": 0, "cut off by max_new_tokens": 0}
     for pieces in map(list, texts):
         text = "".join(pieces).strip("\n")
         if len(from_text("".join(pieces[1:]), encoding)) > most:
-            cut += 1
+            dropped["cut off by max_new_tokens"] += 1
         elif text in known:
-            in_text += 1
+            dropped["of the run's text"] += 1
         elif text in seen:
-            repeated += 1
+            dropped["drawn before"] += 1
         else:
             seen.add(text)
             yield pieces
         if len(seen) == count:
             break
     fewer = f"; only {len(seen)} of {count} are new" if len(seen) < count else ""
-    cut_off = f", {cut} cut off by max_new_tokens" * bool(cut)
-    print(f"[dropped: {in_text} of the run's text, {repeated} drawn before{cut_off}{fewer}]", file=sys.stderr)
+    print(f"[dropped: {', '.join(f'{number} {why}' for why, number in dropped.items())}{fewer}]", file=sys.stderr)
 
 
 def copied_share(texts: list[str], source: str) -> float:

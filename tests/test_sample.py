@@ -446,7 +446,8 @@ def test_new_texts_are_not_of_the_runs_text_and_differ(names, tmp_path):
     assert result.returncode == 0 and result.stdout == "", result.stderr
     texts = out.read_text().splitlines()
     assert len(set(texts)) == len(texts) == 10 and not {"", "anna", "nan", "ann", "na"} & set(texts)
-    dropped = re.search(r"\[dropped: (\d+) of the run's text, (\d+) drawn before\]", result.stderr).groups()
+    said = r"\[dropped: (\d+) of the run's text, (\d+) drawn before, (\d+) cut off by max_new_tokens\]"
+    dropped = re.search(said, result.stderr).groups()
     number = 10 + sum(map(int, dropped))
     all_drawn = sample(*arguments[:1], f"num_samples={number}", "stop=\\n", "temperature=1.5")
     kept = [text for text in dict.fromkeys(all_drawn.stdout.splitlines()) if text in texts]
@@ -465,8 +466,8 @@ def test_drawing_ends_if_few_are_new(names, tmp_path):
     settings = ["num_samples=3", "new=true", "temperature=0", "max_new_tokens=50", f"out={tmp_path / 'new.txt'}"]
     result = sample(f"run_dir={names}", *settings)
     texts = (tmp_path / "new.txt").read_text().splitlines()
-    said = r"dropped: (\d+) of .* text, (\d+) drawn before(?:, (\d+) cut off .*)?; only (\d) of 3 are new"
-    dropped = [int(number or 0) for number in re.search(said, result.stderr).groups()]
+    said = r"dropped: (\d+) of .* text, (\d+) drawn before, (\d+) cut off .*; only (\d) of 3 are new"
+    dropped = [int(number) for number in re.search(said, result.stderr).groups()]
     assert len(texts) == dropped[-1] < 3 and sum(dropped) == 150
 
 
