@@ -355,16 +355,13 @@ def score(config: SampleConfig, *snapshots: Snapshot) -> torch.Tensor:
 
 def unit_losses(config: SampleConfig, units: Units, *snapshots: Snapshot) -> torch.Tensor:
     """Losses in nats, float64 of shape (models, characters), of every scored character: a row for each of `snapshots`
-    and, if several, one more for their ensemble. They are computed in each run's dtype, and of a whole text without
-    `config.stride` in its windows: the mean is what the run's evaluation gives.
+    and, if several, one for their ensemble, the mean of their probabilities (Hansen and Salamon, 1990). They must have
+    the same vocabulary and context. Each computes in its run's dtype; without `config.stride`, the mean over a whole
+    text is what the run's evaluation gives.
 
     Sliding-window evaluation (Baevski and Auli, 2019): windows of a unit start `config.stride` characters apart; each
-    but the first scores only its last `stride` characters, which see more than `block_size - stride`
-    characters. With the default stride, `block_size`, windows do not overlap. The longest are computed first, together
-    with others of about the same length.
-
-    Ensemble (Hansen and Salamon, 1990): the probability of a character is the mean of the models'. The
-    `snapshots` must have the same vocabulary and context.
+    but the first scores only its last `stride` characters, which see more than `block_size - stride` characters. By
+    default they do not overlap. The longest are computed first, together with others of about the same length.
     """
     models = [load_model(snapshot, config.device) for snapshot in snapshots]
     block_size, device = models[0].config.block_size, models[0].tok_emb.weight.device
