@@ -26,12 +26,6 @@ from engine.kernels.ops import NGRAM_FACTORS  # export.py writes the values here
 CACHE = "cache" if "cache" in inspect.signature(NanoChatDecoderLayer.forward).parameters else "past_key_values"
 
 
-class TokenShift(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
-
-
 class NgramEmbedding(nn.Module):
     """The sum of a vector for the last three characters and one for the last four, by a hash."""
 
@@ -67,7 +61,8 @@ class ShiftedLayer(NanoChatDecoderLayer):
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
-        self.layer_idx, self.shift = layer_idx, TokenShift(config.hidden_size)
+        self.layer_idx = layer_idx
+        self.shift = nn.ParameterDict({"weight": torch.zeros(config.hidden_size)})
 
     def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):  # type: ignore[override]
         cache = kwargs.pop("past_key_values", cache)
@@ -92,7 +87,7 @@ class ShiftedLayer(NanoChatDecoderLayer):
             seen = seen if seen.dtype is torch.bool else seen == 0
             before = before.clone()
             before[:, S - seen.size(1) :] *= seen[..., None]
-        return hidden_states + self.mlp(y + before * self.shift.weight)
+        return hidden_states + self.mlp(y + before * self.shift["weight"])
 
 
 class ShiftedConfig(NanoChatConfig):
