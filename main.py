@@ -285,7 +285,7 @@ def finish_run(config: Config, trainer: Trainer, final: CharDataset | None) -> N
         if config.report:
             with log_failure(f"write {REPORT}"):
                 path = os.path.join(config.run_dir, REPORT)
-                report.write([config.run_dir], path)
+                report.write([Run(config.run_dir)], path)
                 log.info("report      %s", shell_path(path))
         with log_failure("check the run for overfitting"):
             if problem := loss_warning(Run(config.run_dir)):

@@ -36,11 +36,11 @@ class ReportArguments:
     out: str | None = None  # null: report.html in the directory of the run, or of all runs
 
 
-def write(run_dirs: list[str], out: str) -> None:
-    """Writes the page of the runs in `run_dirs` to `out`, atomically. Raises `UserError` like `read_runs`, and OSError
-    if `out` cannot be written.
+def write(runs: list[Run], out: str) -> None:
+    """Writes the page of `runs` to `out`, atomically. Raises OSError if that fails, and `UserError` for a run that
+    cannot be read.
     """
-    html = render(read_runs(run_dirs))
+    html = render(runs)
     with atomic_write(out, "wb") as file:
         file.write(html.encode(errors="replace"))  # a file name may be no UTF-8
 
@@ -70,7 +70,7 @@ def read_runs(run_dirs: list[str]) -> list[Run]:
     for run_dir in run_dirs:
         try:
             run = Run(run_dir)
-            run.read()
+            _ = run.config, run.starts, run.job  # reads them now
         except (UserError, OSError) as error:
             if len(run_dirs) == 1:
                 raise
@@ -88,29 +88,27 @@ def read_runs(run_dirs: list[str]) -> list[Run]:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     is_check = arguments[:1] == ["check"]
-    arguments = arguments[is_check:]
-    config = parse(ReportArguments, arguments)
+    config = parse(ReportArguments, arguments[is_check:])
     if is_check and config.out is not None:
         raise UserError(f"out={config.out}: check writes no page; leave it out")
     check_only_one(run_dir=config.run_dir, run_dirs=config.run_dirs)
     run_dirs = find_runs([*filter(None, [config.run_dir]), *(config.run_dirs or [])])
-    if not is_check:
-        folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
-        out = config.out or os.path.join(folder, REPORT)
-        if os.path.lexists(out) and not is_page_of(out, "report.py"):
-            raise UserError(f"{out}: exists and is not a report; remove it, or give out=FILE")
-        os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        write(run_dirs, out)
-        print(shell_path(out))
-        return 0
     runs = read_runs(run_dirs)
-    status = int(len(runs) < len(run_dirs))
-    for run in runs:
-        verdict, sentences = check(run)
-        print(f"{run.path}, step {run.step} of {run.total_steps}: {verdict}")
-        print(*(f"- {sentence}\n" for sentence in sentences), sep="", end="")
-        status = 1 if verdict == OFF_TRACK else status
-    return status
+    if is_check:
+        verdicts = []
+        for run in runs:
+            verdict, sentences = check(run)
+            print(f"{run.path}, step {run.step} of {run.total_steps}: {verdict}", *sentences, sep="\n- ")
+            verdicts.append(verdict)
+        return int(OFF_TRACK in verdicts or len(runs) < len(run_dirs))
+    folder = os.path.commonpath([os.path.abspath(path) for path in run_dirs])
+    out = config.out or os.path.join(folder, REPORT)
+    if os.path.lexists(out) and not is_page_of(out, "report.py"):
+        raise UserError(f"{out}: exists and is not a report; remove it, or give out=FILE")
+    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    write(runs, out)
+    print(shell_path(out))
+    return 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ import torch.nn.functional as F
 
 from char_dataset import CharDataset, encode
 from engine.config.arguments import Text, parse, run_program
-from engine.config.schema import as_typed
+from engine.config.schema import TEXT_OPTIONS, as_typed
 from engine.errors import UserError, check_only_one, check_option, check_range, one_line
 from engine.files import atomic_write, masked, usable
 from engine.generation import default_prompt, enough_threads
@@ -112,18 +112,11 @@ class SampleConfig:
             raise UserError(f"out={self.out}: its folder does not exist")
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
-        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
-            raise UserError(f"temperature={self.temperature}: must be 0, or from 0.001 to 1000")
+        check_range("temperature", self.temperature, 0, 1000)
         check_range("top_k", self.top_k, 1)
         check_range("top_p", self.top_p, above=0, high=1)
         check_range("seed", self.seed, 0, 2**63 - 1)
         check_device("device", self.device)
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for `GPT.stream`."""
-        is_drawn = self.temperature > 0
-        temperature = self.temperature if is_drawn else 1.0
-        return dict(temperature=temperature, do_sample=is_drawn, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
 
 def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -> GPT:
@@ -148,11 +141,13 @@ def load_model(snapshot: Snapshot, device: str = "auto", strict: bool = False) -
 
 
 def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
-    """Yields `num_samples` texts as iterables: the prompt, then characters as they are drawn. With `new`, these are
-    `MAX_DRAWS` times as many, for `only_new`. For a given seed, samples do not depend on `num_samples`, up to rounding.
+    """Yields `num_samples` texts as iterables: the prompt, without a separator that begins it, then characters as they
+    are drawn. With `new`, these are `MAX_DRAWS` times as many, for `only_new`. For a given seed, samples do not depend
+    on `num_samples`, up to rounding.
     """
     vocabulary, encoding = snapshot.vocabulary, snapshot.encoding
     prompt, ids = read_prompt(config, snapshot)
+    shown = to_text(prompt, encoding).removeprefix(snapshot.separator or "\n")
     end = stop_string(config, snapshot)
     stop = from_text(end, encoding)
     encode_setting(f"stop={end!r}", stop, snapshot)  # raises for what is never drawn
@@ -164,16 +159,16 @@ def sample(config: SampleConfig, snapshot: Snapshot) -> Iterator[Iterable[str]]:
     with enough_threads(model, batch_size):
         for first in range(0, num_texts, batch_size):
             start = ids.expand(min(batch_size, num_texts - first), -1)
-            new = model.stream(start, config.max_new_tokens, first_row=first, **config.options())
+            options: dict[str, Any] = dict(top_k=config.top_k, top_p=config.top_p, seed=config.seed, first_row=first)
+            new = model.stream(start, config.max_new_tokens, config.temperature, do_sample=True, **options)
             # All texts are drawn together; the first is yielded while it is drawn, and the others wait here.
             streams = itertools.tee((ids_of_all.tolist() for ids_of_all in new), len(start))
             for i, stream in enumerate(streams):
                 drawn = map(vocabulary.__getitem__, map(operator.itemgetter(i), stream))
-                pieces: Iterable[str] = itertools.chain([prompt], cut_at_stop(drawn, stop))
+                pieces = cut_at_stop(drawn, stop)
                 if encoding == "bytes":
-                    content = (piece.encode("latin-1") for piece in pieces)
-                    pieces = codecs.iterdecode(content, "utf-8", "replace")
-                yield pieces
+                    pieces = codecs.iterdecode((piece.encode("latin-1") for piece in pieces), "utf-8", "replace")
+                yield itertools.chain([shown], pieces)
 
 
 def batch_rows(model: GPT, length: int) -> int:
@@ -218,29 +213,28 @@ def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
 
 
 def only_new(
-    texts: Iterable[Iterable[str]], known: set[str], start: str, count: int, most: int, encoding: str
+    texts: Iterable[Iterable[str]], known: set[str], count: int, most: int, encoding: str
 ) -> Iterator[list[str]]:
-    """The first `count` of `texts` that, without the prompt `start`, are neither in `known` nor repeated, nor cut off:
-    longer than `most` characters of the model. Says how many others there were. Newlines around a text are ignored.
+    """The first `count` of `texts` that are neither in `known` nor repeated, nor cut off: longer than `most` characters
+    of the model. Says how many others there were. Newlines around a text are ignored.
     """
     seen: set[str] = set()
-    in_text = repeated = cut = 0
+    dropped = {"of the run's text": 0, "drawn before": 0, "cut off by max_new_tokens": 0}
     for pieces in map(list, texts):
-        text = "".join(pieces).removeprefix(start).strip("\n")
+        text = "".join(pieces).strip("\n")
         if len(from_text("".join(pieces[1:]), encoding)) > most:
-            cut += 1
+            dropped["cut off by max_new_tokens"] += 1
         elif text in known:
-            in_text += 1
+            dropped["of the run's text"] += 1
         elif text in seen:
-            repeated += 1
+            dropped["drawn before"] += 1
         else:
             seen.add(text)
             yield pieces
         if len(seen) == count:
             break
     fewer = f"; only {len(seen)} of {count} are new" if len(seen) < count else ""
-    cut_off = f", {cut} cut off by max_new_tokens" * bool(cut)
-    print(f"[dropped: {in_text} of the run's text, {repeated} drawn before{cut_off}{fewer}]", file=sys.stderr)
+    print(f"[dropped: {', '.join(f'{number} {why}' for why, number in dropped.items())}{fewer}]", file=sys.stderr)
 
 
 def copied_share(texts: list[str], source: str) -> float:
@@ -301,7 +295,7 @@ def normal_form_hint(text: str, snapshot: Snapshot) -> str:
     """Names the normal form of Unicode in which the fewest characters of `text` are unknown; empty if none helps."""
     if snapshot.encoding == "bytes":
         return ""
-    forms: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+    forms: Any = TEXT_OPTIONS["normalize"]
     unknown = {form: len(set(unicodedata.normalize(form, text)) - set(snapshot.vocabulary)) for form in forms}
     best = min(unknown, key=unknown.__getitem__)
     helps = unknown[best] < len(set(text) - set(snapshot.vocabulary))
@@ -361,21 +355,17 @@ def score(config: SampleConfig, *snapshots: Snapshot) -> torch.Tensor:
 
 def unit_losses(config: SampleConfig, units: Units, *snapshots: Snapshot) -> torch.Tensor:
     """Losses in nats, float64 of shape (models, characters), of every scored character: a row for each of `snapshots`
-    and, if several, one more for their ensemble. They are computed in each run's dtype, and of a whole text without
-    `config.stride` in its windows: the mean is what the run's evaluation gives.
+    and, if several, one for their ensemble, the mean of their probabilities (Hansen and Salamon, 1990). They must have
+    the same vocabulary and context. Each computes in its run's dtype; without `config.stride`, the mean over a whole
+    text is what the run's evaluation gives.
 
     Sliding-window evaluation (Baevski and Auli, 2019): windows of a unit start `config.stride` characters apart; each
-    but the first scores only its last `stride` characters, which see more than `block_size - stride`
-    characters. With the default stride, `block_size`, windows do not overlap. The longest are computed first, together
-    with others of about the same length.
-
-    Ensemble (Hansen and Salamon, 1990): the probability of a character is the mean of the models'. The
-    `snapshots` must have the same vocabulary and context.
+    but the first scores only its last `stride` characters, which see more than `block_size - stride` characters. By
+    default they do not overlap. The longest are computed first, together with others of about the same length.
     """
     models = [load_model(snapshot, config.device) for snapshot in snapshots]
     block_size, device = models[0].config.block_size, models[0].tok_emb.weight.device
-    types = [snapshot.choices.get("amp_dtype", "float32") for snapshot in snapshots]
-    precisions = [Precision(device.type, name).autocast() for name in types]
+    precisions = [Precision(device.type, each.choices.get("amp_dtype", "float32")).autocast() for each in snapshots]
     ids, stride = units.ids, config.stride or block_size
     overlap = block_size - stride
     # Of each window, the positions of the first character, of the first whose next one it scores, and of the last one.
@@ -437,23 +427,22 @@ def print_score(config: SampleConfig, snapshots: dict[str, Snapshot]) -> None:
     """Prints the loss of the text at `config.score`, for each of `snapshots`, by path, and their ensemble. Raises
     `UserError`, naming two of them, if their vocabularies or contexts differ.
     """
-    first, *_ = snapshots
-    unit, vocabulary = snapshots[first].unit, (snapshots[first].vocabulary, snapshots[first].encoding)
-    for path, snapshot in snapshots.items():
-        if (snapshot.vocabulary, snapshot.encoding) != vocabulary:
+    (first, snapshot), *others = snapshots.items()
+    for path, other in others:
+        if (other.vocabulary, other.encoding) != (snapshot.vocabulary, snapshot.encoding):
             raise UserError(f"snapshots=: {path} has another vocabulary than {first}")
-        if snapshot.model_config.get("block_size") != snapshots[first].model_config.get("block_size"):
+        if other.model_config.get("block_size") != snapshot.model_config.get("block_size"):
             raise UserError(f"snapshots=: {path} has another context than {first}")
     assert config.score is not None
     scored = real_files(config.score)
-    if any(scored & real_files(snapshot.config.get("data", {}).get("path", [])) for snapshot in snapshots.values()):
+    if any(scored & real_files(run.config.get("data", {}).get("path", [])) for run in snapshots.values()):
         note = "this is text of the run, which trained on most of its text; its held-out loss is over the rest"
         print(f"[{note}]", file=sys.stderr)
-    units = read_units(config, snapshots[first])
+    units, unit = read_units(config, snapshot), snapshot.unit
     losses = unit_losses(config, units, *snapshots.values())
     *each, loss = losses.mean(dim=1).tolist()
     if config.out is not None:
-        write_rows(config.out, unit_rows(units, losses[-1], snapshots[first], config.out))
+        write_rows(config.out, unit_rows(units, losses[-1], snapshot, config.out))
     print(f"{unit}s scored".ljust(19), losses.size(1))
     if config.stride is not None:
         print("stride".ljust(19), config.stride)
@@ -477,19 +466,20 @@ def main(arguments: list[str]) -> None:
         print_score(config, snapshots)
         return
     [snapshot] = snapshots.values()
-    end, start = stop_string(config, snapshot), snapshot.separator or "\n"
+    end = stop_string(config, snapshot)
     name = f"{'new' if config.new else 'copied'}=true"
     data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)
     if data is not None and config.new:
-        known = {"", *(document.strip("\n") for document in data.decode(data.data).split(start))}
+        documents = data.decode(data.data).split(snapshot.separator or "\n")
+        known = {"", *(document.strip("\n") for document in documents)}
         most = config.max_new_tokens - len(from_text(end, snapshot.encoding))  # without what ends it
-        texts = only_new(texts, known, start, config.num_samples, most, snapshot.encoding)
+        texts = only_new(texts, known, config.num_samples, most, snapshot.encoding)
     if config.out is not None:
         is_line = end == "\n" or "\n" not in snapshot.vocabulary
-        continued = write_texts(texts, start, is_line, config.out)
+        continued = write_texts(texts, is_line, config.out)
     else:
-        continued = print_texts(texts, "" if end == "\n" else "-" * 40, start)
+        continued = print_texts(texts, "" if end == "\n" else "-" * 40)
     if data is not None and config.copied:
         train, _ = data.split()
         share = copied_share(continued, train.decode(train.data))
@@ -497,9 +487,9 @@ def main(arguments: list[str]) -> None:
         print(f"[{share:.1%} of this is copied {where}]", file=sys.stderr)
 
 
-def print_texts(texts: Iterable[Iterable[str]], separator: str, start: str) -> list[str]:
-    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty, and
-    without the default prompt `start`; returns what follows the prompt of each.
+def print_texts(texts: Iterable[Iterable[str]], separator: str) -> list[str]:
+    """Prints texts, on a terminal character by character, with a line between them if `separator` is not empty; returns
+    what follows the prompt of each.
     """
     printed = []
     for i, text in enumerate(texts):
@@ -507,15 +497,14 @@ def print_texts(texts: Iterable[Iterable[str]], separator: str, start: str) -> l
             print(separator)
         pieces: list[str] = []
         for piece in text:
-            if pieces or piece != start:
-                print(piece, end="", flush=sys.stdout.isatty())
+            print(piece, end="", flush=sys.stdout.isatty())
             pieces.append(piece)
         print(flush=True)
         printed.append("".join(pieces[1:]))
     return printed
 
 
-def write_texts(texts: Iterable[Iterable[str]], start: str, is_line: bool, path: str) -> list[str]:
+def write_texts(texts: Iterable[Iterable[str]], is_line: bool, path: str) -> list[str]:
     """Writes texts into the file `path`; returns the same as `print_texts`. Unless `path` is .jsonl, raises `UserError`
     for a prompt of several lines, or if not each continuation `is_line`.
     """
@@ -523,7 +512,6 @@ def write_texts(texts: Iterable[Iterable[str]], start: str, is_line: bool, path:
 
     def rows() -> Iterator[dict[str, str]]:
         for prompt, *pieces in texts:
-            prompt = prompt.removeprefix(start)
             if not path.endswith(".jsonl") and ("\n" in prompt or not is_line):  # at the first text
                 raise UserError(f"out={path}: a text may have several lines; name it .jsonl, or let stop= be a newline")
             written.append("".join(pieces))

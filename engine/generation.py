@@ -72,7 +72,7 @@ def stream(
     characters: when the context is full, its last half is encoded again, and the cache grows from there.
 
     Args:
-        do_sample: draw from the softmax of logits / `temperature`; otherwise take the likeliest.
+        do_sample: draw from the softmax of logits / `temperature`; otherwise, or if that is 0, take the likeliest.
         top_k: draw among the k likeliest.
         top_p: draw among the fewest whose probabilities reach p (Holtzman et al., 2019).
         seed: row i is drawn with a generator of (seed, first_row + i), so that it depends neither
@@ -85,13 +85,13 @@ def stream(
     if idx.dim() != 2 or idx.size(1) == 0:
         raise UserError(f"generate: idx must have shape (B, T) with T >= 1, not {tuple(idx.shape)}")
     check_range("max_new_tokens", max_new_tokens, 0)
+    check_range("temperature", temperature, 0)
     check_range("top_k", top_k, 1)
     check_range("top_p", top_p, above=0, high=1)
     config = cast(CompleteGPTConfig, model.config)
     B = len(idx)
     generators = []
-    if do_sample:
-        check_range("temperature", temperature, above=0)
+    if do_sample and temperature > 0:
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         generators = [np.random.default_rng((seed, first_row + row)) for row in range(B)]
     device, dtype = idx.device, next(model.parameters()).dtype

@@ -72,7 +72,7 @@ parse = functools.partial(arguments.parse, Config)
         (sample.main, "score=b stop=x", "stop=x: has no effect with score=; leave it out"),
         (sample.main, "num_samples=0", "num_samples=0: must be at least 1"),
         (sample.main, "snapshot=a.pt device=tpu", "device=tpu: no such device"),
-        (sample.main, "temperature=-1", "temperature=-1.0: must be 0, or from 0.001 to 1000"),
+        (sample.main, "temperature=-1", "temperature=-1.0: must be at least 0 and at most 1000"),
         (sample.main, "snapshot=a.pt prompt_file=nowhere", "nowhere: no such file"),
         (sample.main, "snapshot=a.pt prompt_file=/dev/null", "prompt_file=/dev/null: is empty"),
         (sample.main, "prompt=a prompt_file=b", "prompt= and prompt_file=: give only one of them"),

@@ -172,7 +172,7 @@ def test_a_run_with_few_or_wrong_numbers_has_a_page(tmp_path):
     runs = [some_run(tmp_path / str(seed), trainer__seed=seed) for seed in range(5)]
     for line in (line for run in runs for line in run.train):
         del line["lr"], line["tokens_per_s"], line["grad_norm"]  # a run that logged no speed
-    assert [chart.title for chart in draw_charts(runs[:1], ["run"])] == ["Loss"]
+    assert [chart["title"] for chart in draw_charts(runs[:1], ["run"])] == ["Loss"]
     assert "1.5017" in render(runs[:1])  # the held-out loss
     assert make_reference(runs)[1]["characters_per_s"] is None
 
@@ -348,7 +348,7 @@ def test_a_long_run_has_a_small_page(tmp_path):
     html = render([run])
     assert len(html) < 500_000
     assert re.search(r'class="line dots"[^>]* d="M500 1\.746', html)  # a lone evaluation
-    curves = [curve.points for chart in draw_charts([run], ["run"]) for curve in chart.curves]
+    curves = [curve.points for chart in draw_charts([run], ["run"]) for curve in chart["curves"]]
     assert max(map(len, curves)) <= 1000
     assert curves[0][-1] == (50_000, run.train[0]["loss"])
 

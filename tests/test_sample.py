@@ -101,7 +101,7 @@ def test_samples_do_not_depend_on_num_samples_or_length(monkeypatch, shapes):
     together = texts(num_samples=5, max_new_tokens=40)
     assert len(set(together)) == 5
     assert texts(max_new_tokens=40) == together[:1]  # streamed
-    assert texts(num_samples=2, max_new_tokens=30) == [text[:31] for text in together[:2]]
+    assert texts(num_samples=2, max_new_tokens=30) == [text[:30] for text in together[:2]]
     monkeypatch.setattr(sampling, "BATCH_CHARACTERS", 2 * 24)
     shapes.clear()
     assert texts(num_samples=5, max_new_tokens=40) == together
@@ -394,8 +394,8 @@ def test_a_byte_model_reads_and_writes_text(tmp_path):
 def test_a_sample_is_one_document(separator, text):
     snapshot = with_separator(separator)
     whole = drawn(snapshot, num_samples=4)
-    assert {document[: len(text)] for document in whole} == {text}  # the default prompt
-    expected = [text + document.removeprefix(text).split(text)[0] for document in whole]
+    assert whole == drawn(snapshot, num_samples=4, prompt=text)  # the default, which is not shown
+    expected = [document.split(text)[0] for document in whole]
     assert drawn(snapshot, num_samples=4, stop="document") == expected != whole
 
 
@@ -446,7 +446,8 @@ def test_new_texts_are_not_of_the_runs_text_and_differ(names, tmp_path):
     assert result.returncode == 0 and result.stdout == "", result.stderr
     texts = out.read_text().splitlines()
     assert len(set(texts)) == len(texts) == 10 and not {"", "anna", "nan", "ann", "na"} & set(texts)
-    dropped = re.search(r"\[dropped: (\d+) of the run's text, (\d+) drawn before\]", result.stderr).groups()
+    said = r"\[dropped: (\d+) of the run's text, (\d+) drawn before, (\d+) cut off by max_new_tokens\]"
+    dropped = re.search(said, result.stderr).groups()
     number = 10 + sum(map(int, dropped))
     all_drawn = sample(*arguments[:1], f"num_samples={number}", "stop=\\n", "temperature=1.5")
     kept = [text for text in dict.fromkeys(all_drawn.stdout.splitlines()) if text in texts]
@@ -456,8 +457,8 @@ def test_new_texts_are_not_of_the_runs_text_and_differ(names, tmp_path):
 
 @pytest.mark.parametrize("encoding, most", [("utf-8", 6), ("bytes", 8)])
 def test_a_text_that_is_cut_off_is_not_new(encoding, most, capsys):
-    texts = [["\n", *"größer"], ["\n", *"größere"]]
-    assert [*sampling.only_new(texts, set(), "\n", 2, most, encoding)] == texts[:1]
+    texts = [["", *"größer"], ["", *"größere"]]
+    assert [*sampling.only_new(texts, set(), 2, most, encoding)] == texts[:1]
     assert "1 cut off by max_new_tokens" in capsys.readouterr().err
 
 
@@ -465,8 +466,8 @@ def test_drawing_ends_if_few_are_new(names, tmp_path):
     settings = ["num_samples=3", "new=true", "temperature=0", "max_new_tokens=50", f"out={tmp_path / 'new.txt'}"]
     result = sample(f"run_dir={names}", *settings)
     texts = (tmp_path / "new.txt").read_text().splitlines()
-    said = r"dropped: (\d+) of .* text, (\d+) drawn before(?:, (\d+) cut off .*)?; only (\d) of 3 are new"
-    dropped = [int(number or 0) for number in re.search(said, result.stderr).groups()]
+    said = r"dropped: (\d+) of .* text, (\d+) drawn before, (\d+) cut off .*; only (\d) of 3 are new"
+    dropped = [int(number) for number in re.search(said, result.stderr).groups()]
     assert len(texts) == dropped[-1] < 3 and sum(dropped) == 150
 
 

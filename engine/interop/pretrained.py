@@ -80,9 +80,7 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
     bare = distributed.unwrap(model)
     own = bare.state_dict()
     if odd := sorted(pretrained.model_state.keys() ^ own.keys()):
-        raise UserError(
-            f"init_from: the parameter {odd[0]} is in only one of the two models; was model.py or config.json edited?"
-        )
+        raise UserError(f"init_from: only one of the models has {odd[0]}; was model.py or config.json edited?")
     rows = {character: i for i, character in enumerate(pretrained.vocabulary)}
     reused = [i for i, character in enumerate(vocabulary) if character in rows]
     sources = [rows[vocabulary[i]] for i in reused]
@@ -101,8 +99,7 @@ def load_pretrained(pretrained: Snapshot, model: nn.Module, vocabulary: str) -> 
         elif name == "pos_emb.weight":  # the context may be shorter
             value = value[: parameter.size(0)]
         if value.shape != parameter.shape:
-            shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
-            raise UserError(f"init_from: {name} is {shapes}")
+            raise UserError(f"init_from: {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
         if not value.isfinite().all():
             raise UserError(f"init_from: {name} has values that are not finite")
         parameter.copy_(sharding.shard_like(value, parameter))

@@ -11,6 +11,7 @@ the cache the last characters. It can be neither reordered nor cropped: beam sea
 attribute.
 """
 
+import functools
 import inspect
 
 import torch
@@ -23,12 +24,6 @@ from engine.kernels.ops import NGRAM_FACTORS  # export.py writes the values here
 
 # The keyword of the cache: `past_key_values` up to Transformers 5.23.
 CACHE = "cache" if "cache" in inspect.signature(NanoChatDecoderLayer.forward).parameters else "past_key_values"
-
-
-class TokenShift(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
 
 
 class NgramEmbedding(nn.Module):
@@ -66,7 +61,8 @@ class ShiftedLayer(NanoChatDecoderLayer):
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
-        self.layer_idx, self.shift = layer_idx, TokenShift(config.hidden_size)
+        self.layer_idx = layer_idx
+        self.shift = nn.ParameterDict({"weight": torch.zeros(config.hidden_size)})
 
     def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):  # type: ignore[override]
         cache = kwargs.pop("past_key_values", cache)
@@ -91,7 +87,7 @@ class ShiftedLayer(NanoChatDecoderLayer):
             seen = seen if seen.dtype is torch.bool else seen == 0
             before = before.clone()
             before[:, S - seen.size(1) :] *= seen[..., None]
-        return hidden_states + self.mlp(y + before * self.shift.weight)
+        return hidden_states + self.mlp(y + before * self.shift["weight"])
 
 
 class ShiftedConfig(NanoChatConfig):
@@ -113,17 +109,8 @@ class ShiftedForCausalLM(NanoChatForCausalLM):
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
         self.post_init()
 
-    # Transformers looks here for what a model takes.
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        inputs_embeds=None,
-        labels=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
+    @functools.wraps(NanoChatForCausalLM.forward)  # Transformers looks at its signature for what a model takes
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):  # type: ignore[override]
         if self.ngrams is not None:
             if input_ids is None:
                 raise ValueError("n-gram embeddings need input_ids")
@@ -132,18 +119,10 @@ class ShiftedForCausalLM(NanoChatForCausalLM):
             use_cache = kwargs.get("use_cache")
             if cache is None and (self.config.use_cache if use_cache is None else use_cache):
                 cache = DynamicCache(config=self.config)
-            inputs_embeds = self.get_input_embeddings()(input_ids)
-            inputs_embeds = inputs_embeds + self.ngrams(input_ids, cache, attention_mask)
-            input_ids, kwargs[CACHE] = None, cache
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            logits_to_keep=logits_to_keep,
-            **kwargs,
-        )
+            embedded = self.get_input_embeddings()(input_ids) + self.ngrams(input_ids, cache, attention_mask)
+            kwargs |= {"inputs_embeds": embedded, CACHE: cache}
+            input_ids = None
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     def generate(self, inputs=None, generation_config=None, **kwargs):  # type: ignore[override]
         default = getattr(generation_config or self.generation_config, "num_beams", None)

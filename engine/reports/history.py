@@ -94,11 +94,6 @@ class Run:
         job = read_yaml(path, overrides=list, status=str) if os.path.exists(path) else {}
         return job | {"overrides": [*map(str, job["overrides"])]} if job else job
 
-    def read(self) -> None:
-        """Reads all files now. Raises `UserError` or OSError for one that cannot be read."""
-        for name in ("config", "starts", "job"):
-            getattr(self, name)
-
     @property
     def total_steps(self) -> int:
         return self.starts[-1]["total_steps"]

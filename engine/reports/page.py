@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import shlex
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import yaml
@@ -36,36 +35,6 @@ class Curve(NamedTuple):
     faint: bool = False
 
 
-@dataclass
-class Chart:
-    """Curves with at least a point each, and the line of the best held-out loss."""
-
-    title: str
-    unit: str
-    digits: int
-    curves: list[Curve]
-    from_zero: bool
-    best: dict[str, Any] | None
-
-    @property
-    def right(self) -> float:
-        """The last step, and a margin."""
-        return 1.015 * max(1, *(step for curve in self.curves for step, _ in curve.points))
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """The lowest and the highest value shown. The highest points of a faint curve, where training
-        began, may lie outside: they would flatten the rest.
-        """
-        values = [0.0] if self.from_zero else []
-        for curve in self.curves:
-            found = sorted(value for _, value in curve.points)
-            values += found[: math.ceil(0.97 * len(found))] if curve.faint else found
-        low, high = min(values), max(values)
-        margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        return min(low, max(0.0, low - margin)), high + margin
-
-
 def render(runs: list[Run]) -> str:
     """The page of `runs`, the one with the lowest held-out loss first."""
     runs = best_first(runs)
@@ -74,13 +43,8 @@ def render(runs: list[Run]) -> str:
     described = [shown_values(run, label, hue(i)) for i, (run, label) in enumerate(zip(runs, labels, strict=True))]
     import jinja2  # which only this needs
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = jinja2.FileSystemLoader(os.path.dirname(__file__))
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("report.html.jinja").render(
         title=labels[0] if len(runs) == 1 else f"{len(runs)} runs",
         charts=draw_charts(runs, labels),
@@ -135,8 +99,10 @@ def command(start: dict[str, Any]) -> str:
 # --- charts: curves over the steps of training, in the coordinates of their values ---
 
 
-def draw_charts(runs: list[Run], labels: list[str]) -> list[Chart]:
-    """The `CHARTS` of one run, or of several over each other, without those that would be empty."""
+def draw_charts(runs: list[Run], labels: list[str]) -> list[dict[str, Any]]:
+    """The `CHARTS` of one run, or of several over each other, without those that would be empty: curves with at least
+    a point each, the line of the best held-out loss, and the last step shown, with a margin.
+    """
     alone, charts = len(runs) == 1, []
     for key, title, unit, digits in CHARTS:
         curves = []
@@ -148,10 +114,25 @@ def draw_charts(runs: list[Run], labels: list[str]) -> list[Chart]:
             curves.append(Curve(f"{name}training", points(run.train, key), train_hue, faint=True))
             curves.append(Curve(f"{name}held-out", points(run.val, key), hue(i)))
         if curves := [curve for curve in curves if curve.points]:
-            is_loss = key == "loss"
-            best = runs[0].best if alone and is_loss else None
-            charts.append(Chart(title, unit.format(unit=runs[0].unit), digits, curves, not is_loss, best))
+            chart = {"title": title, "unit": unit.format(unit=runs[0].unit), "digits": digits, "curves": curves}
+            chart["best"] = runs[0].best if alone and key == "loss" else None
+            chart["right"] = 1.015 * max(1, *(step for curve in curves for step, _ in curve.points))
+            chart["limits"] = limits(curves, from_zero=key != "loss")
+            charts.append(chart)
     return charts
+
+
+def limits(curves: list[Curve], from_zero: bool) -> tuple[float, float]:
+    """The lowest and the highest value shown. The highest points of a faint curve, where training began, may lie
+    outside: they would flatten the rest.
+    """
+    values = [0.0] if from_zero else []
+    for curve in curves:
+        found = sorted(value for _, value in curve.points)
+        values += found[: math.ceil(0.97 * len(found))] if curve.faint else found
+    low, high = min(values), max(values)
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return min(low, max(0.0, low - margin)), high + margin
 
 
 def points(lines: list[dict[str, Any]], key: str) -> Points:

@@ -27,47 +27,29 @@ def check(run: Run) -> tuple[str, list[str]]:
     return verdict, problems
 
 
-def is_too_early(run: Run) -> bool:
-    """Whether a run in progress has too few steps for a warning."""
-    return run.step < min(FIRST_JUDGED, run.total_steps)
-
-
 def loss_warning(run: Run) -> str:
-    """A sentence if the held-out loss has risen, or else if it is worse than guessing; empty if neither."""
-    return rise_warning(run) or unigram_warning(run)
-
-
-def rise_warning(run: Run) -> str:
-    """A sentence if the held-out loss has risen by 0.02 nats since its best step, else "". A best step of 0 means the
-    pretrained weights; a run that was never better than guessing is left to `unigram_warning`.
+    """A sentence if the held-out loss has risen by 0.02 nats since its best step, or else if it is above that of
+    guessing by the characters' frequencies; without an evaluation, if the training loss is. Empty if neither, or if it
+    is too early to tell.
     """
-    if run.best is None:
-        return ""
-    step, lowest, last = run.best["step"], run.best["loss"], run.val[-1]["loss"]
-    has_learned = not is_too_early(run) and lowest < (run.starts[-1].get("unigram_loss") or math.inf)
-    if last - lowest < 0.02 or not (step == 0 or has_learned):
-        return ""
-    return (
-        f"The held-out loss has risen: it was lowest at step {step}, {lowest:.4f}, and is now {last:.4f}; "
-        f"{BEST_IS_USED}train for fewer steps, lower optimizer.learning_rate, or raise optimizer.weight_decay or "
-        "model.resid_pdrop."
-    )
-
-
-def unigram_warning(run: Run) -> str:
-    """A sentence if the newest held-out loss, or the newest training losses if nothing was evaluated, are above that
-    of guessing by the characters' frequencies.
-    """
-    unigram_loss = run.starts[-1].get("unigram_loss")
+    guessing = run.starts[-1].get("unigram_loss") or math.inf
+    is_early = run.step < min(FIRST_JUDGED, run.total_steps)
     lines = run.val[-1:] or run.train[-5:]
-    if is_too_early(run) or not unigram_loss or not lines:
+    if not lines:
         return ""
     lowest = min(reversed(lines), key=operator.itemgetter("loss"))
-    step, loss = lowest["step"], lowest["loss"]
-    if loss <= unigram_loss:
+    step, loss, best = lowest["step"], lowest["loss"], run.best
+    # A best step of 0 means the pretrained weights. What was never better than guessing has not risen.
+    if best and loss - best["loss"] >= 0.02 and (best["step"] == 0 or (not is_early and best["loss"] < guessing)):
+        return (
+            f"The held-out loss has risen: it was lowest at step {best['step']}, {best['loss']:.4f}, and is now "
+            f"{loss:.4f}; {BEST_IS_USED}train for fewer steps, lower optimizer.learning_rate, or raise "
+            "optimizer.weight_decay or model.resid_pdrop."
+        )
+    if is_early or loss <= guessing:
         return ""
-    best = BEST_IS_USED if run.best and run.best["step"] != step else ""
+    hint = BEST_IS_USED if best and best["step"] != step else ""
     return (
-        f"The {'held-out' if run.val else 'training'} loss at step {step}, {loss:.4f}, is worse than guessing by "
-        f"frequency, {unigram_loss:.4f}; {best}train for more steps, or change optimizer.learning_rate."
+        f"The {'held-out' if best else 'training'} loss at step {step}, {loss:.4f}, is worse than guessing by "
+        f"frequency, {guessing:.4f}; {hint}train for more steps, or change optimizer.learning_rate."
     )
