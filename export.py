@@ -24,15 +24,16 @@ from typing import Any
 import torch
 
 from engine.config.arguments import parse, run_program
+from engine.config.schema import NOT_ARCHITECTURE
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, is_page_of, masked
 from engine.interop import page
-from engine.interop.transformers import is_shifted, to_files, unknown_token
+from engine.interop.transformers import EXPORTED, is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
-from engine.text.sources import listed, writes
+from engine.text.sources import listed
 from model import GPT
 from sample import default_prompt, load_model
 
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> None:
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
     name, out = ("page", config.page) if config.page else ("out", str(config.out))
     snapshots = {path: load_full(path) for path in paths}
-    with writes(name, out):
+    try:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         if config.page:
             content = page.render([page_model(snapshot, path) for path, snapshot in snapshots.items()])
@@ -78,6 +79,8 @@ def main(arguments: list[str]) -> None:
             said = "one file"
         else:
             said = export(snapshots[paths[0]], paths[0], out)
+    except OSError as error:
+        raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
     print(f"{out}: {'; '.join(f'{masked(path)}, {snapshot}' for path, snapshot in snapshots.items())}; {said}")
 
 
@@ -127,7 +130,12 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits.
     """
     model = load_model(snapshot, "cpu", strict=True)
-    files = to_files(dataclasses.asdict(model.config), snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
+    settings = dataclasses.asdict(model.config)
+    for field in dataclasses.fields(model.config):
+        name, value = field.name, settings[field.name]
+        if name not in EXPORTED | NOT_ARCHITECTURE and value != field.default:
+            raise UserError(f"model.{name}={value}: Transformers' models have no such setting")
+    files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode(errors="replace")
     with tempfile.TemporaryDirectory(prefix=".export-", dir=os.path.dirname(os.path.abspath(out))) as temporary:
         folder = Path(temporary, "model")

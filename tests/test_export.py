@@ -262,6 +262,22 @@ def test_the_model_card_has_the_figures_of_the_run(tmp_path):
     assert "| characters trained on | 1,152 |" in card  # 6 x 12 x 16
 
 
+@dataclasses.dataclass
+class OwnConfig(GPTConfig):
+    norm: str = "usual"
+
+
+def test_an_added_model_field_is_refused_unless_it_has_its_default(out, monkeypatch):
+    snapshot = model_snapshot(VOCABULARY)
+    model = load_model(snapshot, "cpu")
+    monkeypatch.setattr(export, "load_model", lambda *_, **__: model)
+    model.config = OwnConfig(**dataclasses.asdict(model.config))
+    export.export(snapshot, "a.pt", out)
+    model.config.norm = "mine"
+    with pytest.raises(UserError, match=r"^model\.norm=mine: Transformers' models have no such setting"):
+        export.export(snapshot, "a.pt", f"{out}-other")
+
+
 @pytest.mark.parametrize("option, kind", [("token_shift", "token shift"), ("ngram_rows", "n-gram embeddings")])
 def test_gpt2_with_our_additions_is_not_exported_to_transformers(option, kind, out):
     snapshot = model_snapshot(VOCABULARY, arch="gpt2", **{option: 1})

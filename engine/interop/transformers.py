@@ -73,6 +73,8 @@ FIELDS = {
         "attn_pdrop": "attention_dropout",
     },
 }
+# The architecture that an export can represent.
+EXPORTED = {"arch", "bias", "token_shift", "ngram_rows", *FIELDS["gpt2"]}
 # Fields of GPT-2 that an export leaves out, as Transformers has the right defaults.
 GPT2_DEFAULTS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
