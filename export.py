@@ -33,7 +33,7 @@ from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
 from engine.snapshots.storage import is_local
-from engine.text.sources import listed
+from engine.text.sources import listed, writes
 from model import GPT
 from sample import default_prompt, load_model
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
     paths = choose_snapshots(config.snapshots, config.snapshot, config.run_dir)
     name, out = ("page", config.page) if config.page else ("out", str(config.out))
     snapshots = {path: load_full(path) for path in paths}
-    try:
+    with writes(name, out):
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         if config.page:
             content = page.render([page_model(snapshot, path) for path, snapshot in snapshots.items()])
@@ -79,8 +79,6 @@ def main(arguments: list[str]) -> None:
             said = "one file"
         else:
             said = export(snapshots[paths[0]], paths[0], out)
-    except OSError as error:
-        raise UserError(f"{name}={out}: cannot be written: {one_line(error)}") from error
     print(f"{out}: {'; '.join(f'{masked(path)}, {snapshot}' for path, snapshot in snapshots.items())}; {said}")
 
 
