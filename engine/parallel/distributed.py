@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from engine.parallel import accelerate
 from engine.parallel.rendezvous import choose_interface, rendezvous
 
 log = logging.getLogger("gpt")
+T = TypeVar("T")
 _joined_in: int | None = None  # the id of the process that has called `init`
 _alone = ContextVar("alone", default=False)
 _device = torch.device("cpu")
@@ -267,7 +268,7 @@ def seed_step(seed: int, step: int) -> None:
         torch.get_device_module(device()).manual_seed(own)
 
 
-def all_gather(value: Any) -> list[Any]:
+def all_gather(value: T) -> list[T]:
     """Every rank's `value` (plain, picklable), in the order of ranks, on every rank."""
     if not dist.is_initialized() or _alone.get():
         return [value]
@@ -304,7 +305,7 @@ def check_replicas(model: nn.Module, step: int) -> None:
         )  # fmt: skip
 
 
-def run_on_rank_0(action: Callable[[], Any]) -> Any:
+def run_on_rank_0(action: Callable[[], T]) -> T:
     """Runs `action` on rank 0 alone; returns its result, which is pickled, on every rank. A `UserError` or `OSError`
     there is raised as a `UserError` on every rank; another error on rank 0 as it is, and on the others as a `UserError`
     that names it. It may take longer than the ranks' timeout: they poll whether it is done.
@@ -312,12 +313,12 @@ def run_on_rank_0(action: Callable[[], Any]) -> Any:
     return _run(action, is_rank_0())
 
 
-def run_on_each_host(action: Callable[[], Any]) -> Any:
+def run_on_each_host(action: Callable[[], T]) -> T:
     """Runs `action` on the first process of every host; returns rank 0's result, and raises as `run_on_rank_0`."""
     return _run(action, _local_rank == 0)
 
 
-def _run(action: Callable[[], Any], is_mine: bool) -> Any:
+def _run(action: Callable[[], T], is_mine: bool) -> T:
     if size() == 1:
         try:
             return action()
@@ -337,7 +338,7 @@ def _run(action: Callable[[], Any], is_mine: bool) -> Any:
         raise failed
     if causes:
         raise UserError(causes[0])
-    result = [attempt.result()]
+    result: list[Any] = [attempt.result()]
     dist.broadcast_object_list(result, src=0, group=gloo(), device=torch.device("cpu"))
     return result[0]
 

@@ -52,7 +52,7 @@ def evaluate(
             if start < end:
                 scored.append((loss, (y != IGNORE).sum()))
     # Summed in Python's numbers, at the end: not every device has float64, and a number waits for the device.
-    parts = [(loss.item(), count.item()) for loss, count in scored]
+    parts = [(float(loss), int(count)) for loss, count in scored]
     total = sum(loss * count for loss, count in parts)
     results = distributed.all_gather((total, sum(count for _, count in parts)))
     characters = sum(count for _, count in results)

@@ -11,10 +11,10 @@ import logging
 import os
 import re
 import shutil
-from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from engine.errors import UserError, one_line
 from engine.files import atomic_write, is_local
@@ -37,7 +37,7 @@ def snapshot_path(path: str, run_dir: str) -> str:
     return os.path.join(run_dir, path).replace(os.sep, "/") if is_local(path) else path
 
 
-def locate(path: str) -> tuple[Any, str]:
+def locate(path: str) -> tuple[AbstractFileSystem, str]:
     """The fsspec file system of a path or URL, and the file's name in it."""
     if is_local(path):  # url_to_fs would expand patterns
         return LocalFileSystem(), os.path.abspath(path).replace(os.sep, "/")
