@@ -66,10 +66,10 @@ class CharDataset(Dataset):
         if self.config.block_size is not None and len(self.data) <= self.block_size:
             used = self.config.truncate
             share = f" (data.truncate={used:g} leaves out the rest)" if used < 1 else ""
+            split = " or another data.train_split" * (self.config.val_path is None)
             raise UserError(
                 f"data.block_size={self.block_size}: the {name} has {len(self.data):,} characters{share}, "
-                f"but a window needs {self.block_size + 1:,}; use a longer text, a smaller "
-                "data.block_size or another data.train_split"
+                f"but a window needs {self.block_size + 1:,}; use a longer text, a smaller data.block_size{split}"
             )
 
     def split(self) -> tuple["CharDataset", "CharDataset"]:
@@ -83,8 +83,8 @@ class CharDataset(Dataset):
             raise UserError(f"data.{name}=null: main.py chooses it; give CharDataset a number")
         final = self._final_start()
         cut, end = self.config.held_out or (self.parts[0] if self.parts[1] else int(self.in_sight * share), final)
-        if end > final:
-            raise UserError("data.final_split, data.test_path: not with text that the pretrained model's run held out")
+        if not 0 <= cut <= end <= final:
+            raise UserError(f"data.held_out=[{cut},{end}]: must be a part of the first {final:,} characters")
         train, held_out = self._part(0, cut), self._part(cut, end)
         if end < final:  # held out in the middle of the text
             train.data = torch.cat((train.data, self.data[end:final]))
@@ -100,7 +100,8 @@ class CharDataset(Dataset):
             return None
         final = self._part(self._final_start(), len(self.data))
         if len(final.data) < 2:
-            raise UserError(f"data.final_split={self.config.final_split}: too short to be scored")
+            name = "test_path" if self.parts[2] else "final_split"
+            raise UserError(f"data.{name}={getattr(self.config, name)}: too short to be scored")
         return final
 
     def _final_start(self) -> int:

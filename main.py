@@ -114,6 +114,8 @@ def run_training(config: Config, started: float) -> float | None:
         text = text.with_config(config.data)
         split, final = text.split(), text.final_part()
         repeated = distributed.run_on_rank_0(lambda: find_repeats(*split, config.trainer.max_minutes))
+        if final is not None and config.data.test_path is not None:
+            distributed.run_on_rank_0(lambda: find_repeats(split[0], final, config.trainer.max_minutes, is_final=True))
         if pretrained is not None and config.data.held_out is None:
             distributed.run_on_rank_0(lambda: warn_if_known(config, split[1], pretrained))
         trainer = build(config, split, pretrained)
@@ -190,15 +192,17 @@ def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> No
             return
         if held_out is None and theirs.get("train_split"):
             held_out = [int(length * theirs["train_split"]), length - int(length * theirs.get("final_split", 0.0))]
-    if held_out is None or config.data.val_path is not None:
+    if held_out is None or config.data.val_path is not None or config.data.held_out is not None:
         return
     first, last = held_out
     # From which sizes are chosen.
     share = round(1 - config.data.final_split - (last - first) / text.in_sight, 6)
     config.data = dataclasses.replace(config.data, held_out=held_out, train_split=share)
     log.info(
-        "held out    characters %s to %s, as of the pretrained model: its text has grown", f"{first:,}", f"{last:,}"
-    )
+        "held out    characters %s to %s, as of the pretrained model: its text has grown; data.held_out=[FROM,TO] says "
+        "otherwise",
+        f"{first:,}", f"{last:,}",
+    )  # fmt: skip
 
 
 def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -> None:
@@ -206,7 +210,11 @@ def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -
     try:
         if not pretrained.config.get("data", {}).get("path"):
             raise UserError("it is not recorded")
-        theirs = CharDataset(pretrained.data_config())
+        log.disabled = True  # what is said of a text is said of the new one
+        try:
+            theirs = CharDataset(pretrained.data_config())
+        finally:
+            log.disabled = False
         if theirs.digest != pretrained.text_digest:
             raise UserError(f"{theirs.config.path} has changed")
     except UserError as error:

@@ -11,7 +11,7 @@ python sample.py score=book.txt stride=64                   in windows that over
 python sample.py score=book.txt snapshots=[a.pt,b.pt]       of several models, and of their ensemble
 python sample.py score=names.txt by=line out=scores.tsv     the loss of each line
 python sample.py num_samples=20 stop='\\n' copied=true       one line each, and the share that is copied
-python sample.py num_samples=300 new=true out=names.txt     names that are not in the text of the run
+python sample.py num_samples=300 new=true out=new.txt       names that are not in the text of the run
 """
 
 from engine import signals
@@ -49,7 +49,8 @@ from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
 from engine.text.documents import from_text, read_text, to_text, unescaped
-from engine.text.sources import STDIN, has_no_size, real_files, writes
+from engine.text.encoding import Notes
+from engine.text.sources import STDIN, has_no_size, listed, real_files, writes
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -106,8 +107,8 @@ class SampleConfig:
             check_option("by", self.by, ("line", "document", "character"))
         if self.score is not None and (self.by is None) != (self.out is None):
             raise UserError("by= and out= belong together: score=book.txt by=line out=scores.tsv")
-        if self.out is not None and self.out == self.score:
-            raise UserError(f"out={self.out}: is the text to score")
+        if self.out is not None and os.path.lexists(self.out):
+            raise UserError(f"out={self.out}: already exists; give another name, or remove it")
         if self.out is not None and not os.path.isdir(os.path.dirname(self.out) or "."):
             raise UserError(f"out={self.out}: its folder does not exist")
         check_range("num_samples", self.num_samples, 1, 10_000)
@@ -181,8 +182,13 @@ def stop_string(config: SampleConfig, snapshot: Snapshot) -> str:
     if config.stop == "document" and not snapshot.separator:
         raise UserError("stop=document: the run's text has no separator of documents; give a string")
     if config.stop == "document" or (config.new and config.stop is None):
+        if not snapshot.separator and "\n" not in snapshot.vocabulary:
+            raise UserError("new=true: the run's text has neither documents nor lines; give stop=")
         return snapshot.separator or "\n"
-    return unescaped(config.stop or "", snapshot.vocabulary)
+    stop = unescaped(config.stop or "", snapshot.vocabulary)
+    if re.search(r"\\[nt]", stop) and "\\" in snapshot.vocabulary:
+        print(f"[stop={stop}: with a backslash, which the text has; a newline is stop=$'\\n']", file=sys.stderr)
+    return stop
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -261,12 +267,19 @@ def read_as_trained(path: str, snapshot: Snapshot, field: str | None) -> str:
     """
     if has_no_size(path):
         print(f"[reading {path} until it ends]", file=sys.stderr)
-    config = snapshot.data_config(**{} if field is None else {"field": field, "format": None})
+    config = snapshot.data_config(**{} if field is None else {"field": field})
+    ending = ".stdin" if path == STDIN else os.path.splitext(path)[1]
+    if not all(name.endswith(ending) for name in listed(config.path)) or (field and config.format == "text"):
+        config.format = None  # the names of the run's files do not say it
     try:
-        return read_text("/dev/stdin" if path == STDIN else path, config, has_records=field is not None)
+        with Notes() as notes:
+            return read_text("/dev/stdin" if path == STDIN else path, config, has_records=field is not None)
     except UserError as error:
-        what = re.sub(": data.encoding=.*", "", str(error))  # there is no such argument
+        what = re.sub(": data.encoding=.*|, or data.format=text", "", str(error))  # there are no such arguments
         raise UserError(what.replace("data.field=", "field=")) from error
+    finally:
+        for _, note in notes:
+            print(f"[{note.partition('; data.')[0]}]", file=sys.stderr)  # without other programs' arguments
 
 
 def read_prompt(config: SampleConfig, snapshot: Snapshot) -> tuple[str, torch.Tensor]:
@@ -331,7 +344,7 @@ def read_units(config: SampleConfig, snapshot: Snapshot) -> Units:
         # The file's last newline is none of a document.
         whole = text.removesuffix(end) if config.by == "line" or text.endswith(end) else text.rstrip("\n")
         parts = whole.split(end) if whole else []
-    unknown = dict.fromkeys(map(ord, set(text) - set(vocabulary)))
+    unknown = dict.fromkeys(map(ord, set(text + end) - set(vocabulary)))
     try:
         encode_setting(name, text, snapshot)
     except UserError as error:
@@ -471,7 +484,8 @@ def main(arguments: list[str]) -> None:
     data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)
     if data is not None and config.new:
-        documents = data.decode(data.data).split(snapshot.separator or "\n")
+        whole = data.decode(data.data)
+        documents = itertools.chain(*(whole.split(mark) for mark in {end, snapshot.separator or "\n"}))
         known = {"", *(document.strip("\n") for document in documents)}
         most = config.max_new_tokens - len(from_text(end, snapshot.encoding))  # without what ends it
         texts = only_new(texts, known, config.num_samples, most, snapshot.encoding)

@@ -15,6 +15,7 @@ log = logging.getLogger("gpt")
 SECONDS = 2.0  # for a search, or 3 % of the time limit of the run if that is less
 MOSTLY_REPEATED = 0.5  # share of the held-out text that stands in the training text
 REPEATED = "The held-out loss is mostly that of text trained on: is a text in data.path twice?"
+FINAL_REPEATED = "The final loss is mostly that of text trained on: is data.test_path also in data.path?"
 MOST_WITH_DOCUMENTS = 2**23  # characters of a text whose documents are compared, which takes a third of a second
 WINDOW = 64  # characters; what two texts share by chance is shorter
 MOST_WINDOWS = 100_000  # of the held-out text
@@ -33,18 +34,19 @@ class Encoded(Protocol):
     def decode(self, ids: torch.Tensor) -> str: ...
 
 
-def find_repeats(train: Encoded, held_out: Encoded, max_minutes: float | None) -> float:
+def find_repeats(train: Encoded, held_out: Encoded, max_minutes: float | None, is_final: bool = False) -> float:
     """The share of the held-out text that stands word for word in the training text: logged from 1 % on, with a warning
-    from a half on. In ordinary logs, tables and code it is about a tenth.
+    from a half on. In ordinary logs, tables and code it is about a tenth. `is_final`: of the text of data.test_path.
     """
     share, searched = known_share(held_out, train, min(SECONDS, 0.03 * 60 * (max_minutes or math.inf)))
     of = f"; {searched:.0%} of that text was searched" if searched < 1 else ""
     if share >= 0.01:
         log.info(
-            "repeats     %.0f %% of the held-out text is also in the training text, word for word%s", 100 * share, of
-        )
+            "repeats     %.0f %% of the %s text is also in the training text, word for word%s",
+            100 * share, "final" if is_final else "held-out", of,
+        )  # fmt: skip
     if share >= MOSTLY_REPEATED:
-        log.warning("%s", REPEATED)
+        log.warning("%s", FINAL_REPEATED if is_final else REPEATED)
     return share
 
 

@@ -104,6 +104,39 @@ def test_tables_of_other_programs_are_read(content, dataset, tmp_path):
     assert text_of(dataset(str(tmp_path / "t.csv"), field="t", shuffle="none")) == "a b\nc\n"
 
 
+@pytest.mark.parametrize(
+    "kind, content, found",
+    [
+        ("csv", "t\nWell, he said\n", "Well, he said"),  # a single column
+        ("csv", "id,t\n1,Well, he said\n", "3 cells, but 2 columns; a text with commas has to be in quotes"),
+        ("tsv", 'id\tt\n1\t"Now begins\n2\tand ends"\n', '"Now begins\nand ends"'),
+        ("tsv", 'id\tt\n3\t"one ""whole"" cell"\n', 'one "whole" cell'),
+        ("tsv", 'id\tt\n1\t"two\nlines"\n', "line 3: not TSV: 1 cells, but 2 columns"),
+    ],
+)
+def test_no_cell_of_a_table_is_cut_or_joined_to_another(kind, content, found, dataset, tmp_path):
+    (tmp_path / f"t.{kind}").write_text(content)
+    if "cells" in found:
+        with pytest.raises(UserError, match=found):
+            dataset(str(tmp_path / f"t.{kind}"), field="t")
+    else:
+        data = dataset(str(tmp_path / f"t.{kind}"), field="t", shuffle="none")
+        assert text_of(data).rstrip("\n") == found
+
+
+def test_a_folder_may_have_records_without_the_field(dataset, tmp_path, caplog):
+    caplog.set_level("INFO", "gpt")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "info.json").write_text('{"name": "x"}')
+    (folder / "code.py").write_text("code")
+    assert text_of(dataset(str(folder))) == 'code\n{"name": "x"}\n'
+    assert "json        read as text; data.field= reads a field of records" in caplog.text
+    (folder / "rows.jsonl").write_text('{"t": "a"}\n')
+    assert text_of(dataset(str(folder), field="t", shuffle="none")) == "code\na\n"
+    assert "left out    1 files that are not text in utf-8, or have no t" in caplog.text
+
+
 def test_a_field_is_looked_for_in_lists_and_only_some_parts_need_records(dataset, tmp_path):
     lines = ['[{"t": "a"}, {"t": "b"}]', '"no field"', '{"t": "c"}', '{"x": [{"y": [{"z": "d"}]}, {"y": {"z": "e"}}]}']
     for name in ("t.jsonl", "t.json"):
@@ -177,10 +210,18 @@ def test_a_shuffle_with_a_separator_of_its_own_takes_no_other(dataset, tmp_path,
     assert "data.shuffle=documents: the text is a single document; data.shuffle=lines" in caplog.text
 
 
-@pytest.mark.parametrize("order, is_said", [(sorted, True), (list, False)])
+@pytest.mark.parametrize(
+    "order, is_said",
+    [
+        (sorted, True),
+        (lambda lines: ["title", "", *sorted(lines), ""], True),
+        (lambda lines: sorted((line.title() if "7" in line else line for line in lines), reverse=True), True),
+        (list, False),
+    ],
+)
 def test_sorted_lines_are_said(order, is_said, dataset, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(encoding, "CHUNK", 2000)
-    (tmp_path / "names.txt").write_text("\n".join(order(f"{i * 7919 % 101} name" for i in range(101))))
+    (tmp_path / "names.txt").write_text("\n".join(order([f"{chr(97 + i % 26)}{i} name" for i in range(101)])))
     dataset(str(tmp_path / "names.txt"))
     assert ("data.shuffle=lines mixes them" in caplog.text) == is_said
     caplog.clear()
@@ -218,7 +259,7 @@ def test_a_folder_and_archives_give_their_texts(dataset, tmp_path, caplog):
     ):
         config = DataConfig(path=str(tmp_path / path), block_size=4, **settings)
         assert text_of(CharDataset(config)) == expected
-    assert caplog.text.count("left out    2 files that are not text: ") == 2
+    assert caplog.text.count("left out    2 files that are not text in utf-8, or have no t: ") == 2
     assert caplog.text.count("texts: 5 files are left out: hidden, of runs, or no files") == 1
     with pytest.raises(UserError, match=r"run: there is no file in this folder but hidden ones and those of runs"):
         CharDataset(DataConfig(path=str(folder / "run")))
@@ -271,9 +312,13 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
         ("plain words\n".encode("utf-16-le") * 9, r"50% of its characters are NUL; it is probably utf-16-le"),
         ("plain words\n".encode("utf-32-be") * 9, r"75% of its characters are NUL; it is probably utf-32-be"),
         (b"%PDF-1.7 \xff\xff", "it is a PDF: extract its text"),
-        (gzip.compress(b"text"), r"it is gzip: its name must end with \.gz"),
+        (
+            b"plain " * 20_000 + "café".encode("cp1252"),
+            r"at offset 120003; it is probably cp1252: data.encoding=cp1252",
+        ),
+        (gzip.compress(b"text"), r"it is gzip: unpack it, or let its name end with \.gz"),
     ],
-    ids=["cp1252", "cp1250", "utf-16", "utf-32", "pdf", "gzip"],
+    ids=["cp1252", "cp1250", "utf-16", "utf-32", "pdf", "late", "gzip"],
 )
 def test_a_file_in_another_encoding_names_the_likely_one(content, says, tmp_path):
     (tmp_path / "t.txt").write_bytes(content)

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from engine import repeats
-from engine.repeats import WINDOW, repeated_share
+from engine.repeats import WINDOW, find_repeats, repeated_share
 
 
 def encoded(text: str) -> SimpleNamespace:
     vocabulary = "".join(sorted(set(text)))
-    return SimpleNamespace(data=torch.tensor([*map(vocabulary.index, text)], dtype=torch.uint8), vocabulary=vocabulary)
+    data = torch.tensor([*map(vocabulary.index, text)], dtype=torch.uint8)
+    return SimpleNamespace(data=data, vocabulary=vocabulary, config=SimpleNamespace(separator="none"))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 500, 10_000])
@@ -35,3 +36,10 @@ def test_a_search_that_is_out_of_time_says_how_much_was_searched(monkeypatch):
     monkeypatch.setattr(repeats, "CHUNK", 100)
     text = encoded("".join(np.random.default_rng(0).choice([*"abcd"], 1000)))
     assert repeated_share(text, text, -1.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_text_that_is_mostly_repeated_gets_a_warning(is_final, caplog):
+    text = encoded("".join(np.random.default_rng(0).choice([*"abcd"], 1000)))
+    assert find_repeats(text, text, None, is_final) == 1.0
+    assert ("The final loss is mostly that of text trained on: is data.test_path" in caplog.text) == is_final

@@ -273,6 +273,21 @@ def test_a_line_or_document_is_scored_without_its_neighbours(by, separator, tmp_
             assert [[float(total), float(mean), text] for total, mean, text in rows] == [
                 [pytest.approx(total, abs=1e-4), pytest.approx(mean, abs=1e-4), text] for total, mean, text in expected
             ]
+        (tmp_path / "scores.tsv").unlink()  # or it is refused: it may be any file
+
+
+def test_a_newline_that_ends_a_line_is_left_out_if_the_model_has_none(scoring):
+    assert score(scoring("cab", by="line", out="unused"), with_separator("|", "abc|")).shape == (1, 3)
+
+
+def test_a_text_is_read_in_the_format_of_the_runs_if_it_is_named_like_that(tmp_path, capsys):
+    snapshot = model_snapshot(VOCABULARY)
+    snapshot.config["data"] = {"path": "run.log", "format": "jsonl", "field": "t", "separator": "newline"}
+    for name in ("a.log", "a.txt"):
+        (tmp_path / name).write_text('{"t": "ab"}\n{"u": 1}\n')
+    assert sampling.read_as_trained(str(tmp_path / "a.log"), snapshot, None) == "ab"
+    assert "a.log: 1; 1 without t are skipped]" in capsys.readouterr().err
+    assert sampling.read_as_trained(str(tmp_path / "a.txt"), snapshot, None) == '{"t": "ab"}\n{"u": 1}\n'
 
 
 def test_lines_are_computed_together_and_the_logits_of_a_batch_are_limited(scoring, monkeypatch, shapes):
@@ -462,6 +477,18 @@ def test_a_text_that_is_cut_off_is_not_new(encoding, most, capsys):
     assert "1 cut off by max_new_tokens" in capsys.readouterr().err
 
 
+def test_a_stop_of_ones_own_ends_the_known_texts_too(tmp_path, monkeypatch, capsys):
+    """Of documents of two lines, the first one is not new."""
+    (tmp_path / "t.txt").write_text("ab\nc\n\nab\nc\n\n" * 9)
+    data = CharDataset(DataConfig(path=str(tmp_path / "t.txt"), block_size=4, separator="blank_line"))
+    snapshot = model_snapshot(data.vocabulary)
+    snapshot.text_digest, snapshot.config["data"] = data.digest, vars(data.config)
+    (tmp_path / "s.pt").write_bytes(snapshot.to_bytes())
+    monkeypatch.setattr(sampling, "sample", lambda *_: [["", "ab"], ["", "b"]])
+    sampling.main([f"snapshot={tmp_path / 's.pt'}", "new=true", "stop=\\n"])
+    assert capsys.readouterr().out == "b\n"
+
+
 def test_drawing_ends_if_few_are_new(names, tmp_path):
     settings = ["num_samples=3", "new=true", "temperature=0", "max_new_tokens=50", f"out={tmp_path / 'new.txt'}"]
     result = sample(f"run_dir={names}", *settings)
@@ -472,11 +499,12 @@ def test_drawing_ends_if_few_are_new(names, tmp_path):
 
 
 def test_texts_of_several_lines_are_written_as_json_only(run_dir, tmp_path):
-    (tmp_path / "texts.txt").write_text("mine")
+    (tmp_path / "mine.txt").write_text("mine")
     arguments = [f"run_dir={run_dir}", "num_samples=2", "max_new_tokens=40"]
-    result = sample(*arguments, f"out={tmp_path / 'texts.txt'}")
-    assert result.returncode == 1 and re.search(r"^error: out=.*name it \.jsonl", result.stderr, re.MULTILINE)
-    assert os.listdir(tmp_path) == ["texts.txt"] and (tmp_path / "texts.txt").read_text() == "mine"
+    for name, error in (("texts.txt", r"name it \.jsonl"), ("mine.txt", "already exists; give another name")):
+        result = sample(*arguments, f"out={tmp_path / name}")
+        assert result.returncode == 1 and re.search(rf"^error: out=.*{error}", result.stderr, re.MULTILINE)
+    assert os.listdir(tmp_path) == ["mine.txt"] and (tmp_path / "mine.txt").read_text() == "mine"
     sample(*arguments, f"out={tmp_path / 'texts.jsonl'}")
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert sample(*arguments).stdout == f"\n{'-' * 40}\n".join(texts) + "\n"

@@ -189,7 +189,7 @@ def test_archives_are_read_by_members_that_are_text(tmp_path, caplog):
         read(str(tmp_path / "text.zst"))
     fsspec.filesystem("memory").pipe_file("/two.zip", (tmp_path / "two.zip").read_bytes())
     assert read(str(tmp_path / "two.zip")) == read("memory://two.zip") == "ab"
-    assert caplog.text.count("two.zip: 2 hidden files are left out") == 2
+    assert caplog.text.count("two.zip: 2 hidden files and links are left out") == 2
     assert read(str(tmp_path / "two.tar.gz")) == "whatever"
     assert read(f"zip://folder/*::{tmp_path / 'two.zip'}") == "b"
     assert read(f"tar://text::{tmp_path / 'two.tar.gz'}") == "whatever"
@@ -260,7 +260,11 @@ def test_a_server_without_range_requests_is_read_completely(site, tmp_path, monk
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.gz").write_bytes(gzip.compress(TEXT.encode()))
     assert len(text.encode()) > 4 * sources.PIECE
-    assert read([f"{site}/a.txt", f"{site}/b.gz"]) == text + TEXT
+    assert read([f"{site}/a.txt", f"{site}/b.gz?signature=1"]) == text + TEXT
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.writestr("rows.jsonl", '{"t": "a"}')
+    with pytest.raises(UserError, match=r"rows\.jsonl has the fields t: give data\.field="):
+        read(f"{site}/c.zip?signature=1")
     monkeypatch.setattr(sources, "PROGRESS_S", 0)
     with caplog.at_level(logging.INFO, "gpt"):
         read(f"{site}/a.txt")

@@ -56,6 +56,8 @@ def expanded(key: str, path: Any) -> str | list[str]:
     if not paths or any(each in (None, "") or isinstance(each, list | dict) for each in paths):
         raise UserError(f"{key}={path}: must be a path or URL, or a list of these")
     paths = [os.path.expanduser(str(each)) for each in paths]
+    if "-" in paths and (key, path) != ("data.path", "-"):
+        raise UserError(f"{key}={path}: standard input is a text of its own: data.path=-")
     return paths if isinstance(path, list) else paths[0]
 
 
@@ -82,7 +84,7 @@ class DataConfig:
     normalize: str | None = None  # a normal form of Unicode: NFC, NFD, NFKC or NFKD; null: none
     max_bytes: float | None = None  # most bytes to read, decompressed; null: 10 GB of an archive, else no limit
     cache_dir: str = "data/cache"  # local directory for encoded copies of texts, except small local files
-    held_out: list[int] | None = None  # set by init_from= for a text that has grown: characters from, to (exclusive)
+    held_out: list[int] | None = None  # from, to (exclusive); set by init_from= for a text that has grown
     # fmt: on
     # A text is compared by its content.
     FREE: ClassVar = ("path", "val_path", "test_path", "url", "sha256", "format", "field", "max_bytes", "cache_dir")
@@ -105,6 +107,8 @@ class DataConfig:
         check_range("data.train_split", self.train_split, above=0, below=1)
         check_range("data.truncate", self.truncate, above=0, high=1)
         check_range("data.final_split", self.final_split, 0, below=1)
+        if self.val_path is not None and self.final_split:
+            raise UserError(f"data.final_split={self.final_split}: with data.val_path, give data.test_path")
         if self.val_path is None and (self.train_split or 0) + self.final_split >= 1:
             raise UserError(
                 f"data.train_split={self.train_split}, data.final_split={self.final_split}: must add up to less than 1"
@@ -112,6 +116,8 @@ class DataConfig:
         for name, allowed in TEXT_OPTIONS.items():
             if getattr(self, name) is not None:
                 check_option(f"data.{name}", getattr(self, name), allowed)
+        if self.encoding == "bytes" and self.normalize:
+            raise UserError(f"data.normalize={self.normalize}: has no effect on bytes; leave it out")
         own = ITEM_SEPARATORS.get(self.shuffle or "")
         if own and self.separator not in (None, "none", own):
             raise UserError(

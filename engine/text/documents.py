@@ -34,8 +34,8 @@ MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 MAGIC = {  # how other kinds of files begin
     b"%PDF": "a PDF: extract its text",
-    b"\x1f\x8b": "gzip: its name must end with .gz",
-    b"PK": "a zip: its name must end with .zip",
+    b"\x1f\x8b": "gzip: unpack it, or let its name end with .gz",
+    b"PK": "a zip, whose name must end with .zip, or of an office program: save it as text",
     b"PAR1": "Parquet: data.format=parquet",
 }
 
@@ -52,6 +52,7 @@ class Documents:
         self.path, self.config = path, config
         self.has_records = self.has_tables = False
         self.left_out: list[str] = []
+        self.as_text: list[str] = []  # files of JSON
         self.converted = 0  # files with CRLF or CR
         self.names = {} if names is None else names  # of files read so far, by digest
         self.repeated: list[str] = []  # files with the content of another
@@ -64,9 +65,13 @@ class Documents:
         for source in open_sources(find_files(self.path, self.config.cache_dir, says=True), self.config):
             own = hashlib.sha256()
             source = source._replace(pieces=hashed(source.pieces, own, whole))
-            name = re.sub(r"\?.*", "", source.name.lower()) if "://" in source.name else source.name.lower()
-            name = name if source.is_member else re.sub(r"\.(gz|bz2|xz)$", "", name)
+            name = source.name.lower()
+            if not source.is_member:
+                name = re.sub(r"\.(gz|bz2|xz)$", "", name.partition("?")[0] if "://" in name else name)
             kind = self.config.format or EXTENSIONS.get(name.rpartition(".")[2], "text")
+            if kind == "json" and not source.is_named and not self.config.field and not self.config.format:
+                kind = "text"  # as the settings beside code
+                self.as_text.append(source.name)
             self.has_records |= kind != "text"
             if kind == "text" and not source.is_named:
                 text_source = self._only_text(source)
@@ -83,7 +88,10 @@ class Documents:
         if self.repeated:
             log.warning("files of the same content: %s", abridged(self.repeated))
         if self.left_out:
-            log.info("left out    %d files that are not text: %s", len(self.left_out), abridged(self.left_out))
+            what = f"not text in {self.config.encoding}" + f", or have no {self.config.field}" * bool(self.config.field)
+            log.info("left out    %d files that are %s: %s", len(self.left_out), what, abridged(self.left_out))
+        if self.as_text:
+            log.info("json        read as text; data.field= reads a field of records: %s", abridged(self.as_text))
         if self.converted and self.config.newlines == "lf" and self.config.encoding != "bytes":
             log.info("newlines    CRLF and CR are read as LF; data.newlines=keep keeps them")
 
@@ -125,10 +133,11 @@ class Documents:
             except UnicodeError as error:
                 if not isinstance(error, UnicodeDecodeError):  # also UTF-16 without a mark
                     raise UserError(f"{name}: {one_line(error)}; {advice(head)}") from error
-                at = num_bytes - len(error.object) + error.start
+                content, start, tried = error.object, error.start, codec.removesuffix("-sig")
+                hint = advice(head, content[max(0, start - SNIFFED // 2) : start + SNIFFED // 2], tried)
                 raise UserError(
-                    f"{name}: not {codec.removesuffix('-sig').upper()}: byte 0x{error.object[error.start]:02x} at "
-                    f"offset {at}; {advice(error.object)}"
+                    f"{name}: not {tried.upper()}: byte 0x{content[start]:02x} at offset "
+                    f"{num_bytes - len(content) + start}; {hint}"
                 ) from error
             total, nul = total + len(text), nul + text.count("\0")
             if text:
@@ -160,7 +169,10 @@ class Documents:
             number += 1
             yield from (text, DOCUMENT_END) if text else ()
         if field is not None and record is not None and not number:
-            raise no_field(source, record, f"no record has data.field={field}")
+            if source.is_named:
+                raise no_field(source, record, f"no record has data.field={field}")
+            self.left_out.append(source.name)
+            return
         skipped = f"; {missing:,} without {field} are skipped" if missing else ""
         log.info("records     %s: %s%s", source.name, f"{number:,}", skipped)
 
@@ -187,12 +199,7 @@ class Documents:
             elif kind == "jsonl":
                 yield from (json.loads(line) for line in lines if line.strip())
             else:
-                csv.field_size_limit(2**31 - 1)
-                first = next(lines, "")
-                # Where a comma is the decimal point, spreadsheets write semicolons.
-                delimiters = "\t" if kind == "tsv" else ",;\t"
-                delimiter = next((each for each in delimiters if each in first), delimiters[0])
-                yield from csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+                yield from rows(lines, kind)
         except UserError:
             raise
         except (ValueError, csv.Error, RecursionError) as error:
@@ -217,6 +224,37 @@ class Documents:
                     yield from batch.to_pylist()
             except ArrowException as error:
                 raise UserError(f"{source.name}: not PARQUET: {one_line(error)}") from error
+
+
+def rows(lines: Iterator[str], kind: str) -> Iterator[dict[str, str | None]]:
+    """The rows of a table whose first line has the names of its columns. Raises `csv.Error` for a row with more cells
+    and, in TSV, with fewer.
+    """
+    csv.field_size_limit(2**31 - 1)
+    first = next(lines, "")
+    lines = itertools.chain([first], lines)
+    cells: Iterator[list[str]] = map(tsv_cells, lines)
+    if kind == "csv":
+        # Where a comma is the decimal point, spreadsheets write semicolons. Without any, a line is one cell.
+        delimiter = next((each for each in ",;\t" if each in first), "\x1f")
+        cells = csv.reader(lines, delimiter=delimiter, strict=True)
+    names: list[str] = []
+    for row in cells:
+        if row in ([], [""]):
+            continue
+        if not names:
+            names = row
+            continue
+        if len(row) > len(names) or (len(row) < len(names) and kind == "tsv"):
+            quotes = "; a text with commas has to be in quotes" * (kind == "csv")
+            raise csv.Error(f"{len(row)} cells, but {len(names)} columns{quotes}")
+        yield dict(itertools.zip_longest(names, row))
+
+
+def tsv_cells(line: str) -> list[str]:
+    """The cells of a line of TSV, which has no quotes; but some programs quote a whole cell."""
+    cells = line.rstrip("\n").split("\t")
+    return [cell[1:-1].replace('""', '"') if re.fullmatch('"([^"]|"")*"', cell) else cell for cell in cells]
 
 
 def no_field(source: Source, record: Any, what: str) -> UserError:
@@ -277,12 +315,12 @@ def codec_of(head: bytes, encoding: str) -> str:
     return next((codec for mark, codec in MARKS.items() if head.startswith(mark)), "utf-8")
 
 
-def advice(content: bytes) -> str:
-    """What a file that is not in its encoding may be, by some of its `content`."""
+def advice(head: bytes, content: bytes = b"", tried: str = "") -> str:
+    """What a file that is not in the encoding `tried` may be, by its `head` and the `content` that it cannot decode."""
     for magic, what in MAGIC.items():
-        if content.startswith(magic):
+        if head.startswith(magic):
             return f"it is {what}"
-    likely = "cp1252"
+    likely, content = "cp1252", content or head
     nul, size = content.count(0) / max(len(content), 1), 4 if content.count(0) > 0.6 * len(content) else 2
     if nul >= 0.05:  # of letters, the higher bytes are NUL
         is_little = content[size - 1 :: size].count(0) > content[::size].count(0)
@@ -294,6 +332,8 @@ def advice(content: bytes) -> str:
         best = matches.best()
         if best and not any("cp1252" in match.could_be_from_charset for match in matches):  # the commonest by far
             likely = codecs.lookup(best.encoding).name
+    if likely == tried:
+        return "it is damaged, or in another encoding; data.encoding=bytes reads any file"
     return f"it is probably {likely}: {this_command(f'data.encoding={likely}')}; data.encoding=bytes reads any file"
 
 
@@ -323,8 +363,7 @@ def read_text(path: str | list[str], config: DataConfig, has_records: bool = Fal
     """The whole text at `path`, read as `config` says; several documents are separated. Raises `UserError`, also for a
     plain text if it should be one that `has_records`.
     """
-    kind = "text" if config.format == "text" else None
-    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None, format=kind))
+    pieces = Documents(path, dataclasses.replace(config, path=path, sha256=None, url=None))
     texts = ["".join(group) for is_end, group in itertools.groupby(pieces, DOCUMENT_END.__eq__) if not is_end]
     if has_records and not pieces.has_records:
         raise UserError(f"data.field={config.field}: {path} has no records")

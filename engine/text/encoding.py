@@ -76,15 +76,18 @@ class Part(NamedTuple):
 
 
 class Notes(logging.Handler):
-    """A context that collects the lines logged in it, except progress: (level, message) each."""
+    """A context that collects what is logged in it, shown or not, except progress: (level, message) each."""
 
     def __enter__(self) -> list[tuple[int, str]]:
         self.lines: list[tuple[int, str]] = []
+        self.level_before = log.level
+        log.setLevel(logging.INFO)
         log.addHandler(self)
         return self.lines
 
     def __exit__(self, *_) -> None:
         log.removeHandler(self)
+        log.setLevel(self.level_before)
 
     def emit(self, record: logging.LogRecord) -> None:
         message = masked(record.getMessage())
@@ -424,7 +427,8 @@ def ordered(part: Part, points: BinaryIO, separator: str, shuffled: int = 0) -> 
 
 
 def has_sorted_lines(part: Part, points: BinaryIO, between: str) -> bool:
-    """Whether the text begins with many lines in sorted order, as a list of names does."""
+    """Whether the text begins with many lines in sorted order, as a list of names does, perhaps after a title."""
     text = next(ordered(part, points, between)).tobytes().decode("utf-32-le")
-    lines = [line.casefold() for line in text.split("\n")[:-1]]
-    return len(lines) >= MANY_LINES and lines[0] < lines[-1] and lines == sorted(lines)
+    lines = [*filter(None, text.split("\n")[:-1])][1:]
+    up = any(lines[::step] == sorted(lines, key=key) for key in (str, str.casefold) for step in (1, -1))
+    return len(lines) >= MANY_LINES and lines[0] != lines[-1] and up

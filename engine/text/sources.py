@@ -106,7 +106,8 @@ def find_files(path: str | list[str], cache_dir: str = "", says: bool = False) -
                 files += [Found(OpenFile(fs, each, compression=infer_compression(each)), False)
                           for each in files_below(fs, pattern, cache_dir, says)]  # fmt: skip
                 continue
-            matches = fsspec.open_files(name, "rb", compression="infer", **options)
+            compression = infer_compression(name.partition("?")[0]) if options else "infer"  # of a signed URL
+            matches = fsspec.open_files(name, "rb", compression=compression, **options)
         dots = f"/{pattern}".count("/.")
         matches = [file for file in matches if f"/{file.path}".count("/.") <= dots]
         if not matches:
@@ -203,24 +204,25 @@ def open_sources(files: list[Found], config: DataConfig) -> Iterator[Source]:
             most, hidden = config.max_bytes or read + MOST_OF_ARCHIVES, 0
             with file_errors(name), contextlib.closing(members(file)) as found:
                 for member, pieces in found:
-                    if is_hidden(member):
+                    if pieces is None:
                         hidden += 1
                     else:
                         yield Source(f"{name}, {member}", limited(pieces, most), False, is_member=True)
             if hidden:
-                log.info("archive     %s: %d hidden files are left out", name, hidden)
+                log.info("archive     %s: %d hidden files and links are left out", name, hidden)
         else:
             yield Source(name, limited(read_file(file), config.max_bytes or float("inf")), is_named)
 
 
-def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None]:
-    """Yields the name and the content, in pieces, of each file in an archive."""
+def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes] | None], None, None]:
+    """Yields the name and the content, in pieces, of each file in an archive; None of a hidden one, or a link."""
     packed = OpenFile(file.fs, file.path)  # tarfile decompresses it
-    if ".zip" not in file.path.lower():
+    if not re.search(r"(?i)\.zip(\?.*)?$", file.path):
         with packed as stream, tarfile.open(fileobj=stream, mode="r|*") as tar:
             for member in tar:
-                if content := tar.extractfile(member) if member.isfile() else None:
-                    yield member.name, in_pieces(content)
+                content = tar.extractfile(member) if member.isfile() and not is_hidden(member.name) else None
+                if not member.isdir():
+                    yield member.name, in_pieces(content) if content else None
         return
     with tempfile.TemporaryFile() if not isinstance(file.fs, LocalFileSystem) else open(file.path, "rb") as stream:
         if not isinstance(file.fs, LocalFileSystem):  # a zip ends with its list of files
@@ -230,7 +232,7 @@ def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes]], None, None
                 if entry.is_dir():
                     continue
                 if is_hidden(entry.filename):  # it may be encrypted
-                    yield entry.filename, iter(())
+                    yield entry.filename, None
                 else:
                     with archive.open(entry) as content:
                         yield entry.filename, in_pieces(content)
