@@ -185,10 +185,7 @@ def stop_string(config: SampleConfig, snapshot: Snapshot) -> str:
         if not snapshot.separator and "\n" not in snapshot.vocabulary:
             raise UserError("new=true: the run's text has neither documents nor lines; give stop=")
         return snapshot.separator or "\n"
-    stop = unescaped(config.stop or "", snapshot.vocabulary)
-    if re.search(r"\\[nt]", stop) and "\\" in snapshot.vocabulary:
-        print(f"[stop={stop}: with a backslash, which the text has; a newline is stop=$'\\n']", file=sys.stderr)
-    return stop
+    return unescaped(config.stop or "", snapshot.vocabulary)
 
 
 def cut_at_stop(pieces: Iterable[str], stop: str) -> Iterator[str]:
@@ -480,6 +477,8 @@ def main(arguments: list[str]) -> None:
         return
     [snapshot] = snapshots.values()
     end = stop_string(config, snapshot)
+    if re.search(r"\\[nt]", end) and end == config.stop:
+        print(f"[stop={end}: with a backslash, which the text has; a newline is stop=$'\\n']", file=sys.stderr)
     name = f"{'new' if config.new else 'copied'}=true"
     data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)
