@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import logging
+import operator
 import os
 import tempfile
 import warnings
@@ -238,32 +239,8 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     Returns plain values: the fields of `EncodedText` but the data, and the `type` of the ids. Raises `UserError` if no
     character is left.
     """
-    parts, shuffles, has_records = [], config.shuffle == "documents", False
-    held_out = dataclasses.replace(config, sha256=None)
-    names: dict[bytes, str] = {}  # of files, by digest
-    for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
-        is_first = name == "path"
-        documents = Documents(path, config if is_first else held_out, names) if path is not None else None
-        pieces: Iterable[str] = documents or ()
-        if is_first and config.shuffle in ("lines", "paragraphs"):
-            pieces = joined(pieces, len(ITEM_ENDS[config.shuffle]))
-        parts.append(write_points(pieces, config.truncate if is_first else 1.0, points))
-        shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
-        has_records |= bool(documents and documents.has_records)
-        if path is not None and not len(parts[-1].ends):
-            share = f", with data.truncate={config.truncate}" if config.truncate < 1 and is_first else ""
-            raise UserError(f"data.{name}={path}: the text is empty{share}")
-    if config.field is not None and not has_records:
-        raise UserError(
-            f"data.field={config.field}: {config.path} has no records; data.format= says what a file is if its name "
-            "does not"
-        )
-    if config.shuffle == "documents" and len(parts[0].ends) < 2:
-        log.warning("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
+    parts, shuffled = read_parts(config, points)
     has_items = config.shuffle in ITEM_ENDS
-    if has_items:
-        parts[0] = cut_items(parts[0], points, config)
-    shuffled = parts[0].whole if has_items else len(parts[0].ends) * shuffles
     separator = choose_separator(config, parts)
     between = from_text(separator_text(separator), config.encoding)
 
@@ -291,12 +268,12 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
     id_of = (np.cumsum(is_used) - 1).astype(np.min_scalar_type(len(vocabulary) - 1))  # of every code point
     for found in final():
         ids.write(id_of[found].data)
-    is_cut = config.val_path is None and config.shuffle is None and not shuffles
+    is_cut = config.val_path is None and config.shuffle is None and not shuffled
     if is_cut and has_sorted_lines(parts[0], points, between):
         log.warning("the lines are sorted: only their end is held out; data.shuffle=lines mixes them")
     number = sum(len(part.ends) for part in parts)
     if between and number > 1 and not has_items:
-        mixed = "shuffled, and " * shuffles
+        mixed = "shuffled, and " * bool(shuffled)
         inside = ", which they contain: data.separator='<|end|>\\n' keeps them apart" * (repeated > number)
         log.info("documents   %s, %sseparated by %s%s", f"{number:,}", mixed, separator, inside)
     return {
@@ -306,6 +283,38 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         "separator": separator,
         "parts": lengths,
     }
+
+
+def read_parts(config: DataConfig, points: BinaryIO) -> tuple[list[Part], int]:
+    """Writes the code points of `path`, `val_path` and `test_path` into `points`. Returns where they lie, and how many
+    of the first documents of `path` are shuffled. Raises `UserError` if one of the three is empty.
+    """
+    parts, shuffles, has_records = [], config.shuffle == "documents", False
+    held_out = dataclasses.replace(config, sha256=None)
+    names: dict[bytes, str] = {}  # of files, by digest
+    for name, path in (("path", config.path), ("val_path", config.val_path), ("test_path", config.test_path)):
+        is_first = name == "path"
+        documents = Documents(path, config if is_first else held_out, names) if path is not None else None
+        pieces: Iterable[str] = documents or ()
+        if is_first and config.shuffle in ("lines", "paragraphs"):
+            pieces = joined(pieces, len(ITEM_ENDS[config.shuffle]))
+        parts.append(write_points(pieces, config.truncate if is_first else 1.0, points))
+        shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
+        has_records |= bool(documents and documents.has_records)
+        if path is not None and not len(parts[-1].ends):
+            share = f", with data.truncate={config.truncate}" if config.truncate < 1 and is_first else ""
+            raise UserError(f"data.{name}={path}: the text is empty{share}")
+    if config.field is not None and not has_records:
+        raise UserError(
+            f"data.field={config.field}: {config.path} has no records; data.format= says what a file is if its name "
+            "does not"
+        )
+    if config.shuffle == "documents" and len(parts[0].ends) < 2:
+        log.warning("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
+    if config.shuffle in ITEM_ENDS:
+        parts[0] = cut_items(parts[0], points, config)
+        return parts, parts[0].whole
+    return parts, len(parts[0].ends) * shuffles
 
 
 def joined(pieces: Iterable[str], newlines: int) -> Iterator[str]:
@@ -430,5 +439,6 @@ def has_sorted_lines(part: Part, points: BinaryIO, between: str) -> bool:
     """Whether the text begins with many lines in sorted order, as a list of names does, perhaps after a title."""
     text = next(ordered(part, points, between)).tobytes().decode("utf-32-le")
     lines = [*filter(None, text.split("\n")[:-1])][1:]
-    up = any(lines[::step] == sorted(lines, key=key) for key in (str, str.casefold) for step in (1, -1))
-    return len(lines) >= MANY_LINES and lines[0] != lines[-1] and up
+    orders = (each[::step] for each in (lines, [*map(str.casefold, lines)]) for step in (1, -1))
+    is_sorted = any(all(map(operator.le, order, order[1:])) for order in orders)
+    return is_sorted and len(lines) >= MANY_LINES and lines[0] != lines[-1]
