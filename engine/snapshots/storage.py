@@ -130,7 +130,7 @@ class SnapshotStorage:
         with storage_errors(f"trainer.snapshot_path={path}"):
             self.file_system, _ = locate(path)
         self.previous_path, self.best_path = beside(path, "prev"), beside(path, "best")
-        self.temporary_path = f"{path}.tmp"
+        self.temporary_path, self.new_best_path = f"{path}.tmp", f"{self.best_path}.new.tmp"
 
     def numbered_path(self, step: int) -> str:
         return beside(self.path, f"step{step:08d}")
@@ -159,11 +159,13 @@ class SnapshotStorage:
                 self._copy(self.temporary_path, self.numbered_path(step))
                 for path in self.present(NUMBERED)[: -self.keep]:
                     self._remove(path)
+            if is_best:  # copied before the latest is replaced: a full disk then changes nothing
+                self._copy(self.temporary_path, self.new_best_path)
             if exists(self.path):
                 self._keep_latest()
             move(self.temporary_path, self.path)
             if is_best:  # if a kill prevents it, `recover_best` copies the latest
-                self._copy(self.path, self.best_path)
+                move(self.new_best_path, self.best_path)
         finally:
             with contextlib.suppress(Exception):  # the store is unreachable
                 self._remove_temporary()
@@ -178,7 +180,7 @@ class SnapshotStorage:
             os.fsync(file.fileno())
 
     def _read_back(self, content: bytes | memoryview) -> None:
-        """Raises OSError unless the temporary file has the `content`: not every disk reports what it loses."""
+        """Raises OSError unless the temporary file has the `content`: a store or a network disk may lose some of it."""
         self.file_system.invalidate_cache()
         pieces = (content[first : first + PIECE] for first in range(0, len(content), PIECE))
         with self.file_system.open(locate(self.temporary_path)[1], "rb") as file:
@@ -205,7 +207,7 @@ class SnapshotStorage:
         self._copy(self.path, self.previous_path)
 
     def _remove_temporary(self) -> None:
-        for path in self.present(KINDS, r"(\.link|\.check)?\.tmp"):
+        for path in self.present(KINDS, r"(\.link|\.check|\.new)?(\.tmp)+"):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
