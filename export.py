@@ -26,16 +26,16 @@ import torch
 from engine.config.arguments import parse, run_program
 from engine.config.schema import NOT_ARCHITECTURE
 from engine.errors import UserError, check_only_one, one_line
-from engine.files import atomic_write, is_page_of, masked
+from engine.files import atomic_write, is_local, is_page_of, masked, writes
+from engine.generation import default_prompt
 from engine.interop import page
 from engine.interop.transformers import EXPORTED, is_shifted, to_files, unknown_token
 from engine.run.directory import choose_snapshots
 from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import Snapshot, probe_ids
-from engine.snapshots.storage import is_local
-from engine.text.sources import listed, writes
+from engine.text.sources import listed
 from model import GPT
-from sample import default_prompt, load_model
+from sample import load_model
 
 
 @dataclass

@@ -61,7 +61,7 @@ from engine.snapshots.snapshot import Snapshot, check_can_resume
 from engine.snapshots.storage import exists
 from engine.text.encoding import prepare_text
 from model import GPT, create_optimizer
-from sample import load_model
+from sample import load_model, run_text
 from trainer import Trainer
 
 log = logging.getLogger("gpt")
@@ -207,20 +207,17 @@ def keep_held_out(config: Config, text: CharDataset, pretrained: Snapshot) -> No
 
 def warn_if_known(config: Config, held_out: CharDataset, pretrained: Snapshot) -> None:
     """Warns if the pretrained model was trained on text that is held out now, or if that cannot be known."""
+    known, problem = None, ""
+    log.disabled = True  # what is said of a text is said of the new one
     try:
-        if not pretrained.config.get("data", {}).get("path"):
-            raise UserError("it is not recorded")
-        log.disabled = True  # what is said of a text is said of the new one
-        try:
-            theirs = CharDataset(pretrained.data_config())
-        finally:
-            log.disabled = False
-        if theirs.digest != pretrained.text_digest:
-            raise UserError(f"{theirs.config.path} has changed")
+        known, _ = run_text(pretrained, "init_from", None).split()
     except UserError as error:
-        log.warning("init_from: the text of the model may have the held-out text, but cannot be compared: %s", error)
+        problem = str(error)
+    finally:
+        log.disabled = False
+    if known is None:
+        log.warning("the text of the model may have the held-out text, but cannot be compared: %s", problem)
         return
-    known, _ = theirs.split()
     share, _ = known_share(held_out, known)
     if share >= 0.01:
         log.warning(

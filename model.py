@@ -24,6 +24,7 @@ from engine.config.schema import CompleteGPTConfig, GPTConfig, OptimizerConfig
 from engine.errors import UserError
 from engine.generation import LayerCache
 from engine.kernels import ops
+from engine.kernels.native import Rotation
 from engine.kernels.ops import NGRAM_FACTORS, ROPE_BASE, SOFTCAP
 from engine.optim import create_optimizer
 from engine.parallel import sharding
@@ -126,7 +127,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, rotation, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None) -> Tensor:
         pdrop = self.attn_pdrop if self.training else 0.0
         y = ops.causal_attention(self.c_attn(x), self.n_head, rotation, cache, pdrop)
         return ops.dropout(self.c_proj(y), self.resid_pdrop, self.training)
@@ -172,7 +173,7 @@ class Block(nn.Module):
         self.shift = TokenShift(config) if config.token_shift else None
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache)
         y = self.ln_2(x)
         if self.shift is not None:
@@ -255,7 +256,7 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             # Cast the residual stream: otherwise each addition would promote it to float32.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rotation = None
+        rotation: Rotation = None
         if self.config.arch == "modern":
             x = ops.rms_norm(x)
             width = self.config.n_embd // self.config.n_head
@@ -270,7 +271,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, rotation, use_reentrant=False)
             elif targets is not None and cache is None:
                 x = block(x, rotation)
-            else:  # not the compiled block, as in `block(x)`: each new length would compile it again
+            else:  # past torch.compile, which replaces `__call__` alone: each new length would be compiled
                 x = block._call_impl(x, rotation, None if cache is None else cache[i])
         logits = self.head(self.ln_f(x))  # (B, T, V)
         if targets is None:

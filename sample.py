@@ -41,7 +41,7 @@ from char_dataset import CharDataset, encode
 from engine.config.arguments import Text, parse, run_program
 from engine.config.schema import TEXT_OPTIONS, as_typed
 from engine.errors import UserError, check_only_one, check_option, check_range, one_line
-from engine.files import atomic_write, masked, usable
+from engine.files import atomic_write, masked, usable, writes
 from engine.generation import default_prompt, enough_threads
 from engine.machine.hardware import check_device
 from engine.precision import Precision
@@ -50,7 +50,7 @@ from engine.snapshots.sharded import load_full
 from engine.snapshots.snapshot import CHANGED, Snapshot, has_changed, probe_logits
 from engine.text.documents import from_text, read_text, to_text, unescaped
 from engine.text.encoding import Notes
-from engine.text.sources import STDIN, has_no_size, listed, real_files, writes
+from engine.text.sources import STDIN, has_no_size, listed, real_files
 from model import GPT, GPTConfig
 
 log = logging.getLogger("gpt")
@@ -225,7 +225,7 @@ def only_new(
     dropped = {"of the run's text": 0, "drawn before": 0, "cut off by max_new_tokens": 0}
     for pieces in map(list, texts):
         text = "".join(pieces).strip("\n")
-        if len(from_text("".join(pieces[1:]), encoding)) > most:
+        if len(from_text("".join(pieces[1:]).replace("\ufffd", "?"), encoding)) > most:  # each is one byte
             dropped["cut off by max_new_tokens"] += 1
         elif text in known:
             dropped["of the run's text"] += 1

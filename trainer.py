@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -24,7 +24,7 @@ from engine.errors import UserError, one_line
 from engine.files import masked
 from engine.generation import draw_samples
 from engine.machine.hardware import count_flops
-from engine.optim import set_learning_rate
+from engine.optim import optimizer_state, set_learning_rate
 from engine.parallel import distributed, sharding
 from engine.parallel.distributed import report_unresponsive_ranks
 from engine.precision import resolve
@@ -38,7 +38,7 @@ from engine.run.plan import MicroBatch, Plan
 from engine.run.progress import Clock, advance, change_time_limit, expected_steps
 from engine.run.requests import Requests
 from engine.signals import SAVE, Stopped
-from engine.snapshots.manager import SnapshotManager, optimizer_state
+from engine.snapshots.manager import SnapshotManager
 from engine.snapshots.snapshot import CHANGED, Snapshot, check_can_resume, has_changed, log_changes, probe_logits
 from engine.snapshots.state import State
 from engine.text.documents import separator_of
@@ -46,6 +46,7 @@ from engine.text.documents import separator_of
 __all__ = ["Snapshot", "Trainer", "TrainerConfig"]
 
 log = logging.getLogger("gpt")
+T = TypeVar("T")
 StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
 # Tries of the last save and seconds between them: at the end, and when stopped (torchrun kills 30 s after SIGTERM).
 LAST_SAVE, STOP_SAVE = (120, 30.0), (2, 2.0)
@@ -241,7 +242,8 @@ class Trainer:
             if self.log.metrics:
                 self.log.metrics.reopen()
             distributed.run_on_rank_0(self._record_start)
-            self.snapshots.recover_best(self.state)
+            with contextlib.suppress(UserError):  # a store that does not answer: the save itself will say so
+                self.snapshots.recover_best(self.state)
 
     def close(self) -> None:
         """Ends the prefetch threads."""
@@ -359,7 +361,7 @@ class Trainer:
     def _probe(self) -> torch.Tensor:
         return self._call_eagerly(lambda: probe_logits(self.bare, distributed.device()))
 
-    def _call_eagerly(self, function: Callable[[], Any]) -> Any:
+    def _call_eagerly(self, function: Callable[[], T]) -> T:
         """Calls `function`, which runs the model, without torch.compile, and under autocast if sharded."""
         context = self.precision.autocast() if sharding.is_sharded(self.bare) else contextlib.nullcontext()
         with self.precision.eagerly(), context:
@@ -375,8 +377,8 @@ class Trainer:
         is_new = state.step > 0 and self.snapshots.saved_step != state.step
         is_interval = self.plan.is_due(state.step, config.save_every_steps, config.save_every)
         is_numbered = is_new and (is_over or requested == SAVE or is_interval)
-        lacks_evaluation = is_evaluated and (state.is_best or not is_new)
-        if not (is_numbered or lacks_evaluation or (is_new and requested)):
+        has_unsaved_evaluation = is_evaluated and (state.is_best or not is_new)
+        if not (is_numbered or has_unsaved_evaluation or (is_new and requested)):
             return
         if requested == SAVE:
             log.info("SIGUSR1: saving after step %d of %d", state.step, self.plan.total_steps)
@@ -395,10 +397,10 @@ class Trainer:
         """
         self._restore_missing_files()
         state = self.state
-        loss: Any = state.loss
-        if not state.is_evaluated:
-            loss = self._loss([self.batches[max(state.step * self.plan.accumulation - 1, 0)]])
-        return self.snapshots.save(self._snapshot(), is_numbered, float(loss))
+        loss = state.loss
+        if loss is None or not state.is_evaluated:
+            loss = self._loss([self.batches[max(state.step * self.plan.accumulation - 1, 0)]]).item()
+        return self.snapshots.save(self._snapshot(), is_numbered, loss)
 
     def _save_last(self, tries: int, pause_s: float) -> None:
         """Waits until this step is saved; tries again every `pause_s` until a signal gives up. Then writes it to the

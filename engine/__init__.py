@@ -9,8 +9,8 @@ imports a program of the root (tests/test_architecture.py):
     config                   settings: the dataclasses, clear errors, what a resumed run may change
     precision                dtype, torch.compile, determinism: the `auto` settings
     text                     sources of a text, and its encoding as ids
-    parallel                 processes: ranks, sharding, launchers, clusters
     repeats                  held-out text that stands in the training text
+    parallel                 processes: ranks, sharding, launchers, clusters
     optim                    AdamW, Muon
     generation               sampling from a model, with a KV cache
     snapshots                the state of a run: saved atomically, verified, restored

@@ -12,7 +12,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.errors import UserError
+from engine.errors import UserError, one_line
 
 log = logging.getLogger("gpt")
 
@@ -78,6 +78,15 @@ def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # renamed, or never created
             os.remove(temporary)
+
+
+@contextlib.contextmanager
+def writes(setting: str, path: str) -> Iterator[None]:
+    """Turns an `OSError` of the block, which writes `path`, into a `UserError` that names the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{setting}={path}: cannot be written: {error.strerror or one_line(error)}") from error
 
 
 def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from engine.config.schema import OptimizerConfig
 from engine.errors import UserError
 from engine.machine import hardware
-from engine.parallel import sharding
+from engine.parallel import distributed, sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's polynomial, steepest at zero
 ITERATIONS = 5
@@ -34,11 +34,9 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
     no_decay: list[nn.Parameter] = []
     ngrams: list[nn.Parameter] = []
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    names = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        names[parameter] = name.removeprefix("module.")  # of DDP
         in_block = ".blocks." in f".{name}"
         if ".ngrams." in f".{name}":
             ngrams.append(parameter)
@@ -66,7 +64,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
         optimizer = MuonWithAdamW(hidden, groups, {"lr": config.learning_rate, **muon}, adamw)
     else:
         raise UserError("optimizer.name=muon: the model has no matrices in `blocks`; set optimizer.name=adamw")
-    in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    in_order = parameter_names(distributed.unwrap(model), optimizer)
     optimizer.register_load_state_dict_pre_hook(functools.partial(numbered, in_order))
     return optimizer
 
@@ -77,6 +75,18 @@ def numbered(names: list[str], optimizer: torch.optim.Optimizer, state: dict[str
         return state
     by_number = {i: state[name] for i, name in enumerate(names) if state.get(name)}
     return {"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's parameters, in its own order."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state of each parameter of the unwrapped `model` that has one, by name."""
+    names = parameter_names(model, optimizer)
+    return {names[i]: values for i, values in optimizer.state_dict()["state"].items()}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

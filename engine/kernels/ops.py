@@ -227,7 +227,9 @@ def _fits(rotation: native.Rotation, S: int, width: int) -> bool:
     )
 
 
-def _plain_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
+def _plain_attention(
+    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: KeysAndValues | None, pdrop: float
+) -> Tensor:
     B, S, _ = qkv.shape
     qkv = qkv.view(B, S, 3, n_head, -1).permute(2, 0, 3, 1, 4)
     if rotation is None:
@@ -244,7 +246,9 @@ def _plain_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
     return y.transpose(1, 2).reshape(B, S, -1)
 
 
-def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
+def _native_attention(
+    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: KeysAndValues | None, pdrop: float
+) -> Tensor:
     if cache is None:
         return native.attention(qkv, n_head, rotation)
     y = native.attention_step(qkv, n_head, rotation, cache.keys, cache.values, cache.length)
@@ -252,7 +256,9 @@ def _native_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
     return y
 
 
-def _torch_attention(qkv, n_head, rotation, cache, pdrop) -> Tensor:
+def _torch_attention(
+    qkv: Tensor, n_head: int, rotation: native.Rotation, cache: KeysAndValues | None, pdrop: float
+) -> Tensor:
     """With torch's own fused kernels, for S = T or S = 1."""
     B, S, _ = qkv.shape
     # Split: the backward pass of a slice would fill the rest of the gradient with zeros, and add it.

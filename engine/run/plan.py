@@ -73,10 +73,10 @@ class Plan:
 
     @property
     def first_position(self) -> int:
-        """Position of the first window in the stream of windows. The run ends with an epoch, so with a whole pass over
-        the text: one that ends within a pass has a higher loss (benchmarks/experiments.md). Plans with different
-        numbers of steps end with different epochs, so that a run that is extended takes new windows. A run shorter than
-        a pass starts at 0; extended, it takes the windows that follow.
+        """Position of the first window in the stream of windows. The run ends with the last window of the epoch whose
+        number is `total_steps`, so with a whole pass over the text: one that ends within a pass has a higher loss
+        (benchmarks/experiments.md). With another number of steps, as of a run that is extended, it takes other windows.
+        A run shorter than a pass starts at 0; extended, it takes the windows that follow.
         """
         taken = self.windows_seen(self.total_steps)
         epoch = self.total_steps % 2**20  # the position has to fit into 64 bits

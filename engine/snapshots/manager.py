@@ -23,7 +23,7 @@ from engine.config.schema import TrainerConfig
 from engine.errors import UserError, one_line
 from engine.files import atomic_write
 from engine.machine.hardware import is_out_of_memory
-from engine.optim import numbered
+from engine.optim import numbered, parameter_names
 from engine.parallel import distributed, sharding
 from engine.snapshots.sharded import read_shards, remove_unused_shards, save_shards
 from engine.snapshots.snapshot import Snapshot, not_finite
@@ -253,15 +253,3 @@ def read_on_rank_0(read: Callable[[], Snapshot | None]) -> Snapshot | None:
 
     plain = distributed.run_on_rank_0(read_plain)
     return found or plain
-
-
-def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in its own order."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state of each parameter of the unwrapped `model` that has one, by name."""
-    names = parameter_names(model, optimizer)
-    return {names[i]: values for i, values in optimizer.state_dict()["state"].items()}

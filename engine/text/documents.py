@@ -253,7 +253,7 @@ def rows(lines: Iterator[str], kind: str) -> Iterator[dict[str, str | None]]:
 
 def tsv_cells(line: str) -> list[str]:
     """The cells of a line of TSV, which has no quotes; but some programs quote a whole cell."""
-    cells = line.rstrip("\n").split("\t")
+    cells = line.rstrip("\r\n").split("\t")
     return [cell[1:-1].replace('""', '"') if re.fullmatch('"([^"]|"")*"', cell) else cell for cell in cells]
 
 

@@ -23,7 +23,7 @@ from fsspec.utils import infer_compression
 
 from engine.config.schema import ITEM_SEPARATORS, SHAKESPEARE_URL, DataConfig
 from engine.errors import UserError
-from engine.files import atomic_write, file_lock, masked
+from engine.files import atomic_write, file_lock, masked, writes
 from engine.text.documents import DOCUMENT_END, PYDOC, Documents, from_text, separator_text
 from engine.text.sources import (
     ARCHIVE,
@@ -36,7 +36,6 @@ from engine.text.sources import (
     listed,
     name_of,
     version_of,
-    writes,
 )
 
 log = logging.getLogger("gpt")
@@ -120,7 +119,7 @@ def open_text(config: DataConfig, says: bool = False) -> EncodedText:
     """
     if is_small_local_file(config):
         ids = io.BytesIO()
-        record = encode(config, ids, io.BytesIO())
+        record = write_ids(config, ids, io.BytesIO())
         kind = record.pop("type")
         return EncodedText(data=torch.from_numpy(np.frombuffer(ids.getbuffer(), kind)), **record)
 
@@ -144,7 +143,7 @@ def open_text(config: DataConfig, says: bool = False) -> EncodedText:
                     atomic_write(f"{stem}.ids", "w+b") as ids,
                     tempfile.TemporaryFile(dir=config.cache_dir) as points,
                 ):
-                    record = encode(config, ids, points) | {"notes": notes}
+                    record = write_ids(config, ids, points) | {"notes": notes}
                 record["checksum"] = checksum(record, f"{stem}.ids")
                 with atomic_write(f"{stem}.json") as file:
                     json.dump(record, file)
@@ -231,7 +230,7 @@ def checksum(record: dict[str, Any], path: str) -> str:
 # --- encoding it ---
 
 
-def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any]:
+def write_ids(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any]:
     """Writes the ids of a text into the empty file `ids`, in the smallest unsigned type that holds them; `points` is an
     empty file for its code points meanwhile. The text is truncated to the share `config.truncate`, then its items or
     documents are shuffled, and separated.
@@ -262,6 +261,10 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
         if between:
             repeated += (left + text).count(between)
             left = (left + text)[1 - len(between) :] if len(between) > 1 else ""
+    for name, length in zip(("path", "val_path", "test_path"), lengths, strict=True):
+        if not length and getattr(config, name) is not None:
+            share = f", with data.truncate={config.truncate}" if config.truncate < 1 and name == "path" else ""
+            raise UserError(f"data.{name}={getattr(config, name)}: the text is empty{share}")
     if sum(lengths) > lengths[0]:
         digest.update(repr(lengths).encode())
     vocabulary = np.flatnonzero(is_used).astype(np.uint32)
@@ -287,7 +290,7 @@ def encode(config: DataConfig, ids: BinaryIO, points: BinaryIO) -> dict[str, Any
 
 def read_parts(config: DataConfig, points: BinaryIO) -> tuple[list[Part], int]:
     """Writes the code points of `path`, `val_path` and `test_path` into `points`. Returns where they lie, and how many
-    of the first documents of `path` are shuffled. Raises `UserError` if one of the three is empty.
+    of the first documents of `path` are shuffled.
     """
     parts, shuffles, has_records = [], config.shuffle == "documents", False
     held_out = dataclasses.replace(config, sha256=None)
@@ -301,9 +304,6 @@ def read_parts(config: DataConfig, points: BinaryIO) -> tuple[list[Part], int]:
         parts.append(write_points(pieces, config.truncate if is_first else 1.0, points))
         shuffles |= is_first and config.shuffle is None and bool(documents and documents.has_tables)
         has_records |= bool(documents and documents.has_records)
-        if path is not None and not len(parts[-1].ends):
-            share = f", with data.truncate={config.truncate}" if config.truncate < 1 and is_first else ""
-            raise UserError(f"data.{name}={path}: the text is empty{share}")
     if config.field is not None and not has_records:
         raise UserError(
             f"data.field={config.field}: {config.path} has no records; data.format= says what a file is if its name "
@@ -311,7 +311,7 @@ def read_parts(config: DataConfig, points: BinaryIO) -> tuple[list[Part], int]:
         )
     if config.shuffle == "documents" and len(parts[0].ends) < 2:
         log.warning("data.shuffle=documents: the text is a single document; data.shuffle=lines or paragraphs")
-    if config.shuffle in ITEM_ENDS:
+    if config.shuffle in ITEM_ENDS and len(parts[0].ends):
         parts[0] = cut_items(parts[0], points, config)
         return parts, parts[0].whole
     return parts, len(parts[0].ends) * shuffles

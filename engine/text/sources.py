@@ -23,7 +23,7 @@ from fsspec.utils import infer_compression
 
 from engine.config.schema import DataConfig
 from engine.errors import UserError, one_line
-from engine.files import atomic_write, file_lock, masked
+from engine.files import atomic_write, file_lock, masked, writes
 
 log = logging.getLogger("gpt")
 
@@ -55,15 +55,6 @@ class Source(NamedTuple):
     pieces: Iterator[bytes]
     is_named: bool
     is_member: bool = False
-
-
-@contextlib.contextmanager
-def writes(setting: str, path: str) -> Iterator[None]:
-    """Turns an `OSError` of the block, which writes `path`, into a `UserError` that names the setting."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{setting}={path}: cannot be written: {error.strerror or one_line(error)}") from error
 
 
 @contextlib.contextmanager
