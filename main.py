@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import math
 import os
@@ -39,6 +40,7 @@ from config import Config, as_config, check_ranks_agree, compose, help_text, in_
 from engine import portable
 from engine.config.overrides import add_default_recipe, check_overrides
 from engine.errors import UserError, one_line
+from engine.files import masked
 from engine.interop.pretrained import load_pretrained, read_init_weights
 from engine.parallel import distributed, sharding
 from engine.parallel.accelerate import launch_settings
@@ -369,7 +371,13 @@ def run() -> None:
         sys.argv[1:] = add_default_recipe([*launch_settings(), *arguments])
         check_overrides(sys.argv[1:])
         portable.patch_argparse()
-        main()
+        if any(argument.partition("=")[0] in ("--cfg", "-c") for argument in arguments):  # Hydra prints it in full
+            with contextlib.redirect_stdout(io.StringIO()) as shown:
+                main()
+            with portable.checked_output():
+                print(masked(shown.getvalue()), end="")
+        else:
+            main()
     distributed.leave(0)
 
 

@@ -205,8 +205,10 @@ def run_text(snapshot: Snapshot, setting: str, path: str | None) -> CharDataset:
     """The text that a model was trained on, for `setting`, at `path` or where it was. Raises `UserError` if it is
     missing or has changed.
     """
+    recorded = snapshot.config.get("data", {}).get("path")
+    if recorded is None and path is None:
+        raise UserError(f"{setting}: the snapshot does not record its text")
     try:
-        recorded = snapshot.config.get("data", {}).get("path")
         data = CharDataset(snapshot.data_config(path=path or usable(recorded, "text"), url=None, sha256=None))
     except UserError as error:
         raise UserError(f"{setting}: needs the training text, as named when training started: {error}") from error
@@ -477,8 +479,9 @@ def main(arguments: list[str]) -> None:
         return
     [snapshot] = snapshots.values()
     end = stop_string(config, snapshot)
-    if re.search(r"\\[nt]", end) and end == config.stop:
-        print(f"[stop={end}: with a backslash, which the text has; a newline is stop=$'\\n']", file=sys.stderr)
+    for name, typed in (("stop", config.stop), ("prompt", config.prompt)):
+        if typed and re.search(r"\\[nt]", typed) and "\\" in snapshot.vocabulary:
+            print(f"[{name}: with a backslash, which the text has; a newline is {name}=$'\\n']", file=sys.stderr)
     name = f"{'new' if config.new else 'copied'}=true"
     data = run_text(snapshot, name, config.text) if config.new or config.copied else None
     texts: Iterable[Iterable[str]] = sample(config, snapshot)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -39,8 +40,9 @@ def masked(value: Any) -> Any:
         return match[1] + (match[2] if "${oc.env:" in match[2] else "***")
 
     value = re.sub(r"(://)([^\s/?#]+)(?=@)", mask, value)
+    value = re.sub(r"([\"' ])([^\s/?#\"']+:[^\s/?#\"']+)(?=@)", mask, value)  # as a library's error has it
     # Without what follows a URL in a list, quotes or a sentence.
-    return re.sub(r"(://[^\s?'\"]*\?)((?:(?!,\w+:/)\S)*[^\s'\".,:;)\]])", mask, value)
+    return re.sub(r"(://[^?\n]*\?)((?:(?!,\w+:/)\S)*[^\s'\".,:;)\]])", mask, value)
 
 
 def usable(path: Any, setting: str) -> Any:
@@ -99,8 +101,13 @@ def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        log.warning("%s: the file system has no locks; a second start would not be noticed", path)
+        warn_without_locks(os.path.dirname(path))
         return contextlib.nullcontext()
+
+
+@functools.cache  # once for a folder, where a run has two locks
+def warn_without_locks(folder: str) -> None:
+    log.warning("%s: the file system has no locks; a second start would not be noticed", folder)
 
 
 def is_page_of(path: str, program: str) -> bool:

@@ -311,6 +311,8 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
         ),
         ("plain words\n".encode("utf-16-le") * 9, r"50% of its characters are NUL; it is probably utf-16-le"),
         ("plain words\n".encode("utf-32-be") * 9, r"75% of its characters are NUL; it is probably utf-32-be"),
+        ("吾輩は猫である。\n".encode("utf-16-le") * 9, r"it is probably utf-16-le: data.encoding=utf-16-le"),
+        (b"with \0 NUL " * 9, "it is no text, damaged, or in a rare encoding"),
         (b"%PDF-1.7 \xff\xff", "it is a PDF: extract its text"),
         (
             b"plain " * 20_000 + "café".encode("cp1252"),
@@ -318,7 +320,7 @@ def test_any_codec_and_marks_are_read(dataset, tmp_path):
         ),
         (gzip.compress(b"text"), r"it is gzip: unpack it, or let its name end with \.gz"),
     ],
-    ids=["cp1252", "cp1250", "utf-16", "utf-32", "pdf", "late", "gzip"],
+    ids=["cp1252", "cp1250", "utf-16", "utf-32", "Japanese", "NUL", "pdf", "late", "gzip"],
 )
 def test_a_file_in_another_encoding_names_the_likely_one(content, says, tmp_path):
     (tmp_path / "t.txt").write_bytes(content)

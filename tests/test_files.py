@@ -88,6 +88,8 @@ with file_lock(sys.argv[1]):
         ("[https://me@h/f,https://h/f?${oc.env:SIG}]", "[https://***@h/f,https://h/f?${oc.env:SIG}]"),
         ({"a": ["https://h/@me/f?x"], "b": 1}, {"a": ["https://h/@me/f?***"], "b": 1}),
         ("is it a?b@c", "is it a?b@c"),
+        ("https://h/it's my.txt?s=1: no such file", "https://h/it's my.txt?***: no such file"),
+        ('s3://me:p@h/f: no "me:p@h", he@h', 's3://***@h/f: no "***@h", he@h'),
     ],
 )
 def test_the_user_and_the_query_of_a_url_are_masked(text, shown):

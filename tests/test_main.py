@@ -384,10 +384,11 @@ def test_a_closed_output_pipe_neither_ends_the_run_nor_prints_errors(tmp_path):
     assert "held-out loss" in (tmp_path / "main.log").read_text() and (tmp_path / "gpt_snapshot.pt").exists()
 
 
-@pytest.mark.parametrize("script", ["main.py", "sample.py", "report.py", "export.py"])
+@pytest.mark.parametrize("script", ["main.py", "sample.py", "report.py", "export.py", "main.py --cfg job"])
 def test_help_that_cannot_be_written_is_one_line(script):
     with open("/dev/full", "w") as full:
-        line = command("--help", script=script)
+        program, *asked = script.split()
+        line = command(*(asked or ["--help"]), script=program)
         result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert result.returncode == 1 and re.fullmatch("error: .*standard output.*\n", result.stderr), result.stderr
 

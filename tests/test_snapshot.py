@@ -108,6 +108,8 @@ FOREIGN = "not a snapshot of this application: "
         (saved(extra=1), f"{FOREIGN}.*unexpected keyword argument 'extra'"),
         (saved(step="7"), FOREIGN),
         (saved(model_state=[]), FOREIGN),
+        (saved(model_state={1: 2}), FOREIGN),
+        (saved(config={"data": {"separator": 5}}), FOREIGN),
         (saved(model_state={"weight": torch.zeros(2, device="meta")}), FOREIGN),
         (saved(model_state={"weight": torch.zeros(2).to_sparse()}), FOREIGN),
         (saved(vocabulary=None), FOREIGN),

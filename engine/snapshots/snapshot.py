@@ -147,6 +147,7 @@ class Snapshot(State):
         for name, sizes in (("tok_emb.weight", ("vocab_size", "n_embd")), ("pos_emb.weight", ("block_size",))):
             if name in weights:
                 found |= zip(sizes, weights[name].shape, strict=False)
+        found["ngram_rows"] = len(weights["ngrams.weight"]) // 2 if "ngrams.weight" in weights else 0
         for name, size in found.items():
             if model.get(name) not in (None, size):
                 raise SnapshotError(f"the snapshot declares model.{name}={model[name]}, but its weights have {size}")
@@ -199,8 +200,11 @@ def check_types(snapshot: Snapshot) -> None:
         if not isinstance(value, kind) and not (isinstance(value, int) and float in (*get_args(hint), hint)):
             raise TypeError(f"{name} is of type {type(value).__name__}")
     for name, tensor in snapshot.model_state.items():
-        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensor.layout != torch.strided):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"the weight {name} is of type {type(tensor).__name__}")
+        if tensor.is_meta or tensor.layout != torch.strided:
             raise TypeError(f"{name} has no plain values")
+    snapshot.separator  # noqa: B018  # of an odd type
     files = snapshot.shards.get("files", {})
     groups = {group.rstrip("."): snapshot.config.get(group.rstrip("."), {}) for group in GROUPS if group}
     for name, part in {**groups, **snapshot.optimizer_state, "files": files}.items():

@@ -32,6 +32,7 @@ MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BO
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
+UNMARKED = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")  # guessed without a mark
 MAGIC = {  # how other kinds of files begin
     b"%PDF": "a PDF: extract its text",
     b"\x1f\x8b": "gzip: unpack it, or let its name end with .gz",
@@ -320,11 +321,12 @@ def advice(head: bytes, content: bytes = b"", tried: str = "") -> str:
     for magic, what in MAGIC.items():
         if head.startswith(magic):
             return f"it is {what}"
-    likely, content = "cp1252", content or head
-    nul, size = content.count(0) / max(len(content), 1), 4 if content.count(0) > 0.6 * len(content) else 2
-    if nul >= 0.05:  # of letters, the higher bytes are NUL
-        is_little = content[size - 1 :: size].count(0) > content[::size].count(0)
-        likely = f"utf-{8 * size}-{'le' if is_little else 'be'}"
+    likely: str | None = "cp1252"
+    content, head = content or head, head[: SNIFFED // 4 * 4]
+    if len(re.findall(rb"[\x00-\x08\x0e-\x1f]", head)) >= 0.02 * len(head):  # in no text of single bytes
+        is_utf8 = head.count(0) < 0.2 * len(head) and likelihood(head, "utf-8") > 0
+        best_codec = max(UNMARKED, key=lambda codec: likelihood(head, codec))
+        likely = best_codec if likelihood(head, best_codec) and not is_utf8 else None
     elif importlib.util.find_spec("charset_normalizer"):
         from charset_normalizer import from_bytes
 
@@ -332,9 +334,21 @@ def advice(head: bytes, content: bytes = b"", tried: str = "") -> str:
         best = matches.best()
         if best and not any("cp1252" in match.could_be_from_charset for match in matches):  # the commonest by far
             likely = codecs.lookup(best.encoding).name
-    if likely == tried:
-        return "it is damaged, or in another encoding; data.encoding=bytes reads any file"
+    if likely in (None, tried):
+        return "it is no text, damaged, or in a rare encoding; data.encoding=bytes reads any file"
     return f"it is probably {likely}: {this_command(f'data.encoding={likely}')}; data.encoding=bytes reads any file"
+
+
+def likelihood(content: bytes, codec: str) -> float:
+    """The share of characters that can be printed, plus that of ASCII, which has the spaces of most texts; 0 if the
+    first is below 0.9, or the `content` cannot be decoded.
+    """
+    try:
+        text = content[: len(content) // 4 * 4].decode(codec)
+    except UnicodeError:
+        return 0.0
+    printed = sum(c.isprintable() or c.isspace() for c in text)
+    return (printed + sum(map(str.isascii, text))) / len(text) if printed > 0.9 * len(text) else 0.0
 
 
 def normalized(pieces: Iterable[str], form: Any) -> Iterator[str]:
