@@ -268,7 +268,8 @@ def read_as_trained(path: str, snapshot: Snapshot, field: str | None) -> str:
         print(f"[reading {path} until it ends]", file=sys.stderr)
     config = snapshot.data_config(**{} if field is None else {"field": field})
     ending = ".stdin" if path == STDIN else os.path.splitext(path)[1]
-    if not all(name.endswith(ending) for name in listed(config.path)) or (field and config.format == "text"):
+    own = {os.path.splitext(name)[1] for name in listed(config.path)}
+    if own != {ending} or (field and config.format == "text"):
         config.format = None  # the names of the run's files do not say it
     try:
         with Notes() as notes:
