@@ -527,7 +527,9 @@ def test_a_setting_of_another_type_in_a_snapshot_is_one_line():
         sampling.load_model(snapshot, "cpu")
 
 
-@pytest.mark.parametrize("name, size", [("n_layer", 200_000), ("n_embd", 60_000), ("vocab_size", 10**9), ("ngram_rows", 10**9)])
+@pytest.mark.parametrize(
+    "name, size", [("n_layer", 200_000), ("n_embd", 60_000), ("vocab_size", 10**9), ("ngram_rows", 10**9)]
+)
 def test_sizes_that_the_weights_do_not_have_are_refused_before_a_model_is_built(name, size):
     snapshot = model_snapshot(VOCABULARY)
     snapshot.config["model"][name] = size
