@@ -242,8 +242,10 @@ class Trainer:
             if self.log.metrics:
                 self.log.metrics.reopen()
             distributed.run_on_rank_0(self._record_start)
-            with contextlib.suppress(UserError):  # a store that does not answer: the save itself will say so
+            try:
                 self.snapshots.recover_best(self.state)
+            except UserError as error:  # a store that does not answer does not end the run here
+                log.warning("%s", error)
 
     def close(self) -> None:
         """Ends the prefetch threads."""

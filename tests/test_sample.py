@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import itertools
 import json
@@ -532,6 +533,8 @@ def test_a_setting_of_another_type_in_a_snapshot_is_one_line():
 )
 def test_sizes_that_the_weights_do_not_have_are_refused_before_a_model_is_built(name, size):
     snapshot = model_snapshot(VOCABULARY)
+    sharded = dataclasses.replace(snapshot, model_state={}, config={"model": {"ngram_rows": 9}})
+    assert sharded.model_config["ngram_rows"] == 9  # its weights are elsewhere
     snapshot.config["model"][name] = size
     with pytest.raises(UserError, match=rf"declares model\.{name}={size}, but its weights have"):
         sampling.load_model(snapshot, "cpu")

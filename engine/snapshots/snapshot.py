@@ -147,7 +147,8 @@ class Snapshot(State):
         for name, sizes in (("tok_emb.weight", ("vocab_size", "n_embd")), ("pos_emb.weight", ("block_size",))):
             if name in weights:
                 found |= zip(sizes, weights[name].shape, strict=False)
-        found["ngram_rows"] = len(weights["ngrams.weight"]) // 2 if "ngrams.weight" in weights else 0
+        if weights:  # of a sharded snapshot, they are elsewhere
+            found["ngram_rows"] = len(weights.get("ngrams.weight", ())) // 2
         for name, size in found.items():
             if model.get(name) not in (None, size):
                 raise SnapshotError(f"the snapshot declares model.{name}={model[name]}, but its weights have {size}")
