@@ -80,7 +80,7 @@ def test_rank_0_alone_prints_and_writes(runs):
     assert batch in out
 
 
-def test_the_traceback_of_the_failed_rank_is_shown(tmp_path):
+def test_the_traceback_of_the_failed_rank_is_shown_and_the_others_name_its_error(tmp_path):
     patch = """
 import trainer
 step = trainer.Trainer._eager_step
@@ -95,6 +95,8 @@ trainer.Trainer._eager_step = fail
     assert result.returncode != 0
     summary = result.stderr[result.stderr.rindex("Root Cause") :]
     assert "rank      : 1" in summary and "RuntimeError: the disk of rank 1 is on fire" in summary
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error (rank 0): after step 2: "))
+    assert line.endswith(": rank 1 failed: RuntimeError: the disk of rank 1 is on fire")
 
 
 def test_ranks_agree_on_the_micro_batch_and_running_out_of_memory_names_the_setting(tmp_path):

@@ -345,33 +345,41 @@ def _run(action: Callable[[], T], is_mine: bool) -> T:
 
 @contextlib.contextmanager
 def report_unresponsive_ranks(when: Callable[[], str]) -> Iterator[None]:
-    """Turns a failed collective into a `UserError` that names the ranks that have not noticed it; `when()` is part of
-    the message: "after step 5".
+    """Turns a failed collective into a `UserError` that names the ranks which caused it: their errors or, of those that
+    have not noticed it, process and host. `when()` is part of the message: "after step 5".
     """
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         # Without the position in gloo's source, and its advice.
         message = re.sub(r"^\[\S+\] |\. This is typically.*", "", one_line(error))
-        failed = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
-        if not (failed and _store and (silent := unresponsive_ranks(_store))):
-            raise
-        raise UserError(f"{when()}: no answer from {silent} within 3 s: {message}") from error
+        lost = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
+        has_lost = isinstance(error, RuntimeError) and lost is not None
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        if _store and (failed := failed_ranks(_store, "" if has_lost else kind + message)):
+            raise UserError(f"{when()}: {message}: {failed}") from error
+        raise
 
 
-def unresponsive_ranks(store: dist.Store) -> str:
-    """Names the ranks that have not noticed a failure within 3 s of this one, if any, with process and host: gloo's
-    "Timed out waiting 5000ms for recv operation to complete" does not. A rank that notices sets a key in the store.
+def failed_ranks(store: dist.Store, own: str) -> str:
+    """Tells the others the `own` error of this rank. Without one, after a failed collective, returns theirs, or names
+    the ranks that have not noticed the failure within 3 s: gloo's "Timed out waiting 5000ms for recv operation to
+    complete" does not. A rank that notices sets a key in the store.
     """
 
-    def ask() -> list[str]:
-        store.set(f"noticed/{rank()}", "")
+    def ask() -> str:
+        if not store.check([f"noticed/{rank()}"]):  # an error is noticed once
+            store.set(f"noticed/{rank()}", own)
+        if own:
+            return ""
         time.sleep(3)
-        silent = [r for r in range(size()) if not store.check([f"noticed/{r}"])]
-        return [f"rank {r} ({store.get(f'process/{r}').decode()})" for r in silent]
+        noticed = {r: store.get(f"noticed/{r}").decode() for r in range(size()) if store.check([f"noticed/{r}"])}
+        if causes := [f"rank {r} failed: {cause}" for r, cause in noticed.items() if cause]:
+            return ", ".join(causes)
+        silent = [f"rank {r} ({store.get(f'process/{r}').decode()})" for r in range(size()) if r not in noticed]
+        return f"no answer from {', '.join(silent)} within 3 s" * bool(silent)
 
     try:  # in a thread: behind a broken link, a call to the store outlives its own timeout
-        ranks = ThreadPoolExecutor(1).submit(ask).result(timeout=6)
+        return ThreadPoolExecutor(1).submit(ask).result(timeout=6)
     except (RuntimeError, TimeoutError):
-        ranks = ["the process that holds the store"]
-    return ", ".join(ranks)
+        return "" if own else "no answer from the process that holds the store within 3 s"
