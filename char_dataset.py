@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from engine.config.schema import DataConfig
 from engine.errors import UserError
 from engine.kernels.ops import IGNORE
-from engine.run.dataset import Text
+from engine.run.dataset import Windows
 from engine.run.plan import MicroBatch, Plan
 from engine.text.documents import from_text, to_text, unit_of
 from engine.text.encoding import open_text
@@ -290,7 +290,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        dataset: Text,
+        dataset: Windows,
         seed: int,
         plan: Plan,
         rank: int = 0,
@@ -344,7 +344,7 @@ class MicroBatches:
         return torch.from_numpy(order).to(self.dataset.data.device, non_blocking=True)
 
 
-def move_if_small(datasets: Sequence[Text], device: torch.device) -> None:
+def move_if_small(datasets: Sequence[Windows], device: torch.device) -> None:
     """Moves the texts to the GPU if they fit into a tenth of its memory; batches are then gathered there."""
     memory = torch.cuda.get_device_properties(device).total_memory
     if sum(dataset.data.nbytes for dataset in datasets) <= memory / 10:

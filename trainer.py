@@ -30,7 +30,7 @@ from engine.parallel.distributed import report_unresponsive_ranks
 from engine.precision import resolve
 from engine.run import memory
 from engine.run.cuda_graph import WARM_UP, CapturedStep, can_capture
-from engine.run.dataset import Text, as_text
+from engine.run.dataset import Items, Windows, as_windows
 from engine.run.directory import HISTORY
 from engine.run.evaluation import Evaluation, evaluate
 from engine.run.log import RunLog
@@ -79,8 +79,8 @@ class Trainer:
         config: TrainerConfig,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        train_dataset: Text,
-        test_dataset: Text | None = None,
+        train_dataset: Windows | Items,
+        test_dataset: Windows | Items | None = None,
         *,
         schedule: Callable[[int, int], float] = lambda step, total_steps: 1.0,
         run_dir: str = ".",
@@ -92,8 +92,8 @@ class Trainer:
         distributed.init(config.device, config.threads, config.timeout_s)
         device = distributed.device()
         self.config, self.optimizer, self.schedule = config, optimizer, schedule
-        self.train_dataset = train_dataset = as_text(train_dataset)
-        self.test_dataset = test_dataset = None if test_dataset is None else as_text(test_dataset)
+        self.train_dataset = train_dataset = as_windows(train_dataset)
+        self.test_dataset = test_dataset = None if test_dataset is None else as_windows(test_dataset)
         self.model = sharding.wrap(model, config.strategy)
         self.bare = bare = distributed.unwrap(self.model)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]

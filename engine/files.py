@@ -91,7 +91,7 @@ def writes(setting: str, path: str) -> Iterator[None]:
         raise UserError(f"{setting}={path}: cannot be written: {error.strerror or one_line(error)}") from error
 
 
-def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager[Any]:
+def file_lock(path: str, wait: bool = True) -> contextlib.AbstractContextManager[object]:
     """Acquires a file lock, to be released by `with`: one process at a time holds it, even across hosts that share a
     disk; a process that dies releases it. On a file system without locks, only warns. Raises `filelock.Timeout` if it
     is held and `wait` is false, and OSError.

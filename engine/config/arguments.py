@@ -97,7 +97,7 @@ def explain_value(error: OmegaConfBaseException) -> str:
     return f"{key}: {first}"
 
 
-def field_table(cls: Any, prefix: str = "") -> str:
+def field_table(cls: type, prefix: str = "") -> str:
     """The fields of a dataclass, which inherits none, without nested ones and those in `HIDDEN`, as lines for a
     terminal: `name=default`, type and meaning in columns. A field without a default shows `???`.
     """
@@ -110,7 +110,7 @@ def field_table(cls: Any, prefix: str = "") -> str:
     return "\n".join(f"  {a:{first}}  {b:{second}}  {c}".rstrip() for a, b, c in rows)
 
 
-def run_program(program: Callable[[list[str]], int | None], *configs: Any) -> None:
+def run_program(program: Callable[[list[str]], int | None], *configs: type) -> None:
     """Runs `program(arguments)` and exits with its status; a `UserError` or OSError is one line and
     status 1, and Ctrl-C ends it without a traceback. `--help` prints the docstring of the program's file and the
     fields of its `configs`.

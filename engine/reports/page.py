@@ -58,7 +58,7 @@ def render(runs: list[Run]) -> str:
     )
 
 
-def varied_settings(runs: list[Run]) -> dict[str, list[Any]]:
+def varied_settings(runs: list[Run]) -> dict[str, list[str]]:
     """The settings in which `runs` differ, beside their names: by key, the value of each run."""
     flat = [flatten(run.config) for run in runs]
     keys = [key for key in dict.fromkeys(itertools.chain(*flat)) if key not in ("run_name", "run_dir")]

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from engine.errors import UserError
 log = logging.getLogger("gpt")
 
 
-class Text(Protocol):
+@runtime_checkable
+class Windows(Protocol):
     """A text in windows of `block_size` characters, to train or to evaluate on."""
 
     data: torch.Tensor  # its ids
@@ -31,12 +32,20 @@ class Text(Protocol):
     def eval_windows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class Items(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class StackedItems:
     """A map-style data set whose items are `(x, y)`, int64 of shape (T,) each: items are stacked, and each is one
     window. Its digest covers the number of items, the first, the middle and the last.
     """
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: Items):
         self.dataset = dataset
         try:
             x, _ = dataset[0]
@@ -67,11 +76,11 @@ class StackedItems:
         return self.batch(np.arange(first, last))
 
 
-def as_text(dataset: Any) -> Text:
+def as_windows(dataset: Windows | Items) -> Windows:
     """`dataset` itself if it has batches, or else with its items stacked. Warns if it is a part of a data set whose
     windows overlap, as `random_split` makes of a `CharDataset`.
     """
-    if hasattr(dataset, "batch"):
+    if isinstance(dataset, Windows):
         return dataset
     if isinstance(dataset, Subset) and hasattr(dataset.dataset, "split"):
         log.warning(

@@ -74,7 +74,7 @@ def remove_if_unused(run_dir: str) -> None:
             shutil.rmtree(run_dir)
 
 
-def locked_file(path: str, setting: str) -> contextlib.AbstractContextManager[Any]:
+def locked_file(path: str, setting: str) -> contextlib.AbstractContextManager[object]:
     """`file_lock`, without waiting. Raises `UserError` naming `setting` if the file cannot be created or another run
     holds it.
     """
@@ -228,5 +228,5 @@ def choose_snapshots(snapshots: list[str] | None, snapshot: str | None, run_dir:
     check_only_one(snapshots=snapshots, snapshot=snapshot, run_dir=run_dir)
     if snapshots == []:
         raise UserError("snapshots=[]: names no snapshot; use [a.pt,b.pt]")
-    paths: list[Any] = snapshots or [snapshot]
+    paths = [snapshot] if snapshots is None else snapshots
     return [choose_snapshot(path, run_dir) for path in paths]

@@ -9,7 +9,7 @@ import torch.nn as nn
 from engine.kernels.ops import IGNORE
 from engine.parallel import distributed
 from engine.precision import evaluating
-from engine.run.dataset import Text
+from engine.run.dataset import Windows
 
 EVAL_CHARACTERS = {"cpu": 8192, "cuda": 32768}  # per rank and forward pass; other devices: cpu
 
@@ -25,7 +25,7 @@ class Evaluation(NamedTuple):
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    dataset: Text,
+    dataset: Windows,
     check_requests: Callable[[], None] = lambda: None,
     max_windows: int | None = None,
 ) -> Evaluation:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from engine.errors import UserError, one_line
 from engine.machine import hardware
 from engine.parallel import distributed, sharding
-from engine.run.dataset import Text
+from engine.run.dataset import Windows
 from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
@@ -22,7 +22,7 @@ HEADROOM = 0.05  # share of a GPU's memory left free for fragmentation, evaluati
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]  # of a model and a micro-batch (x, y)
 
 
-def fit_micro_batch(plan: Plan, model: nn.Module, dataset: Text, loss_of: Loss) -> Plan:
+def fit_micro_batch(plan: Plan, model: nn.Module, dataset: Windows, loss_of: Loss) -> Plan:
     """The plan with its micro-batch halved until a forward and backward pass of the unwrapped `model` fits into the
     memory of every rank. Raises `UserError` if one window is too many.
 
@@ -44,7 +44,7 @@ def fit_micro_batch(plan: Plan, model: nn.Module, dataset: Text, loss_of: Loss) 
         plan = plan.with_micro_batch(plan.micro_batch_size // 2)
 
 
-def _fits(plan: Plan, model: nn.Module, dataset: Text, loss_of: Loss) -> bool:
+def _fits(plan: Plan, model: nn.Module, dataset: Windows, loss_of: Loss) -> bool:
     """Whether a micro-batch of `plan` fits into memory, with the optimizer's two moment estimates per parameter, the
     gradients of earlier micro-batches and some headroom.
     """

@@ -109,9 +109,9 @@ def read_shards(path: str, snapshot: Snapshot, model: dict[str, torch.Tensor]) -
     return model_state, optimizer_state
 
 
-def digests(names: list[str], folder: str) -> dict[str, list[Any] | None]:
+def digests(names: list[str], folder: str) -> dict[str, list[int | str] | None]:
     """[size, SHA-256] of each file, None for one that cannot be read; the ranks share the work."""
-    own: dict[str, list[Any] | None] = {}
+    own: dict[str, list[int | str] | None] = {}
     for name in names[distributed.rank() :: distributed.size()]:
         try:
             with open(os.path.join(folder, name), "rb") as file:
