@@ -216,7 +216,7 @@ def test_a_text_with_a_meaning_to_hydra_keeps_it(tmp_path, monkeypatch):
     [
         (b"# @package _global_\n\trun_name: a", 'mine.yaml", line 2, column 1'),
         ("# @package _global_\nrun_name: é".encode("latin-1"), "mine.yaml: must be UTF-8"),
-        (b"run_name: a", "In 'experiment/mine': a recipe's first line must be: # @package _global_"),
+        (b"run_name: a", "In 'experiment/mine': a recipe must begin with # @package _global_"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_gets_one_line(recipe, says, tmp_path):

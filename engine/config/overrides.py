@@ -192,7 +192,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         if plugin := re.fullmatch("(hydra/(launcher|sweeper))/(([a-z]+).*)", error.missing_cfg_file):
             return f"{plugin[1]}={plugin[3]}: not installed: pip install hydra-{plugin[4]}-{plugin[2]}"
-        group, _, name = error.missing_cfg_file.partition("/")
+        group, name = re.findall("^((?:hydra/)?[^/]*)/?(.*)", error.missing_cfg_file)[0]
         own = "; for a text of your own: data=text data.path=FILE" if group == "data" else ""
         return f"{group}={name}: no such file; choose from {', '.join(error.options)}{own}"
     if isinstance(error, OverrideParseException):
@@ -208,7 +208,7 @@ def explain(error: Exception) -> str:
         return f"{next(filter(None, found))}: must be UTF-8: {error}"  # Hydra does not name the file
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if "Key 'experiment' not in 'Config'" in str(error):
-        return f"{str(error).partition(':')[0]}: a recipe's first line must be: # @package _global_"
+        return f"{str(error).partition(':')[0]}: a recipe must begin with # @package _global_, without a mark (BOM)"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return explain_value(cause)
     return one_line(cause)
