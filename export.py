@@ -74,8 +74,8 @@ def main(arguments: list[str]) -> None:
                 file.write(content)
             said = f"{len(content) / 1e6:.1f} MB"
         elif out.endswith(".pt"):
-            with atomic_write(out, "w+b") as file:
-                snapshots[paths[0]].write(file)
+            with atomic_write(out, "wb") as file:
+                file.write(snapshots[paths[0]].to_bytes())
             said = "one file"
         else:
             said = export(snapshots[paths[0]], paths[0], out)

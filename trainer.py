@@ -50,6 +50,7 @@ T = TypeVar("T")
 StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the device
 # Tries of the last save and seconds between them: at the end, and when stopped (torchrun kills 30 s after SIGTERM).
 LAST_SAVE, STOP_SAVE = (120, 30.0), (2, 2.0)
+HALF_CHECKED = 8  # micro-batches whose loss must be finite for a save in float16
 MIN_STEPS_FOR_HALFWAY = 20  # the fewest steps of a run that is also evaluated halfway
 
 
@@ -395,13 +396,16 @@ class Trainer:
 
     def _save(self, is_numbered: bool) -> str | None:
         """Starts to save this step, unless its weights, or the loss computed with them, are not finite: then returns
-        which. The loss is that of the evaluation or, without training on it, of the last micro-batch.
+        which. The loss is that of the evaluation or, without training on it, of the last micro-batch; in float16, where
+        some overflow and others do not, of the last `HALF_CHECKED`.
         """
         self._restore_missing_files()
         state = self.state
         loss = state.loss
-        if loss is None or not state.is_evaluated:
-            loss = self._loss([self.batches[max(state.step * self.plan.accumulation - 1, 0)]]).item()
+        if loss is None or not state.is_evaluated or self.scaler.is_enabled():
+            end = max(state.step * self.plan.accumulation, 1)
+            first = max(end - (HALF_CHECKED if self.scaler.is_enabled() else 1), 0)
+            loss = self._loss([self.batches[i] for i in range(first, end)]).item()
         return self.snapshots.save(self._snapshot(), is_numbered, loss)
 
     def _save_last(self, tries: int, pause_s: float) -> None:

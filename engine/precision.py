@@ -72,10 +72,9 @@ class Precision:
     @contextlib.contextmanager
     def determinism(self) -> Iterator[None]:
         """A context in which torch uses deterministic algorithms, if chosen, and raises an error where it has none."""
-        before = torch.get_deterministic_debug_mode()
-        if self.deterministic:
-            deterministic: Any = torch.utils.deterministic
-            deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor once more
+        deterministic: Any = torch.utils.deterministic
+        before, filled = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+        deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor once more
         torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
         if self.compile:  # tells the compiler, too; not needed otherwise, as importing it takes a second
             torch.use_deterministic_algorithms(self.deterministic)
@@ -83,6 +82,7 @@ class Precision:
             yield
         finally:
             torch.set_deterministic_debug_mode(before)
+            deterministic.fill_uninitialized_memory = filled
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import best, equal, latest, metrics, no_space, small_gpt
+from conftest import best, equal, latest, metrics, no_space, small_disk, small_gpt
 
 import model as model_module
 from char_dataset import ORDER_STEPS, CharDataset, DataConfig, MicroBatches, window_order
@@ -248,6 +248,13 @@ def test_a_rescued_snapshot_is_the_best_again(parts, tmp_path, monkeypatch):
     assert best(tmp_path).step == 6
 
 
+def test_no_room_for_a_rescue_is_said(parts, tmp_path, monkeypatch):
+    trainer = make(parts, tmp_path)
+    with small_disk(tmp_path, "8k") as disk, pytest.raises(UserError, match="No space left on device"):
+        monkeypatch.setattr("tempfile.tempdir", str(disk))
+        trainer.snapshots.rescue(trainer._snapshot())
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_follows_the_schedule(parts, tmp_path, optimizer):
     trainer = make(parts, tmp_path, optimizer=optimizer)
@@ -313,7 +320,7 @@ def test_determinism_is_switched_on_and_off_again(parts, tmp_path, deterministic
     assert (chosen.compile, chosen.deterministic) == (False, deterministic)
     with chosen.determinism():
         assert torch.get_deterministic_debug_mode() == mode
-    assert torch.get_deterministic_debug_mode() == 0
+    assert torch.get_deterministic_debug_mode() == 0 and torch.utils.deterministic.fill_uninitialized_memory
 
 
 # --- data order ---
@@ -570,6 +577,15 @@ def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, amp_dtype
     assert latest(tmp_path).step == 3 and load(str(tmp_path / "gpt_snapshot.prev.pt")).step == 2
     make(parts, tmp_path, max_steps=30, amp_dtype=amp_dtype).train()
     assert latest(tmp_path).step == 30
+
+
+def test_float16_saves_no_weights_with_which_some_losses_overflow(parts, tmp_path):
+    trainer = make(parts, tmp_path, max_steps=30, save_every_steps=1, eval_every_steps=2, amp_dtype="float16")
+    number = itertools.count()
+    multiply_loss(trainer, lambda step: math.nan if step >= 4 and trainer.bare.training and next(number) % 3 else 1)
+    with pytest.raises(UserError, match="training has diverged"):
+        trainer.train()
+    assert latest(tmp_path).step == 3
 
 
 def test_a_trainer_without_a_held_out_part_does_not_end_well_with_nan(parts, tmp_path):

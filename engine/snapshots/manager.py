@@ -217,8 +217,8 @@ class SnapshotManager:
 
         def write() -> str:
             path = os.path.join(tempfile.mkdtemp(prefix="gpt_snapshot."), "gpt_snapshot.pt")
-            with atomic_write(path, "w+b") as file:
-                copied.write(file)
+            with atomic_write(path, "wb") as file:
+                file.write(copied.to_bytes())
             return path
 
         return distributed.run_on_rank_0(write)

@@ -72,22 +72,15 @@ class Snapshot(State):
 
     def to_bytes(self) -> memoryview:
         """The content of the file, digest included."""
-        buffer = io.BytesIO()
-        self.write(buffer)
-        return buffer.getbuffer()
-
-    def write(self, file: io.BytesIO | io.BufferedRandom) -> None:
-        """Writes the content into an empty file, also open for reading."""
-        torch.save(vars(self), file)
-        file.seek(-22, io.SEEK_END)
-        if file.read(4) != END_RECORD:
+        buffer = io.BytesIO()  # torch.save into a file would hide why that cannot be written
+        torch.save(vars(self), buffer)
+        buffer.seek(-22, io.SEEK_END)
+        if buffer.read(4) != END_RECORD:
             raise RuntimeError("torch.save no longer ends a file with a bare ZIP end record")
-        file.seek(-2, io.SEEK_END)  # the length of the comment
-        file.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(0, io.SEEK_END)
-        file.write(digest.encode())
+        buffer.seek(-2, io.SEEK_END)  # the length of the comment
+        buffer.write((len(COMMENT) + DIGEST_LENGTH).to_bytes(2, "little") + COMMENT)
+        buffer.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
+        return buffer.getbuffer()
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> "Snapshot":
