@@ -66,7 +66,8 @@ def file_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # each remote file system raises its own
         if isinstance(error, FileNotFoundError) and error.__cause__ is None:
-            raise Unreadable(f"{name}: no such file") from error
+            hint = "; torchrun does not pass on <(...): pipe into it, with data.path=-" * name.startswith("/dev/fd/")
+            raise Unreadable(f"{name}: no such file{hint}") from error
         # The cause is, say, a refused connection; of a missing package, fsspec says which.
         reason = one_line(error if isinstance(error, ImportError) else error.__cause__ or error)
         raise Unreadable(f"{name}: cannot be read: {reason}") from error
