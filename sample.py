@@ -114,8 +114,8 @@ class SampleConfig:
         check_range("num_samples", self.num_samples, 1, 10_000)
         check_range("max_new_tokens", self.max_new_tokens, 1)
         check_range("temperature", self.temperature, 0, 1000)
-        check_range("top_k", self.top_k, 1)
-        check_range("top_p", self.top_p, above=0, high=1)
+        check_range("top_k", self.top_k, 1, null=True)
+        check_range("top_p", self.top_p, above=0, high=1, null=True)
         check_range("seed", self.seed, 0, 2**63 - 1)
         check_device("device", self.device)
 

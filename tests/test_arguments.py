@@ -147,8 +147,13 @@ def test_every_program_has_help_and_refuses_an_unknown_argument_in_one_line(prog
         assert len(re.split("  +", line.strip())) == 3, line  # its meaning, too
 
 
-def test_a_list_has_files_whose_names_have_commas(tmp_path, monkeypatch):
+def test_a_list_has_files_and_patterns_with_commas(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=1,b=2").write_text("")
-    for text, items in (("a=1,b=2", ["a=1,b=2"]), ("x,a=1,b=2,y", ["x", "a=1,b=2", "y"]), ("x,y*", ["x", "y*"])):
+    for text, items in (
+        ("a=1,b=2", ["a=1,b=2"]),
+        ("x,a=1,b=2,y", ["x", "a=1,b=2", "y"]),
+        ("x,y*", ["x", "y*"]),
+        ("a=1,b*,x", ["a=1,b*", "x"]),
+    ):
         assert split_paths(text) == items

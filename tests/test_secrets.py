@@ -7,6 +7,7 @@ import threading
 import pytest
 from conftest import UNREAD, start
 
+from engine.portable import is_installed
 from engine.snapshots.storage import load
 
 
@@ -44,6 +45,9 @@ def test_secrets_are_neither_shown_nor_written_nor_compared(host, settings, tmp_
     assert refused.returncode == 1 and f"{shown}: the run recorded this without" in refused.stderr
     given = start(*copied, f"text={text_file}", script="sample.py")
     assert given.returncode == 0 and "of this is copied" in given.stderr
+    if is_installed("wandb"):  # which records the command line
+        tracked = start(*settings, f"data.path={url}", "run_dir=wandb", "trainer.trackers=[wandb]", cwd=tmp_path)
+        assert tracked.returncode == 0 and (tmp_path / "wandb" / "wandb").is_dir(), tracked.stderr
     assert not any("SECRET" in text for text in (*printed, missing.stderr, result.stdout, refused.stderr))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20

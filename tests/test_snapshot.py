@@ -125,6 +125,13 @@ def test_another_type_of_file_is_refused(content, says):
         Snapshot.from_bytes(content, "s.pt")
 
 
+def test_settings_of_a_text_that_have_another_type_are_refused():
+    snapshot = some_snapshot()
+    snapshot.config = {"data": {"encoding": 7}}
+    with pytest.raises(UserError, match="settings of its text that cannot be"):
+        snapshot.data_config(path="t.txt")
+
+
 def test_garbage_with_a_valid_digest_is_refused():
     chance = random.Random(0)
     body = archive()[: -len(COMMENT) - 64]

@@ -225,6 +225,8 @@ def test_a_pipe_is_read_once_and_its_text_is_found_again(tmp_path, caplog):
     assert caplog.text.count(f"{pipe} until it ends") == 2
     with pytest.raises(UserError, match=r"data.path=/dev/null: the text is empty"):
         prepare_text(DataConfig(path="/dev/null", cache_dir=cache_dir))
+    with pytest.raises(UserError, match="more than 1,000 bytes"):
+        prepare_text(DataConfig(path="/dev/zero", cache_dir=cache_dir, max_bytes=1000))
 
 
 # --- downloads ---

@@ -743,6 +743,13 @@ class Refusing:
         return self.forward(model, x, *args, **more)
 
 
+def test_a_micro_batch_on_a_cpu_is_limited_as_a_stop_waits_for_it(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.run.memory.CHARACTERS", 3 * parts[0].block_size + 1)
+    plan = make(parts, tmp_path, batch_size=8).plan
+    assert (plan.micro_batch_size, plan.accumulation) == (2, 4)
+    assert make(parts, tmp_path, batch_size=8, micro_batch_size=8).plan.accumulation == 1
+
+
 def test_the_largest_micro_batch_that_fits_is_found_by_trial_and_kept(parts, tmp_path, monkeypatch):
     given = make(parts, tmp_path / "given", micro_batch_size=3)
     given.train()

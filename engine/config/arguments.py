@@ -1,6 +1,7 @@
 """Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
 
 import dataclasses
+import glob
 import inspect
 import os
 import re
@@ -60,12 +61,13 @@ def parse(cls: type[T], arguments: list[str]) -> T:
 
 
 def split_paths(text: str) -> list[str]:
-    """The items between commas. A file whose name has commas, as the jobs of a sweep have, is one."""
+    """The items between commas. A file or a pattern with commas, as the jobs of a sweep have, is one."""
     items: list[str] = []
     left = text.split(",")
     while left:
         joined = [",".join(left[:n]) for n in range(len(left), 0, -1)]
-        item = next((each for each in joined if os.path.exists(os.path.expanduser(each.strip()))), left[0])
+        paths = {each: os.path.expanduser(each.strip()) for each in joined}
+        item = next((each for each, path in paths.items() if os.path.exists(path) or glob.glob(path)), left[0])
         items.append(item)
         left = left[item.count(",") + 1 :]
     return items

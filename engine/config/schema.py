@@ -123,7 +123,7 @@ class DataConfig:
             raise UserError(
                 f"data.separator={self.separator}: data.shuffle={self.shuffle} has one of its own, {own}; leave one out"
             )
-        check_range("data.max_bytes", self.max_bytes, above=0)
+        check_range("data.max_bytes", self.max_bytes, above=0, null=True)
         try:
             if self.encoding != "bytes":
                 "".encode(self.encoding)  # a codec of text
@@ -308,7 +308,7 @@ class TrainerConfig:
     max_steps: int | None = None  # optimizer steps; null: no limit; if both are set, whichever is reached first
     max_minutes: float | None = None  # time limit, minutes, from which main.py computes max_steps; null: no limit
     batch_size: int | None = 64  # global batch: windows per optimizer step, over all processes; null: chosen
-    micro_batch_size: int | None = None  # windows per process and forward pass, at most; null: all, or what fits a GPU
+    micro_batch_size: int | None = None  # windows per process and pass; null: what fits a GPU, else 65536 characters
     grad_norm_clip: float | None = 1.0  # maximum L2 norm of the gradient over all parameters; null: no clipping
     data_loader_workers: int = 0  # prefetch threads; 0: none, usually enough
     snapshot_path: str = "gpt_snapshot.pt"  # latest snapshot: a path, in run_dir unless absolute, or a URL
@@ -365,10 +365,10 @@ class TrainerConfig:
         check_range("trainer.log_every_steps", self.log_every_steps, above=0)
         check_range("trainer.batch_size", self.batch_size, 1, 2**20)
         check_range("trainer.data_loader_workers", self.data_loader_workers, 0, 1024)
-        check_range("trainer.threads", self.threads, 1, 1024)
+        check_range("trainer.threads", self.threads, 1, 1024, null=True)
         check_range("trainer.timeout_s", self.timeout_s, above=0, high=1e6)
         check_range("trainer.seed", self.seed, 0, 2**63 - 1)
-        check_range("trainer.max_minutes", self.max_minutes, above=0, high=1e6)
+        check_range("trainer.max_minutes", self.max_minutes, above=0, high=1e6, null=True)
         if self.max_epochs is None and self.max_steps is None and self.max_minutes is None:
             raise UserError("trainer.max_epochs, max_steps and max_minutes are all null: one must end the run")
         if self.snapshot_format == "sharded" and not is_local(self.snapshot_path):

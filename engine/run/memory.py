@@ -16,6 +16,7 @@ from engine.run.plan import Plan
 
 log = logging.getLogger("gpt")
 RAISES_OUT_OF_MEMORY = {"cuda"}  # on a CPU the operating system may kill the process instead
+CHARACTERS = 2**16  # of a micro-batch where memory is not measured; a request to stop waits for one
 HEADROOM = 0.05  # share of a GPU's memory left free for fragmentation, evaluation and libraries
 
 
@@ -26,12 +27,15 @@ def fit_micro_batch(plan: Plan, model: nn.Module, dataset: Windows, loss_of: Los
     """The plan with its micro-batch halved until a forward and backward pass of the unwrapped `model` fits into the
     memory of every rank. Raises `UserError` if one window is too many.
 
-    Tries nothing on devices that raise no OutOfMemoryError, nor for sharded models: a rank that failed would leave the
-    others waiting.
+    Devices that raise no OutOfMemoryError have at most `CHARACTERS` in one, and for sharded models nothing is tried: a
+    rank that failed would leave the others waiting.
     """
     device = distributed.device()
-    if device.type not in RAISES_OUT_OF_MEMORY or sharding.is_sharded(model):
+    if sharding.is_sharded(model):
         return plan
+    if device.type not in RAISES_OUT_OF_MEMORY:
+        most = max(1, CHARACTERS // plan.block_size)
+        return plan if plan.micro_batch_size <= most else plan.with_micro_batch(most)
     hardware.free_unused(device)  # an earlier Trainer of this process
     while True:
         fits = _fits(plan, model, dataset, loss_of)

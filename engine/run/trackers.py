@@ -5,10 +5,12 @@ the steps after its snapshot again.
 """
 
 import os
+import sys
 import uuid
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from engine.files import masked
 from engine.run.metrics import position
 
 
@@ -69,16 +71,20 @@ class WandB:
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
         self.logged = logged if resumes else (0, False)
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "character-level-gpt"),
-            name=os.environ.get("WANDB_NAME", os.path.basename(run_dir)),
-            config=hyperparameters,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=os.environ.get("WANDB_DIR", run_dir),
-            mode=cast(Any, os.environ.get("WANDB_MODE") or "offline"),
-            settings=wandb.Settings(console="off", silent=True, finish_timeout=60),
-        )
+        typed, sys.argv = sys.argv, masked(sys.argv)  # which W&B records
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "character-level-gpt"),
+                name=os.environ.get("WANDB_NAME", os.path.basename(run_dir)),
+                config=hyperparameters,
+                id=id_file.read_text(),
+                resume="allow",
+                dir=os.environ.get("WANDB_DIR", run_dir),
+                mode=cast(Any, os.environ.get("WANDB_MODE") or "offline"),
+                settings=wandb.Settings(console="off", silent=True, finish_timeout=60),
+            )
+        finally:
+            sys.argv = typed
 
     def log(self, line: dict[str, Any]) -> None:
         if position(line) > self.logged:

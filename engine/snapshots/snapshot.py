@@ -156,7 +156,10 @@ class Snapshot(State):
         """The settings of the run's text, with `changes`, such as another `path` that is to be read alike."""
         known = {field.name for field in fields(DataConfig)}  # an older run may have others
         recorded = {name: value for name, value in self.config.get("data", {}).items() if name in known}
-        return DataConfig(**recorded | changes)
+        try:
+            return DataConfig(**recorded | changes)
+        except TypeError as error:
+            raise SnapshotError(f"the snapshot declares settings of its text that cannot be: {error}") from error
 
     @property
     def separator(self) -> str:

@@ -178,11 +178,11 @@ def prepare_text(config: DataConfig, folder: str = ".", recorded: dict[str, Any]
             )  # fmt: skip
             return pydoc
     if config.path == STDIN:
-        config = dataclasses.replace(config, path=copy_stdin(folder, recorded_path))
+        config = dataclasses.replace(config, path=copy_stdin(folder, recorded_path, config.max_bytes))
     for name in ("path", "val_path", "test_path"):
         path = getattr(config, name)
         if path is not None:
-            copies = [copy_pipe(each, config.cache_dir) for each in listed(path)]
+            copies = [copy_pipe(each, config.cache_dir, config.max_bytes) for each in listed(path)]
             copied: Any = {name: copies if isinstance(path, list) else copies[0]}
             config = dataclasses.replace(config, **copied)
     if not is_small_local_file(config):

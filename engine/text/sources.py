@@ -304,25 +304,26 @@ def check_sha256(found: str, expected: str | None, name: str | list[str]) -> Non
         )
 
 
-def copy_pipe(path: str, cache_dir: str) -> str:
+def copy_pipe(path: str, cache_dir: str, most: float | None) -> str:
     """Copies a pipe, which one process can read, once, into `cache_dir`. Returns the path of the copy, named by its
-    SHA-256, so that the same text has the same path again; any other `path` as it is.
+    SHA-256, so that the same text has the same path again; any other `path` as it is. Raises `UserError` for more than
+    `most` bytes.
     """
     if not is_pipe(path):
         return path
     pieces = read_file(OpenFile(LocalFileSystem(), path))
-    copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir")
+    copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir", most)
     if copied is None:
         raise UserError(f"data.path={path}: the text is empty")
     return copied
 
 
-def copy_stdin(folder: str, recorded: str | None) -> str:
+def copy_stdin(folder: str, recorded: str | None, most: float | None) -> str:
     """Copies standard input into `folder`; returns the path of the copy. If it is a terminal, or empty, as when a run
     resumes, or for later jobs of a sweep, returns the copy of the run, `recorded` in its snapshot, or the newest one.
     """
     stream: BinaryIO | None = sys.stdin.buffer if sys.stdin is not None and not sys.stdin.isatty() else None
-    if stream is not None and (copied := copy_stream(in_pieces(stream), folder, ".stdin", "run_dir")):
+    if stream is not None and (copied := copy_stream(in_pieces(stream), folder, ".stdin", "run_dir", most)):
         return copied
     earlier = sorted(glob.glob(os.path.join(glob.escape(folder), "*.stdin")), key=os.path.getmtime)
     if recorded and os.path.exists(recorded):
@@ -332,9 +333,9 @@ def copy_stdin(folder: str, recorded: str | None) -> str:
     return earlier[-1]
 
 
-def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: str) -> str | None:
+def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: str, most: float | None) -> str | None:
     """Writes `pieces` into a file of `folder`, as `setting` says, that is named by its SHA-256; returns its path, None
-    without a byte.
+    without a byte. Raises `UserError` for more than `most` bytes.
     """
     with writes(setting, folder):
         os.makedirs(folder, exist_ok=True)
@@ -344,6 +345,8 @@ def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: s
                 target.write(piece)
                 digest.update(piece)
                 size += len(piece)
+                if most is not None and size > most:
+                    raise UserError(f"data.path: more than {most:,.0f} bytes; data.max_bytes= allows more")
         named = os.path.join(folder, digest.hexdigest()[:32] + extension)
         os.replace(copy, named)
         if not size:
