@@ -26,7 +26,7 @@ from engine.generation import draw_samples
 from engine.machine.hardware import count_flops
 from engine.optim import optimizer_state, set_learning_rate
 from engine.parallel import distributed, sharding
-from engine.parallel.distributed import report_unresponsive_ranks
+from engine.parallel.distributed import name_failed_ranks
 from engine.precision import resolve
 from engine.run import memory
 from engine.run.cuda_graph import WARM_UP, CapturedStep, can_capture
@@ -205,14 +205,14 @@ class Trainer:
         state, snapshots = self.state, self.snapshots
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.requests)
-            stack.enter_context(report_unresponsive_ranks(lambda: f"after step {state.step}"))
             stack.enter_context(memory.report_exhausted(self.plan))
             stack.enter_context(self.precision.determinism())
             try:
-                distributed.run_on_rank_0(self._open_files)
-                distributed.run_on_rank_0(self._record_start)
-                self.log.start(self.precision)
-                yield
+                with name_failed_ranks(lambda: f"after step {state.step}"):  # told before the files are closed
+                    distributed.run_on_rank_0(self._open_files)
+                    distributed.run_on_rank_0(self._record_start)
+                    self.log.start(self.precision)
+                    yield
             except Stopped as stopped:
                 self._save_last(*STOP_SAVE)
                 self.log.stopped(stopped.name, snapshots.path)
@@ -397,15 +397,14 @@ class Trainer:
     def _save(self, is_numbered: bool) -> str | None:
         """Starts to save this step, unless its weights, or the loss computed with them, are not finite: then returns
         which. The loss is that of the evaluation or, without training on it, of the last micro-batch; in float16, where
-        some overflow and others do not, of the last `HALF_CHECKED`.
+        some losses overflow and others do not, always of the last `HALF_CHECKED` ones.
         """
         self._restore_missing_files()
         state = self.state
-        loss = state.loss
-        if loss is None or not state.is_evaluated or self.scaler.is_enabled():
+        loss, checked = state.loss, HALF_CHECKED if self.scaler.is_enabled() else 1
+        if loss is None or not state.is_evaluated or checked > 1:
             end = max(state.step * self.plan.accumulation, 1)
-            first = max(end - (HALF_CHECKED if self.scaler.is_enabled() else 1), 0)
-            loss = self._loss([self.batches[i] for i in range(first, end)]).item()
+            loss = self._loss(self.batches[i] for i in range(max(end - checked, 0), end)).item()
         return self.snapshots.save(self._snapshot(), is_numbered, loss)
 
     def _save_last(self, tries: int, pause_s: float) -> None:

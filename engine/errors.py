@@ -49,7 +49,7 @@ def check_range(
     null: bool = False,
 ) -> None:
     """Raises `UserError` unless `low` <= `value` <= `high` and `above` < `value` < `below`, for the bounds that are
-    given. None is accepted, and nan is not; the message names `null` if that means no limit.
+    given. None is accepted, and nan is not; the message names `null` if that has a meaning.
     """
     bounds = [
         ("at least", operator.ge, low),

@@ -199,7 +199,7 @@ def test_biases_that_transformers_has_trained_are_kept(out):
         ("config.json", "model_type", "llama", "model_type=llama: must be gpt2, nanochat, nanochat_shift"),
         ("config.json", "activation_function", "gelu_new", "activation_function=gelu_new: models of this"),
         ("config.json", "scale_attn_weights", False, "scale_attn_weights=False: models of this"),
-        ("config.json", "n_embd", None, "its config.json lacks a size"),
+        ("config.json", "n_embd", None, "config.json: n_embd is null"),
         ("config.json", "n_layer", 10**9, "declares 1000000000 layers, and model.safetensors has fewer"),
         ("config.json", "n_inner", 64, "n_inner=64: models of this application have None"),
         ("tokenizer.json", "model", {"vocab": {"a": 0, "the": 1}, "unk_token": "u"}, "there is 'the'"),

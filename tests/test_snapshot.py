@@ -127,9 +127,10 @@ def test_another_type_of_file_is_refused(content, says):
 
 def test_settings_of_a_text_that_have_another_type_are_refused():
     snapshot = some_snapshot()
-    snapshot.config = {"data": {"encoding": 7}}
-    with pytest.raises(UserError, match="settings of its text that cannot be"):
-        snapshot.data_config(path="t.txt")
+    for settings, says in (({"encoding": 7}, "data.encoding=7: must be bytes"), ({"cache_dir": 5}, "invalid settings")):
+        snapshot.config = {"data": settings}
+        with pytest.raises(UserError, match=says):
+            snapshot.data_config(path="t.txt")
 
 
 def test_garbage_with_a_valid_digest_is_refused():

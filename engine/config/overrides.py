@@ -208,7 +208,7 @@ def explain(error: Exception) -> str:
         return f"{next(filter(None, found))}: must be UTF-8: {error}"  # Hydra does not name the file
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if "Key 'experiment' not in 'Config'" in str(error):
-        return f"{str(error).partition(':')[0]}: a recipe must begin with # @package _global_, without a mark (BOM)"
+        return f"{str(error).partition(':')[0]}: a recipe must begin with # @package _global_, saved without a BOM"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return explain_value(cause)
     return one_line(cause)

@@ -129,7 +129,7 @@ class DataConfig:
                 "".encode(self.encoding)  # a codec of text
                 codecs.getincrementaldecoder(self.encoding)
                 self.encoding = codecs.lookup(self.encoding).name
-        except (LookupError, UnicodeError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise UserError(f"data.encoding={self.encoding}: must be bytes, or a codec that Python knows") from error
         self.cache_dir = os.path.expanduser(self.cache_dir)
         if not self.cache_dir or "://" in self.cache_dir:

@@ -271,8 +271,8 @@ def read_model_config(given: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     config: dict[str, Any] = {"arch": arch, "tie_weights": False, "ngram_rows": given.get("ngram_rows", 0)}
     config["token_shift"] = given.get("token_shift", shift)  # older exports do not say it
     config |= {ours: given[theirs] for ours, theirs in FIELDS[arch].items()}
-    if None in config.values():
-        raise UserError("its config.json lacks a size")
+    if missing := [theirs for ours, theirs in FIELDS[arch].items() if config[ours] is None]:
+        raise UserError(f"config.json: {missing[0]} is null")
     optional = GPT2_DEFAULTS if arch == "gpt2" else {}
     for name, value in (fixed_fields(config) | optional).items():
         if given.get(name, optional.get(name)) != value:

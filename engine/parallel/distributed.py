@@ -28,6 +28,7 @@ from engine.errors import UserError, one_line
 from engine.machine import hardware
 from engine.parallel import accelerate
 from engine.parallel.rendezvous import choose_interface, rendezvous
+from engine.signals import Stopped
 
 log = logging.getLogger("gpt")
 T = TypeVar("T")
@@ -344,19 +345,23 @@ def _run(action: Callable[[], T], is_mine: bool) -> T:
 
 
 @contextlib.contextmanager
-def report_unresponsive_ranks(when: Callable[[], str]) -> Iterator[None]:
+def name_failed_ranks(when: Callable[[], str]) -> Iterator[None]:
     """Turns a failed collective into a `UserError` that names the ranks which caused it: their errors or, of those that
-    have not noticed it, process and host. `when()` is part of the message: "after step 5".
+    have not noticed the failure, process and host. `when()` is part of the message: "after step 5". What all ranks
+    raise, `Stopped` and `UserError`, is not told to the others.
     """
     try:
+        if _store:
+            _store.delete_key(f"noticed/{rank()}")  # of an earlier run of this process
         yield
+    except (Stopped, UserError):
+        raise
     except Exception as error:
         # Without the position in gloo's source, and its advice.
-        message = re.sub(r"^\[\S+\] |\. This is typically.*", "", one_line(error))
+        message = re.sub(r"^\[\S+\] |\. This is typically.*", "", one_line(error))[:300]
         lost = re.search("gloo|nccl|connection (closed|reset|refused)|timed? ?out", message, re.IGNORECASE)
-        has_lost = isinstance(error, RuntimeError) and lost is not None
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        if _store and (failed := failed_ranks(_store, "" if has_lost else kind + message)):
+        own = "" if isinstance(error, RuntimeError) and lost else f"{type(error).__name__}: {message}"
+        if _store and (failed := failed_ranks(_store, own)):
             raise UserError(f"{when()}: {message}: {failed}") from error
         raise
 
@@ -368,18 +373,20 @@ def failed_ranks(store: dist.Store, own: str) -> str:
     """
 
     def ask() -> str:
-        if not store.check([f"noticed/{rank()}"]):  # an error is noticed once
-            store.set(f"noticed/{rank()}", own)
-        if own:
-            return ""
-        time.sleep(3)
-        noticed = {r: store.get(f"noticed/{r}").decode() for r in range(size()) if store.check([f"noticed/{r}"])}
-        if causes := [f"rank {r} failed: {cause}" for r, cause in noticed.items() if cause]:
-            return ", ".join(causes)
-        silent = [f"rank {r} ({store.get(f'process/{r}').decode()})" for r in range(size()) if r not in noticed]
-        return f"no answer from {', '.join(silent)} within 3 s" * bool(silent)
+        store.set(f"noticed/{rank()}", own)
+        ranks, deadline = range(size()), time.monotonic() + 3
+        while not own:
+            time.sleep(0.1)
+            noticed = {r: store.get(f"noticed/{r}").decode() for r in ranks if store.check([f"noticed/{r}"])}
+            if causes := [f"rank {r} failed: {cause}" for r, cause in noticed.items() if cause]:
+                return ", ".join(causes)
+            silent = [r for r in ranks if r not in noticed]
+            if not silent or time.monotonic() > deadline:
+                names = [f"rank {r} ({store.get(f'process/{r}').decode()})" for r in silent]
+                return f"no answer from {', '.join(names)} within 3 s" * bool(silent)
+        return ""
 
     try:  # in a thread: behind a broken link, a call to the store outlives its own timeout
         return ThreadPoolExecutor(1).submit(ask).result(timeout=6)
     except (RuntimeError, TimeoutError):
-        return "" if own else "no answer from the process that holds the store within 3 s"
+        return "" if own else "no answer from the process that holds the store"

@@ -77,8 +77,8 @@ class StackedItems:
 
 
 def as_windows(dataset: Windows | Items) -> Windows:
-    """`dataset` itself if it has batches, or else with its items stacked. Warns if it is a part of a data set whose
-    windows overlap, as `random_split` makes of a `CharDataset`.
+    """`dataset` itself if it has all of `Windows`, or else with its items stacked. Warns if it is a part of a data set
+    whose windows overlap, as `random_split` makes of a `CharDataset`.
     """
     if isinstance(dataset, Windows):
         return dataset

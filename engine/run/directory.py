@@ -15,7 +15,7 @@ from filelock import Timeout
 
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, file_lock, masked, usable
-from engine.parallel.distributed import report_unresponsive_ranks, run_on_rank_0
+from engine.parallel.distributed import name_failed_ranks, run_on_rank_0
 from engine.signals import Stopped
 from engine.snapshots import storage
 
@@ -62,7 +62,7 @@ def open_run(run_dir: str, snapshot_path: str) -> Iterator[Callable[[], bool]]:
         with atomic_write(owner) as file:
             file.write(token)
 
-    with stack, report_unresponsive_ranks(lambda: "while the run starts or ends"):
+    with stack, name_failed_ranks(lambda: "while the run starts or ends"):
         run_on_rank_0(enter)
         yield lambda: restore_missing_files(run_dir, owner, token)
 

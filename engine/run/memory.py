@@ -27,15 +27,15 @@ def fit_micro_batch(plan: Plan, model: nn.Module, dataset: Windows, loss_of: Los
     """The plan with its micro-batch halved until a forward and backward pass of the unwrapped `model` fits into the
     memory of every rank. Raises `UserError` if one window is too many.
 
-    Devices that raise no OutOfMemoryError have at most `CHARACTERS` in one, and for sharded models nothing is tried: a
-    rank that failed would leave the others waiting.
+    Devices that raise no OutOfMemoryError have at most `CHARACTERS` in one. For sharded models on others nothing is
+    tried: a rank that failed would leave the others waiting.
     """
     device = distributed.device()
-    if sharding.is_sharded(model):
-        return plan
     if device.type not in RAISES_OUT_OF_MEMORY:
         most = max(1, CHARACTERS // plan.block_size)
         return plan if plan.micro_batch_size <= most else plan.with_micro_batch(most)
+    if sharding.is_sharded(model):
+        return plan
     hardware.free_unused(device)  # an earlier Trainer of this process
     while True:
         fits = _fits(plan, model, dataset, loss_of)

@@ -71,7 +71,8 @@ class WandB:
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
         self.logged = logged if resumes else (0, False)
-        typed, sys.argv = sys.argv, masked(sys.argv)  # which W&B records
+        # W&B records the command line.
+        typed, sys.argv = sys.argv, masked(sys.argv)
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "character-level-gpt"),

@@ -159,7 +159,7 @@ class Snapshot(State):
         try:
             return DataConfig(**recorded | changes)
         except TypeError as error:
-            raise SnapshotError(f"the snapshot declares settings of its text that cannot be: {error}") from error
+            raise SnapshotError(f"the snapshot declares invalid settings of its text: {error}") from error
 
     @property
     def separator(self) -> str:

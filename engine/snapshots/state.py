@@ -23,7 +23,7 @@ class State:
     best_step: int | None = None  # and its step
     metrics_lines: int = 0  # lines of metrics.jsonl
     choices: dict[str, Any] = field(default_factory=dict)  # what the `auto` settings became: see `Precision`
-    micro_batch_size: int | None = None  # windows that were found to fit into the memory of each process
+    micro_batch_size: int | None = None  # windows of each process and pass, as chosen for its memory
     # fmt: on
 
     @property

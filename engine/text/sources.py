@@ -66,7 +66,7 @@ def file_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # each remote file system raises its own
         if isinstance(error, FileNotFoundError) and error.__cause__ is None:
-            hint = "; torchrun does not pass on <(...): pipe into it, with data.path=-" * name.startswith("/dev/fd/")
+            hint = "; torchrun does not pass on <(...): write it to a file" * name.startswith("/dev/fd/")
             raise Unreadable(f"{name}: no such file{hint}") from error
         # The cause is, say, a refused connection; of a missing package, fsspec says which.
         reason = one_line(error if isinstance(error, ImportError) else error.__cause__ or error)
@@ -181,7 +181,7 @@ def open_sources(files: list[Found], config: DataConfig) -> Iterator[Source]:
     """
     read = 0
 
-    def limited(pieces: Iterator[bytes], most: float) -> Iterator[bytes]:
+    def counted(pieces: Iterator[bytes], most: float) -> Iterator[bytes]:
         nonlocal read
         with file_errors(name):
             for piece in pieces:
@@ -199,11 +199,11 @@ def open_sources(files: list[Found], config: DataConfig) -> Iterator[Source]:
                     if pieces is None:
                         hidden += 1
                     else:
-                        yield Source(f"{name}, {member}", limited(pieces, most), False, is_member=True)
+                        yield Source(f"{name}, {member}", counted(pieces, most), False, is_member=True)
             if hidden:
                 log.info("archive     %s: %d hidden files and links are left out", name, hidden)
         else:
-            yield Source(name, limited(read_file(file), config.max_bytes or float("inf")), is_named)
+            yield Source(name, counted(read_file(file), config.max_bytes or float("inf")), is_named)
 
 
 def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes] | None], None, None]:
@@ -311,8 +311,8 @@ def copy_pipe(path: str, cache_dir: str, most: float | None) -> str:
     """
     if not is_pipe(path):
         return path
-    pieces = read_file(OpenFile(LocalFileSystem(), path))
-    copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir", most)
+    pieces = limited(read_file(OpenFile(LocalFileSystem(), path)), path, most)
+    copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir")
     if copied is None:
         raise UserError(f"data.path={path}: the text is empty")
     return copied
@@ -323,7 +323,8 @@ def copy_stdin(folder: str, recorded: str | None, most: float | None) -> str:
     resumes, or for later jobs of a sweep, returns the copy of the run, `recorded` in its snapshot, or the newest one.
     """
     stream: BinaryIO | None = sys.stdin.buffer if sys.stdin is not None and not sys.stdin.isatty() else None
-    if stream is not None and (copied := copy_stream(in_pieces(stream), folder, ".stdin", "run_dir", most)):
+    pieces = limited(in_pieces(stream), "standard input", most) if stream is not None else iter(())
+    if copied := copy_stream(pieces, folder, ".stdin", "run_dir"):
         return copied
     earlier = sorted(glob.glob(os.path.join(glob.escape(folder), "*.stdin")), key=os.path.getmtime)
     if recorded and os.path.exists(recorded):
@@ -333,9 +334,19 @@ def copy_stdin(folder: str, recorded: str | None, most: float | None) -> str:
     return earlier[-1]
 
 
-def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: str, most: float | None) -> str | None:
+def limited(pieces: Iterator[bytes], name: str, most: float | None) -> Iterator[bytes]:
+    """The pieces. Raises `UserError`, naming their source, for more than `most` bytes."""
+    read = 0
+    for piece in pieces:
+        read += len(piece)
+        if most is not None and read > most:
+            raise UserError(f"{name}: more than {most:,.0f} bytes; data.max_bytes= allows more")
+        yield piece
+
+
+def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: str) -> str | None:
     """Writes `pieces` into a file of `folder`, as `setting` says, that is named by its SHA-256; returns its path, None
-    without a byte. Raises `UserError` for more than `most` bytes.
+    without a byte.
     """
     with writes(setting, folder):
         os.makedirs(folder, exist_ok=True)
@@ -345,8 +356,6 @@ def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: s
                 target.write(piece)
                 digest.update(piece)
                 size += len(piece)
-                if most is not None and size > most:
-                    raise UserError(f"data.path: more than {most:,.0f} bytes; data.max_bytes= allows more")
         named = os.path.join(folder, digest.hexdigest()[:32] + extension)
         os.replace(copy, named)
         if not size:
