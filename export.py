@@ -187,7 +187,7 @@ tags:
 
 # {name}
 
-A character-level GPT, exported from `{os.path.basename(path)}` of the run `{name}`.
+A character-level GPT, exported from `{public_name(path)}` of the run `{name}`.
 
 ```python
 from transformers import pipeline

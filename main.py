@@ -17,6 +17,7 @@ if __name__ == "__main__":
     signals.prepare()
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -54,6 +55,7 @@ from engine.run.directory import REPORT, is_run, open_run, shell_path
 from engine.run.evaluation import evaluate
 from engine.run.memory import report_exhausted
 from engine.run.metrics import MetricsFile
+from engine.run.plan import planned_steps
 from engine.run.provenance import record_start
 from engine.signals import Stopped
 from engine.sizing.choose import choose_sizes
@@ -171,7 +173,7 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     text in its `recorded` settings.
     """
     before = recorded.get("data", {}) if recorded else {}
-    if before.get("held_out"):
+    if before.get("held_out") and config.data.held_out is None:
         config.data = dataclasses.replace(config.data, held_out=before["held_out"], train_split=before["train_split"])
     if before and "max_bytes" not in before:  # an older run, which had none of these settings
         newlines = "keep" if config.data.newlines == "lf" else config.data.newlines
@@ -251,10 +253,13 @@ def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] 
     settings `recorded` before, and rises; with another batch than the recipe's, more passes at the same learning rate.
     """
     plan, step, optimizer = trainer.plan, trainer.state.step, config.optimizer
-    steps_before = recorded.get("trainer", {}).get("max_steps") if recorded and step else None
-    if steps_before:
+    earlier = copy.copy(config.trainer)
+    before = recorded.get("trainer", {}) if recorded and step else {}
+    earlier.max_steps, earlier.max_epochs = before.get("max_steps"), before.get("max_epochs")
+    steps_before = planned_steps(earlier, plan.windows)
+    if math.isfinite(steps_before):
         peak, schedule = optimizer.learning_rate or 0.0, optimizer.learning_rate_factor
-        was, now = peak * schedule(step - 1, steps_before), peak * schedule(step, plan.total_steps)
+        was, now = peak * schedule(step - 1, int(steps_before)), peak * schedule(step, plan.total_steps)
         if now > 2 * was:
             log.warning(
                 "the learning rate rises from %.2g to %.2g: it follows %d steps, no longer %d; to go on at the last "
@@ -273,7 +278,7 @@ def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] 
     others = [override for key, override in typed.items() if key != "trainer.batch_size"]
     usual = hydra.compose(composed.job.config_name, others).trainer.batch_size
     if usual not in (None, plan.batch_size):
-        passes = plan.total_steps * plan.step_characters / plan.windows
+        passes = plan.passes
         log.warning(
             "trainer.batch_size=%d, in the recipe %d: the learning rate stays %g, and the text is passed over %.3g "
             "times, not %.3g; see optimizer.learning_rate and trainer.max_steps",

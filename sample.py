@@ -349,7 +349,7 @@ def read_units(config: SampleConfig, snapshot: Snapshot) -> Units:
         encode_setting(name, text, snapshot)
     except UserError as error:
         count = len(text) - len(text.translate(unknown))
-        print(f"[{snapshot.unit}s skipped: {count}; {error}]", file=sys.stderr)
+        print(masked(f"[{snapshot.unit}s skipped: {count}; {error}]"), file=sys.stderr)
     pieces = [start + (part + end).translate(unknown) for part in parts]
     spans, length = [], 0
     for piece in pieces:

@@ -56,7 +56,7 @@ def known_share(held_out: Encoded, text: Encoded, seconds: float = SECONDS) -> t
     """
     share, searched = repeated_share(held_out, text, seconds)
     end, own_end = (separator_text(each.config.separator) for each in (text, held_out))
-    if end and own_end and len(text.data) <= MOST_WITH_DOCUMENTS:
+    if end and own_end and max(len(text.data), len(held_out.data)) <= MOST_WITH_DOCUMENTS:
         known, own = {*text.decode(text.data).split(end)}, held_out.decode(held_out.data).split(own_end)
         share = max(share, sum(len(each) for each in own if each in known) / max(1, sum(map(len, own))))
     return share, searched

@@ -1,4 +1,4 @@
-"""Command lines of the small programs: `name=value` arguments, the fields of a dataclass."""
+"""Command lines: `name=value` arguments of the small programs, the fields of a dataclass; that of main.py as typed."""
 
 import dataclasses
 import glob

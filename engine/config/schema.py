@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING
 
-from engine.errors import UserError, check_option, check_range
+from engine.errors import UserError, check_only_one, check_option, check_range
 from engine.files import is_local
 from engine.portable import is_installed
 
@@ -116,6 +116,10 @@ class DataConfig:
         for name, allowed in TEXT_OPTIONS.items():
             if getattr(self, name) is not None:
                 check_option(f"data.{name}", getattr(self, name), allowed)
+        if self.held_out is not None:
+            check_only_one(**{"data.held_out": self.held_out, "data.val_path": self.val_path})
+            if len(self.held_out) != 2 or not 0 <= self.held_out[0] < self.held_out[1]:
+                raise UserError(f"data.held_out={self.held_out}: must be [FROM,TO], two increasing numbers")
         if self.encoding == "bytes" and self.normalize:
             raise UserError(f"data.normalize={self.normalize}: has no effect on bytes; leave it out")
         own = ITEM_SEPARATORS.get(self.shuffle or "")

@@ -94,12 +94,11 @@ class RunLog:
             f"per step; {ranks} x micro-batch {sizes} x accumulation {plan.accumulation}"
         )
         steps = f"{plan.total_steps} step{'s' * (plan.total_steps > 1)}"
-        planned = plan.total_steps * plan.step_characters
-        number = planned / (plan.windows + plan.block_size)
-        passes = f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+        passes = f"{plan.passes:.3g}" if plan.passes < 1000 else f"{plan.passes:,.0f}"
         start = f"; from step {self.state.step}" if self.state.step else ""
+        planned = plan.total_steps * plan.step_characters
         log.info(f"plan        {steps} = {planned:,} {unit}s = {passes} passes over the text{start}")
-        if number > MANY_PASSES:
+        if plan.passes > MANY_PASSES:
             log.warning(
                 f"plan: {passes} passes over the text will probably overfit; the best snapshot is kept; fewer "
                 "trainer.max_steps or max_epochs, or a trainer.patience, save time"

@@ -72,6 +72,11 @@ class Plan:
         return self.batch_size * self.block_size
 
     @property
+    def passes(self) -> float:
+        """Passes of the whole run over the training text."""
+        return self.total_steps * self.step_characters / (self.windows + self.block_size)
+
+    @property
     def first_position(self) -> int:
         """Position of the first window in the stream of windows. The run ends with the last window of the epoch whose
         number is `total_steps`, so with a whole pass over the text: one that ends within a pass has a higher loss

@@ -125,7 +125,7 @@ def choose(config: Config, characters: int, deadline: float, time_step: TimeStep
         if distributed.device().type == "cpu":  # each evaluation may find the best weights yet, which are saved
             evaluation_steps += save_seconds(config) / step_s
         # One process scores the final part.
-        final += round(config.data.final_split * characters)
+        final += characters - usable_characters(config, characters)
         deadline -= distributed.size() * step_s * scoring_steps(config, final)
         end = choose_steps(config, characters, deadline, step_s, evaluation_steps, most_steps)
     steps = planned_steps(config, characters)
@@ -374,7 +374,7 @@ def sized_model(config: Config) -> GPTConfig:
 
 def usable_characters(config: Config, characters: int) -> int:
     """Characters outside the final part."""
-    return round(characters * (1 - config.data.final_split))
+    return characters - int(characters * config.data.final_split)
 
 
 def training_characters(config: Config, characters: int) -> int:

@@ -213,6 +213,8 @@ class SnapshotManager:
         """Writes `snapshot` as one file to the system's temporary folder; returns its path. Raises `UserError` on every
         rank if that fails, too.
         """
+        if self.config.snapshot_format == "sharded":
+            raise UserError("a sharded snapshot is not written there")
         copied = snapshot.map_tensors(self._to_host)
 
         def write() -> str:
