@@ -79,18 +79,14 @@ def configure(*overrides: str) -> DictConfig:
     return compose(add_default_recipe([*launch_settings(), *overrides]))
 
 
-def train(composed: DictConfig) -> float | None:
+def train(composed: DictConfig, started: float | None = None) -> float | None:
     """Builds everything from a composed configuration and trains, in this process; returns the last
-    held-out loss, nats per character. Raises `UserError`.
+    held-out loss, nats per character. `trainer.max_minutes` counts from `started`, as `time.monotonic()` gives it, or
+    from now. Raises `UserError`.
     """
+    started = time.monotonic() if started is None else started
     log_to_console()
-    return run_training(as_config(composed), time.monotonic())
-
-
-def run_training(config: Config, started: float) -> float | None:
-    """Builds everything from the validated configuration and trains; returns the last held-out loss.
-    `trainer.max_minutes` counts from `started`, as `time.monotonic()` gives it.
-    """
+    config = as_config(composed)
     distributed.init(config.trainer.device, config.trainer.threads, config.trainer.timeout_s)
     with open_run(config.run_dir, config.trainer.snapshot_path) as restore_missing_files, report_exhausted():
         log.info("run         %s in %s", config.run_name, os.path.abspath(config.run_dir))
@@ -176,8 +172,7 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     if before.get("held_out") and config.data.held_out is None:
         config.data = dataclasses.replace(config.data, held_out=before["held_out"], train_split=before["train_split"])
     if before and "max_bytes" not in before:  # an older run, which had none of these settings
-        newlines = "keep" if config.data.newlines == "lf" else config.data.newlines
-        config.data = dataclasses.replace(config.data, separator=config.data.separator or "none", newlines=newlines)
+        config.data = dataclasses.replace(config.data, separator=config.data.separator or "none", newlines="keep")
     folder = HydraConfig.get().sweep.dir if in_sweep() else config.run_dir
     config.data = distributed.run_on_each_host(lambda: prepare_text(config.data, folder, before))
     text = CharDataset(config.data)
@@ -321,7 +316,7 @@ def score_final(trainer: Trainer, final: CharDataset) -> None:
     snapshot = load_full(best)
     model = load_model(snapshot, distributed.device().type)
     with trainer.precision.autocast(), distributed.alone():
-        loss, characters, _ = evaluate(model, final, max_windows=trainer.max_eval_windows)
+        loss, characters, _ = evaluate(model, final, max_windows=trainer.plan.max_eval_windows)
     log.info(
         "final       loss %.4f (%.4f bits per %s) on %s %ss of the final part; %s",
         loss, loss / math.log(2), final.unit, f"{characters:,}", final.unit, best,
@@ -350,7 +345,7 @@ def main(composed: DictConfig) -> float | None:
     if chosen != os.getcwd():  # a sweep's job, or hydra.run.dir
         composed.run_dir = chosen
     try:  # each job of a sweep has the whole time
-        return run_training(as_config(composed), time.monotonic() if in_sweep() else signals.started)
+        return train(composed, None if in_sweep() else signals.started)
     except Stopped as stopped:  # also ends the sweep
         distributed.leave(stopped.status)
     except UserError as error:

@@ -7,6 +7,7 @@ It depends on neither GPT nor Hydra: `model(x, y)` returns `(anything, loss)` an
 """
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from char_dataset import CharDataset, MicroBatches, move_if_small
 from engine.config.schema import OptimizerConfig, TrainerConfig, as_plain, defaults_of, flatten
-from engine.errors import UserError, one_line
+from engine.errors import UserError
 from engine.files import masked
 from engine.generation import draw_samples
 from engine.machine.hardware import count_flops
@@ -35,7 +36,7 @@ from engine.run.directory import HISTORY
 from engine.run.evaluation import Evaluation, evaluate
 from engine.run.log import RunLog
 from engine.run.plan import MicroBatch, Plan
-from engine.run.progress import Clock, advance, change_time_limit, expected_steps
+from engine.run.progress import Clock, advance, change_time_limit, evaluation_is_due, expected_steps
 from engine.run.requests import Requests
 from engine.signals import SAVE, Stopped
 from engine.snapshots.manager import SnapshotManager
@@ -51,7 +52,6 @@ StepResult = tuple[torch.Tensor, torch.Tensor]  # loss and gradient norm, on the
 # Tries of the last save and seconds between them: at the end, and when stopped (torchrun kills 30 s after SIGTERM).
 LAST_SAVE, STOP_SAVE = (120, 30.0), (2, 2.0)
 HALF_CHECKED = 8  # micro-batches whose loss must be finite for a save in float16
-MIN_STEPS_FOR_HALFWAY = 20  # the fewest steps of a run that is also evaluated halfway
 
 
 class Trainer:
@@ -105,14 +105,13 @@ class Trainer:
         self.run_config = masked(as_plain(configs | (run_config or {})))
         self.snapshots = snapshots or SnapshotManager(config, run_dir)
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, distributed.size())
-        self.state = State(minutes=config.max_minutes)
-        earlier: dict[str, Any] = {}
+        self.state, earlier = State(), dict[str, Any]()
         if found := self.snapshots.found:
             defaults = defaults_of(configs | {"optimizer": OptimizerConfig})
             changes = check_can_resume(found, self.snapshots.path, self.run_config, defaults, train_dataset.digest)
             log_changes(found, changes)
             self.state, earlier = found.state(), found.earlier_choices(device.type)
-            change_time_limit(self.state, config.max_minutes)
+        change_time_limit(self.state, config.max_minutes)
         flops = self.plan.total_steps * self.plan.step_characters * count_flops(bare)
         self.precision = resolve(config, device, flops / (distributed.size() if device.type == "cuda" else 1), earlier)
         if self.precision.compile:
@@ -134,7 +133,6 @@ class Trainer:
         )
         self.clock = Clock(self.state)
         self.requests = Requests(lambda: time.monotonic() >= self.snapshots.due_at, self.clock.read)
-        self.requests.share = self.clock.read()
         self.log = RunLog(
             config,
             self.plan,
@@ -188,10 +186,7 @@ class Trainer:
                 advance(state, self.plan.total_steps, self.requests.share)
                 self.log.step(loss, grad_norm, lr)
             self._save_last(*LAST_SAVE)
-        if state.progress < 1:
-            log.info("stopped by trainer.patience=%d: no lower held-out loss", config.patience)
-        elif state.step < self.plan.total_steps:
-            log.info("the time is over: %d steps of %d", state.step, self.plan.total_steps)
+        self.log.ended()
         return state.loss
 
     def _is_over(self) -> bool:
@@ -203,14 +198,10 @@ class Trainer:
     def _running(self) -> Iterator[None]:
         """A context for the loop: opens and closes the files of the run, and serves requests to stop."""
         state, snapshots = self.state, self.snapshots
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.requests)
-            stack.enter_context(memory.report_exhausted(self.plan))
-            stack.enter_context(self.precision.determinism())
+        with self.requests, memory.report_exhausted(self.plan), self.precision.determinism():
             try:
                 with name_failed_ranks(lambda: f"after step {state.step}"):  # told before the files are closed
                     distributed.run_on_rank_0(self._open_files)
-                    distributed.run_on_rank_0(self._record_start)
                     self.log.start(self.precision)
                     yield
             except Stopped as stopped:
@@ -224,25 +215,14 @@ class Trainer:
 
     def _open_files(self) -> None:
         self.snapshots.open(self.state, HISTORY)
-        self.log.open(self.snapshots.run_dir, flatten(self.run_config))
-
-    def _record_start(self) -> None:
-        """On rank 0: calls `on_start`, and logs an OSError."""
-        try:
-            self.on_start()
-            self.is_recorded = True
-        except OSError as error:
-            self.is_recorded = False
-            log.warning("%s; will retry", one_line(error))
+        self.log.open(self.snapshots.run_dir, flatten(self.run_config), self.on_start)
 
     def _restore_missing_files(self) -> None:
         """Writes deleted files of the run again. Raises `UserError` on every rank if another run has started in its
         directory.
         """
-        if not distributed.run_on_rank_0(lambda: self.snapshots.restore_missing_files() and self.is_recorded):
-            if self.log.metrics:
-                self.log.metrics.reopen()
-            distributed.run_on_rank_0(self._record_start)
+        if not distributed.run_on_rank_0(lambda: self.snapshots.restore_missing_files() and self.log.is_recorded):
+            distributed.run_on_rank_0(self.log.reopen)
             try:
                 self.snapshots.recover_best(self.state)
             except UserError as error:  # a store that does not answer does not end the run here
@@ -259,16 +239,14 @@ class Trainer:
         and the learning rate: the mean of the ranks' losses is the batch's; the norm is over all ranks.
         """
         state = self.state
-        factor = self.schedule(state.step, expected_steps(state, self.plan.total_steps))
-        set_learning_rate(self.optimizer, factor)
+        lr = set_learning_rate(self.optimizer, self.schedule(state.step, expected_steps(state, self.plan.total_steps)))
         distributed.seed_step(self.config.seed, state.step)
         with self.precision.tf32():
             loss, norm = self.train_step(self._step_inputs())
         state.step += 1
         if not isinstance(self.train_step, CapturedStep) or self.train_step.calls > WARM_UP:
             self.clock.count_step()
-        group = self.optimizer.param_groups[0]
-        return loss, norm, group["initial_lr"] * factor
+        return loss, norm, lr
 
     def _eager_step(self, micro_batches: Iterable[MicroBatch]) -> StepResult:
         """Forward and backward passes, clipping and optimizer step; returns what `step` returns."""
@@ -320,19 +298,14 @@ class Trainer:
     # --- evaluation ---
 
     def _evaluation_is_due(self, is_over: bool) -> bool:
-        """Whether this step must still be evaluated: every `eval_every_steps` steps (by default every epoch), at the
-        end, halfway if the end would be the only one, and before the first step of pretrained weights.
+        """Whether this step must still be evaluated: at an interval or halfway, at the end, and before the first step
+        of pretrained weights.
         """
-        state, plan, every_steps = self.state, self.plan, self.config.eval_every_steps
-        if self.test_dataset is None or state.is_evaluated:
+        if self.test_dataset is None or self.state.is_evaluated:
             return False
-        if state.step == 0:
+        if self.state.step == 0:
             return self.run_config.get("init_from") is not None
-        # One point does not show whether a run learns.
-        total = expected_steps(state, plan.total_steps)
-        interval = every_steps or -(-plan.windows // plan.batch_size)
-        is_halfway = interval >= total >= MIN_STEPS_FOR_HALFWAY and (state.loss_step or 0) < total // 2 <= state.step
-        return is_over or is_halfway or plan.is_due(state.step, every_steps, None if every_steps else 1)
+        return is_over or evaluation_is_due(self.state, self.plan, self.config.eval_every_steps)
 
     def _record_evaluation(self) -> None:
         """Evaluates this step, logs the loss and records it in the state."""
@@ -349,12 +322,7 @@ class Trainer:
         if self.test_dataset is None:
             raise UserError("evaluate: the Trainer was given no test_dataset")
         with self.precision.eagerly(), self.precision.autocast():
-            return evaluate(self.bare, self.test_dataset, self.requests.check, self.max_eval_windows)
-
-    @property
-    def max_eval_windows(self) -> int | None:
-        """Maximum windows per forward pass in evaluation: the micro-batch if memory limits it, or None."""
-        return self.plan.micro_batch_size if self.plan.accumulation > 1 else None
+            return evaluate(self.bare, self.test_dataset, self.requests.check, self.plan.max_eval_windows)
 
     def _sample(self) -> list[str]:
         vocabulary, data = self.train_dataset.vocabulary, self.run_config.get("data", {})
@@ -385,19 +353,16 @@ class Trainer:
             return
         if requested == SAVE:
             log.info("SIGUSR1: saving after step %d of %d", state.step, self.plan.total_steps)
+        self.requests.save = 0
         with self.log.paused():
             self.snapshots.wait(state)
-            bad = self._save(is_numbered)
-        self.requests.save = 0
-        if bad == "weights" or (bad and not self.scaler.is_enabled()):
-            raise self.log.divergence(f"the {bad} to be saved: not finite")
-        if bad:  # float16 skips steps that overflow
-            log.warning("step %d: not saved, as its %s is not finite", state.step, bad)
+            self._save(is_numbered)
 
-    def _save(self, is_numbered: bool) -> str | None:
-        """Starts to save this step, unless its weights, or the loss computed with them, are not finite: then returns
-        which. The loss is that of the evaluation or, without training on it, of the last micro-batch; in float16, where
-        some losses overflow and others do not, always of the last `HALF_CHECKED` ones.
+    def _save(self, is_numbered: bool, is_last: bool = False) -> None:
+        """Starts to save this step. Raises `UserError` if its weights, or the loss computed with them, are not finite;
+        float16 skips steps that overflow: there, a loss is only a warning unless this save `is_last`. The loss is that
+        of the evaluation or, without training on it, of the last micro-batch; in float16, where some losses overflow
+        and others do not, always of the last `HALF_CHECKED` ones.
         """
         self._restore_missing_files()
         state = self.state
@@ -405,42 +370,20 @@ class Trainer:
         if loss is None or not state.is_evaluated or checked > 1:
             end = max(state.step * self.plan.accumulation, 1)
             loss = self._loss(self.batches[i] for i in range(max(end - checked, 0), end)).item()
-        return self.snapshots.save(self._snapshot(), is_numbered, loss)
+        bad = self.snapshots.save(self._snapshot(), is_numbered, loss)
+        if bad == "loss" and self.scaler.is_enabled() and not is_last:
+            log.warning("step %d: not saved, as its loss is not finite", state.step)
+        elif bad:
+            raise self.log.divergence(f"the {bad} to be saved: not finite")
 
     def _save_last(self, tries: int, pause_s: float) -> None:
         """Waits until this step is saved; tries again every `pause_s` until a signal gives up. Then writes it to the
         system's temporary folder, and raises `UserError`.
         """
         self.requests.begin_last_save()
-        snapshots, path = self.snapshots, self.snapshots.path
-        for left in reversed(range(tries)):
-            if self._save_this_step():
-                return
-            if left:
-                log.warning("trying again in %g s; Ctrl-C or SIGTERM gives up", pause_s)
-                if self.requests.gives_up(pause_s):
-                    break
-        failed = f"{path}: the snapshot of step {self.state.step} was not written: {snapshots.last_error}"
-        try:
-            rescued = snapshots.rescue(self._snapshot())
-        except UserError as error:
-            raise UserError(f"{failed}; nor to the system's temporary folder: {error}") from error
-        raise UserError(
-            f"{failed}; it is in {rescued}: to resume from it, make space, move it to {path}, and repeat the command"
-        )
-
-    def _save_this_step(self) -> bool:
-        """Waits for the save of this step, or else saves it and waits; returns whether it was written. Raises
-        `UserError` if the run has diverged.
-        """
-        snapshots, state = self.snapshots, self.state
-        was_saving = snapshots.saving_step == state.step
-        snapshots.wait(state)
-        if snapshots.saved_step != state.step and not was_saving:
-            if bad := self._save(is_numbered=True):
-                raise self.log.divergence(f"the {bad} to be saved: not finite")
-            snapshots.wait(state)
-        return snapshots.saved_step == state.step
+        save = functools.partial(self._save, is_numbered=True, is_last=True)
+        if not self.snapshots.finish(self.state, save, self.requests.gives_up, tries, pause_s):
+            self.snapshots.rescue(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step, with its tensors, which may be sharded."""

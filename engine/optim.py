@@ -89,8 +89,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {names[i]: values for i, values in optimizer.state_dict()["state"].items()}
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets each group's learning rate to `factor` times its peak: `initial_lr` or, without that, its `lr` so far."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Sets each group's learning rate to `factor` times its peak: `initial_lr` or, without that, its `lr` so far.
+    Returns that of the first group.
+    """
     for group in optimizer.param_groups:
         if "initial_lr" not in group:  # once: `float` waits for the GPU
             group["initial_lr"] = float(group["lr"])
@@ -99,6 +101,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+    return optimizer.param_groups[0]["initial_lr"] * factor
 
 
 class AdamW(torch.optim.AdamW):

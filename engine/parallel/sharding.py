@@ -94,11 +94,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor. Plain ones unchanged."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a full `tensor`, cut as `like` is, on its device; all of it if `like` is plain. Unchanged if
     `like` has another shape (an optimizer's step count), or if `tensor` is a shard already.

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from filelock import Timeout
 
+from engine.config.schema import TrainerConfig
 from engine.errors import UserError, check_only_one, one_line
 from engine.files import atomic_write, file_lock, masked, usable
 from engine.parallel.distributed import name_failed_ranks, run_on_rank_0
@@ -31,7 +32,7 @@ REPORT = "report.html"
 JOB = "job.yaml"  # of a job of a sweep: its overrides and how it ended
 OTHER_FILES = (LOCK, OWNER, LOG, CONFIG, METRICS, ENVIRONMENT, REPORT, JOB)
 HISTORY = (METRICS, ENVIRONMENT, "tensorboard")  # renamed by a run from scratch
-SNAPSHOT = "gpt_snapshot.pt"  # unless the run's configuration names another
+SNAPSHOT = TrainerConfig.snapshot_path  # unless the run's configuration names another
 
 
 @contextlib.contextmanager

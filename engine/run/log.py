@@ -62,9 +62,9 @@ class RunLog:
 
     # --- start and end ---
 
-    def open(self, run_dir: str, hyperparameters: dict[str, Any]) -> None:
-        """Opens the files, on rank 0."""
-        state = self.state
+    def open(self, run_dir: str, hyperparameters: dict[str, Any], on_start: Callable[[], None] = lambda: None) -> None:
+        """Opens the files, on rank 0; `on_start` writes others."""
+        state, self.on_start = self.state, on_start
         self.metrics = MetricsFile(run_dir, state.step, state.is_evaluated, state.metrics_lines)
         for name in self.config.trackers:
             if is_installed(name):
@@ -73,6 +73,21 @@ class RunLog:
                 log.info("%s is not installed (pip install %s): not logging to it", name, name)
         start = os.path.abspath(run_dir), hyperparameters, state.step, self.metrics.logged
         self._track(lambda tracker: tracker.start(*start))
+        self._record_start()
+
+    def reopen(self) -> None:
+        """Writes deleted files again, on rank 0."""
+        if self.metrics:
+            self.metrics.reopen()
+        self._record_start()
+
+    def _record_start(self) -> None:
+        try:
+            self.on_start()
+            self.is_recorded = True
+        except OSError as error:
+            self.is_recorded = False
+            log.warning("%s; will retry", one_line(error))
 
     def start(self, precision: Precision) -> None:
         """Logs device, precision, batch and plan; starts the clock of the steps."""
@@ -264,6 +279,14 @@ class RunLog:
         )
 
     # --- the end ---
+
+    def ended(self) -> None:
+        """Logs why a run is over, unless it has done all its steps."""
+        state, total = self.state, self.plan.total_steps
+        if state.progress < 1:
+            log.info("stopped by trainer.patience=%d: no lower held-out loss", self.config.patience)
+        elif state.step < total:
+            log.info("the time is over: %d steps of %d", state.step, total)
 
     def finished(self) -> None:
         """Logs that a run is over, which was so when it was started."""

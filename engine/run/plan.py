@@ -67,6 +67,11 @@ class Plan:
         return -(-self.batch_size // (self.world_size * self.accumulation))
 
     @property
+    def max_eval_windows(self) -> int | None:
+        """Windows of a forward pass in evaluation, at most: the micro-batch if memory limits it, or None."""
+        return self.micro_batch_size if self.accumulation > 1 else None
+
+    @property
     def step_characters(self) -> int:
         """Characters of a step."""
         return self.batch_size * self.block_size

@@ -6,10 +6,12 @@ import time
 import torch
 
 from engine.parallel import distributed
+from engine.run.plan import Plan
 from engine.snapshots.state import State
 
 MANY_STEPS = 100  # in runs of so many, the clock moves progress by at most MOST a step: a laptop may have slept
 MOST = 0.05
+MIN_STEPS_FOR_HALFWAY = 20  # the fewest steps of a run that is also evaluated halfway
 
 
 class Clock:
@@ -60,6 +62,16 @@ def expected_steps(state: State, steps: int) -> int:
     if state.progress <= state.step / steps:
         return steps
     return max(state.step + 1, round(state.step / state.progress))
+
+
+def evaluation_is_due(state: State, plan: Plan, every_steps: int | None) -> bool:
+    """Whether to evaluate at this step: every `every_steps` steps (None: every epoch), and halfway if the end would be
+    the only time, as one point does not show whether a run learns.
+    """
+    total = expected_steps(state, plan.total_steps)
+    interval = every_steps or -(-plan.windows // plan.batch_size)
+    is_halfway = interval >= total >= MIN_STEPS_FOR_HALFWAY and (state.loss_step or 0) < total // 2 <= state.step
+    return is_halfway or plan.is_due(state.step, every_steps, None if every_steps else 1)
 
 
 def change_time_limit(state: State, minutes: float | None) -> None:

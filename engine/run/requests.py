@@ -27,7 +27,7 @@ class Requests:
     def __init__(self, is_time: Callable[[], bool] = lambda: False, share: Callable[[], float] = lambda: 0.0):
         self.is_time, self.own_share = is_time, share
         self.save = 0  # SAVE or TIMED_SAVE if one was requested
-        self.share = 0.0  # of the time limit, as agreed
+        self.share = share()  # of the time limit, as agreed
         self._is_last_save = False
         self.served = 0  # the request that has stopped the run
         self._own: set[int] = set()

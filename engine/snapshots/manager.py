@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
@@ -183,11 +183,6 @@ class SnapshotManager:
         full = sharding.full_tensor(tensor.detach())
         return full.to("cpu", copy=True) if distributed.is_rank_0() else tensor
 
-    @property
-    def saving_step(self) -> int | None:
-        """The step whose save is in progress."""
-        return self._saving[0].step if self._saving else None
-
     def wait(self, state: State) -> None:
         """Waits for the save in progress; every rank learns its result. A failure is logged. If it was written and is
         the best, it becomes that of `state`.
@@ -209,12 +204,33 @@ class SnapshotManager:
         if saved.is_best:
             state.best_loss, state.best_step = saved.loss, saved.step
 
-    def rescue(self, snapshot: Snapshot) -> str:
-        """Writes `snapshot` as one file to the system's temporary folder; returns its path. Raises `UserError` on every
-        rank if that fails, too.
+    def finish(
+        self, state: State, save: Callable[[], None], gives_up: Callable[[float], bool], tries: int, pause_s: float
+    ) -> bool:
+        """Waits until the step of `state` is saved, which `save()` starts unless that is in progress; tries again every
+        `pause_s` seconds, unless `gives_up(pause_s)`. Returns whether it was written.
         """
+        for left in reversed(range(tries)):
+            was_saving = self._saving is not None and self._saving[0].step == state.step
+            self.wait(state)
+            if self.saved_step != state.step and not was_saving:
+                save()
+                self.wait(state)
+            if self.saved_step == state.step:
+                return True
+            if left:
+                log.warning("trying again in %g s; Ctrl-C or SIGTERM gives up", pause_s)
+                if gives_up(pause_s):
+                    break
+        return False
+
+    def rescue(self, snapshot: Snapshot) -> NoReturn:
+        """Writes `snapshot`, whose save failed, as one file to the system's temporary folder. Raises `UserError` on
+        every rank, which says how to resume from it.
+        """
+        failed = f"{self.path}: the snapshot of step {snapshot.step} was not written: {self.last_error}"
         if self.config.snapshot_format == "sharded":
-            raise UserError("a sharded snapshot is not written there")
+            raise UserError(failed)
         copied = snapshot.map_tensors(self._to_host)
 
         def write() -> str:
@@ -223,7 +239,14 @@ class SnapshotManager:
                 file.write(copied.to_bytes())
             return path
 
-        return distributed.run_on_rank_0(write)
+        try:
+            rescued = distributed.run_on_rank_0(write)
+        except UserError as error:
+            raise UserError(f"{failed}; nor to the system's temporary folder: {error}") from error
+        raise UserError(
+            f"{failed}; it is in {rescued}: to resume from it, make space, move it to {self.path}, and repeat the "
+            "command"
+        )
 
     def close(self) -> None:
         """After an error: waits for the save in progress, on rank 0 alone, and logs its failure."""

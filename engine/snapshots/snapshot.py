@@ -22,7 +22,7 @@ from engine.config.schema import GROUPS, DataConfig, GPTConfig, as_typed, flatte
 from engine.errors import UserError, one_line
 from engine.files import masked
 from engine.parallel import distributed
-from engine.parallel.sharding import is_dtensor, local_tensor
+from engine.parallel.sharding import is_dtensor
 from engine.precision import evaluating
 from engine.snapshots.state import State
 from engine.text.documents import separator_of, unit_of
@@ -242,7 +242,8 @@ def not_finite(model_state: dict[str, torch.Tensor], parameters: list[str]) -> s
     without `parameters`, in older snapshots, it is the first tensor with a nan.
     """
     for name in parameters or model_state:
-        value = local_tensor(model_state[name]) if name in model_state else None
+        value = model_state.get(name)
+        value = value.to_local() if is_dtensor(value) else value
         if isinstance(value, torch.Tensor) and not (value.isfinite() if parameters else ~value.isnan()).all():
             return name
     return None

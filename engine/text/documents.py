@@ -18,7 +18,7 @@ from typing import Any
 from engine.config.arguments import this_command
 from engine.config.schema import DataConfig
 from engine.errors import UserError, one_line
-from engine.text.sources import Source, check_sha256, find_files, open_sources
+from engine.text.sources import Source, check_sha256, find_files, hashed, open_sources
 
 log = logging.getLogger("gpt")
 
@@ -184,15 +184,8 @@ class Documents:
             return
         encoding = "utf-8" if self.config.encoding == "bytes" else self.config.encoding  # JSON is text
         characters = self._characters(source, encoding)
-        number = 0
-
-        def counted() -> Iterator[str]:
-            nonlocal number
-            for line in lines_of(characters):
-                number += 1
-                yield line
-
-        lines = counted()
+        count = itertools.count()  # its next number is that of the lines read so far
+        lines = (line for line, _ in zip(lines_of(characters), count, strict=False))
         try:
             if kind == "json":
                 whole = json.loads("".join(characters))
@@ -204,6 +197,7 @@ class Documents:
         except UserError:
             raise
         except (ValueError, csv.Error, RecursionError) as error:
+            number = next(count)
             line = f", line {number}" * bool(number)
             hint = "; a record a line is data.format=jsonl" * (kind == "json" and "Extra data" in str(error))
             raise UserError(f"{source.name}{line}: not {kind.upper()}: {one_line(error)}{hint}") from error
@@ -274,14 +268,6 @@ def as_text(value: Any, name: str) -> str:
     if isinstance(value, bytes):
         raise UserError(f"{name}: the field has bytes, not text")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def hashed(pieces: Iterator[bytes], *digests: "hashlib._Hash") -> Iterator[bytes]:
-    """The pieces, added to each of the digests."""
-    for piece in pieces:
-        for digest in digests:
-            digest.update(piece)
-        yield piece
 
 
 def at(value: Any, names: list[str]) -> Any:

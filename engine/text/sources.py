@@ -175,35 +175,50 @@ def version_of(file: OpenFile) -> list[str]:
 # --- reading them ---
 
 
+class Meter:
+    """Counts the bytes read of several sources."""
+
+    read = 0
+
+    def limited(self, pieces: Iterator[bytes], name: str, most: float | None) -> Iterator[bytes]:
+        """The pieces of a source. Raises `UserError`, naming it, for an error in reading, or once more than `most`
+        bytes are read in all.
+        """
+        with file_errors(name):
+            for piece in pieces:
+                self.read += len(piece)
+                if most is not None and self.read > most:
+                    raise UserError(f"{name}: more than {most:,.0f} bytes; data.max_bytes= allows more")
+                yield piece
+
+
+def hashed(pieces: Iterator[bytes], *digests: "hashlib._Hash") -> Iterator[bytes]:
+    """The pieces, added to each of the digests."""
+    for piece in pieces:
+        for digest in digests:
+            digest.update(piece)
+        yield piece
+
+
 def open_sources(files: list[Found], config: DataConfig) -> Iterator[Source]:
     """Opens the `files`, and the members of archives: of a zip in the order of their names, of a tar in its own. Each
     source must be read before the next one is taken. Raises `UserError` beyond `config.max_bytes`.
     """
-    read = 0
-
-    def counted(pieces: Iterator[bytes], most: float) -> Iterator[bytes]:
-        nonlocal read
-        with file_errors(name):
-            for piece in pieces:
-                read += len(piece)
-                if read > most:
-                    raise UserError(f"{name}: more than {most:,.0f} bytes; data.max_bytes= allows more")
-                yield piece
-
+    meter = Meter()
     for file, is_named in files:
         name = name_of(file)
         if ARCHIVE.search(file.path):
-            most, hidden = config.max_bytes or read + MOST_OF_ARCHIVES, 0
+            most, hidden = config.max_bytes or meter.read + MOST_OF_ARCHIVES, 0
             with file_errors(name), contextlib.closing(members(file)) as found:
                 for member, pieces in found:
                     if pieces is None:
                         hidden += 1
                     else:
-                        yield Source(f"{name}, {member}", counted(pieces, most), False, is_member=True)
+                        yield Source(f"{name}, {member}", meter.limited(pieces, name, most), False, is_member=True)
             if hidden:
                 log.info("archive     %s: %d hidden files and links are left out", name, hidden)
         else:
-            yield Source(name, counted(read_file(file), config.max_bytes or float("inf")), is_named)
+            yield Source(name, meter.limited(read_file(file), name, config.max_bytes), is_named)
 
 
 def members(file: OpenFile) -> Generator[tuple[str, Iterator[bytes] | None], None, None]:
@@ -311,7 +326,7 @@ def copy_pipe(path: str, cache_dir: str, most: float | None) -> str:
     """
     if not is_pipe(path):
         return path
-    pieces = limited(read_file(OpenFile(LocalFileSystem(), path)), path, most)
+    pieces = Meter().limited(read_file(OpenFile(LocalFileSystem(), path)), path, most)
     copied = copy_stream(pieces, cache_dir, os.path.splitext(path)[1], "data.cache_dir")
     if copied is None:
         raise UserError(f"data.path={path}: the text is empty")
@@ -323,7 +338,7 @@ def copy_stdin(folder: str, recorded: str | None, most: float | None) -> str:
     resumes, or for later jobs of a sweep, returns the copy of the run, `recorded` in its snapshot, or the newest one.
     """
     stream: BinaryIO | None = sys.stdin.buffer if sys.stdin is not None and not sys.stdin.isatty() else None
-    pieces = limited(in_pieces(stream), "standard input", most) if stream is not None else iter(())
+    pieces = Meter().limited(in_pieces(stream), "standard input", most) if stream is not None else iter(())
     if copied := copy_stream(pieces, folder, ".stdin", "run_dir"):
         return copied
     earlier = sorted(glob.glob(os.path.join(glob.escape(folder), "*.stdin")), key=os.path.getmtime)
@@ -334,28 +349,16 @@ def copy_stdin(folder: str, recorded: str | None, most: float | None) -> str:
     return earlier[-1]
 
 
-def limited(pieces: Iterator[bytes], name: str, most: float | None) -> Iterator[bytes]:
-    """The pieces. Raises `UserError`, naming their source, for more than `most` bytes."""
-    read = 0
-    for piece in pieces:
-        read += len(piece)
-        if most is not None and read > most:
-            raise UserError(f"{name}: more than {most:,.0f} bytes; data.max_bytes= allows more")
-        yield piece
-
-
 def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: str) -> str | None:
     """Writes `pieces` into a file of `folder`, as `setting` says, that is named by its SHA-256; returns its path, None
     without a byte.
     """
     with writes(setting, folder):
         os.makedirs(folder, exist_ok=True)
-        copy, digest, size = os.path.join(folder, f"{uuid.uuid4().hex}.pipe"), hashlib.sha256(), 0
+        copy, digest = os.path.join(folder, f"{uuid.uuid4().hex}.pipe"), hashlib.sha256()
         with atomic_write(copy, "wb") as target:
-            for piece in pieces:
-                target.write(piece)
-                digest.update(piece)
-                size += len(piece)
+            target.writelines(hashed(pieces, digest))
+            size = target.tell()
         named = os.path.join(folder, digest.hexdigest()[:32] + extension)
         os.replace(copy, named)
         if not size:
