@@ -28,7 +28,6 @@ from engine.snapshots.storage import load
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAKESPEARE = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script; programs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,6 +65,7 @@ LONG = [
 UNREAD = [*(s for s in TINY if not s.startswith("data")), "data=text"]  # without a text
 # For losses that are compared: nothing is drawn, nothing rounded to bfloat16.
 EXACT = ["trainer.use_amp=false", "model.embd_pdrop=0", "model.resid_pdrop=0", "model.attn_pdrop=0"]
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 # Of models, as `model_snapshot` takes them.
@@ -118,16 +118,13 @@ def start(
     environment = {**os.environ, **(env or {})}
     if not (launcher or kwargs):
         return warm.run(line, cwd, environment, timeout)
-    return subprocess.run(
-        line,
-        cwd=cwd,
-        env=environment,
-        **({} if "input" in kwargs else {"stdin": subprocess.DEVNULL}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        **kwargs,
-    )
+    return run(line, cwd, environment, timeout, **kwargs)
+
+
+def run(line: list[str], cwd: Path, env: dict[str, str], timeout: float, **kwargs) -> subprocess.CompletedProcess[str]:
+    """Runs a command line, without standard input unless it is given, and waits for its end."""
+    given = kwargs if "input" in kwargs else {"stdin": subprocess.DEVNULL, **kwargs}
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, **given)
 
 
 def succeed(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
@@ -149,15 +146,8 @@ def run_python(
     code: str, *arguments: str, cwd: Path = ROOT, timeout: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a Python of its own, which finds the application's modules."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return run([sys.executable, "-c", code, *arguments], cwd, environment, timeout)
 
 
 @pytest.fixture
@@ -358,14 +348,6 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (i * i + i // 7) % 26) + " " * (i % 5 == 0) for i in range(2000))[:2000])
     return path
-
-
-@pytest.fixture
-def shakespeare() -> Path:
-    for path in SHAKESPEARE:
-        if path.exists():
-            return path
-    pytest.skip(f"tiny Shakespeare is at neither of {', '.join(map(str, SHAKESPEARE))}")
 
 
 @pytest.fixture(scope="module")

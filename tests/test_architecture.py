@@ -50,13 +50,6 @@ def test_imports_follow_the_order_of_packages():
     assert wrong == []
 
 
-def test_every_package_is_in_the_order_and_has_a_docstring():
-    packages = {path.stem for path in (ROOT / "engine").iterdir() if not path.name.startswith("__")}
-    assert sorted(packages) == sorted(PACKAGES)
-    for path in (ROOT / "engine").glob("*/__init__.py"):
-        assert ast.get_docstring(ast.parse(path.read_text())), path
-
-
 def test_the_trainer_imports_neither_model_nor_hydra():
     reached, ahead = set(), {"trainer"}
     while ahead:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXACT, ROOT, RUN_FILES, TINY, latest, metrics, succeed
+from conftest import CREDENTIALS, EXACT, ROOT, RUN_FILES, TINY, latest, metrics, succeed
 
 LONG = [
     *(*TINY, *EXACT, "trainer.max_epochs=null", "trainer.max_steps=600"),
@@ -194,12 +194,7 @@ def test_hosts_that_share_no_disk_train_one_run_with_its_snapshot_in_a_store(hos
     pytest.importorskip("moto")
     port = "29500"
     server = hosts[0].begin(sys.executable, "-m", "moto.server", "-H", ADDRESS(1), "-p", port)
-    store = {
-        "AWS_ENDPOINT_URL": f"http://{ADDRESS(1)}:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    store = CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://{ADDRESS(1)}:{port}"}
     wait_until(lambda: "Running on" in hosts[0].output(), hosts)
     bucket = "import fsspec; fsspec.filesystem('s3').mkdir('bucket')"
     assert hosts[1].begin(sys.executable, "-c", bucket, **store).wait(timeout=30) == 0

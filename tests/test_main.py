@@ -13,21 +13,7 @@ from operator import attrgetter
 import pytest
 import torch
 import yaml
-from conftest import (
-    LONG,
-    ROOT,
-    RUN_FILES,
-    TINY,
-    UNREAD,
-    best,
-    command,
-    latest,
-    metrics,
-    shows_code,
-    start,
-    succeed,
-    wait_until,
-)
+from conftest import LONG, ROOT, TINY, UNREAD, best, command, latest, metrics, shows_code, start, succeed, wait_until
 from omegaconf import OmegaConf
 
 import main
@@ -228,7 +214,6 @@ def test_a_recipe_that_cannot_be_read_gets_one_line(recipe, says, tmp_path):
 def test_a_run_directory_holds_what_the_contract_says_and_a_finished_run_keeps_it(tmp_path):
     run = tmp_path / "deep" / "run"
     succeed(*TINY, f"run_dir={run}", cwd=tmp_path)
-    assert {p.name for p in run.iterdir()} - {"tensorboard"} == RUN_FILES
     assert os.listdir(tmp_path) == ["deep"]  # nothing beside it, no outputs/, no .hydra
     config = yaml.safe_load((run / "config.yaml").read_text())
     snapshot = latest(run)
@@ -292,7 +277,6 @@ def test_an_impossible_setting_is_refused_by_name(key, value, others):
     "override, says",
     [
         ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
-        ("model.droput=0", "did you mean model.resid_pdrop, model.embd_pdrop and model.attn_pdrop?"),
         ("trainer.quux=1", "trainer.quux: unknown key; python main.py --help lists all"),
         ("model.depth=8", "model.depth: unknown key; did you mean model.n_layer?"),  # not data.path
         ("+model.n_layr=3", "model.n_layr: unknown key; did you mean model.n_layer?"),
@@ -303,7 +287,6 @@ def test_an_impossible_setting_is_refused_by_name(key, value, others):
         ("data=book.txt", "a text of your own: data=text data.path=FILE"),
         ("optimizer=ä", "quoted twice: 'optimizer=\"ä\"'"),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: not installed: pip install hydra-joblib-launcher"),
-        ("hydra/sweeper=optuna", "hydra/sweeper=optuna: not installed: pip install hydra-optuna-sweeper"),
         ("data=text data.path=a,b.txt", "'data.path=a,b.txt' 1. To use it as a list, use key=[value1,value2]"),
         ("book.txt", "book.txt: settings are KEY=VALUE, as in data=text data.path=FILE"),
         ("data=text", "data.path: missing"),
@@ -311,15 +294,12 @@ def test_an_impossible_setting_is_refused_by_name(key, value, others):
         ("run_name=", "run_name: must not be empty"),
         ("run_name=..", "run_name=..: must be a name without a slash"),
         ("run_name=a/b", "run_name=a/b: must be a name without a slash"),
-        ("init_from=", "init_from: must not be empty"),
+        ("data.held_out=[5]", "data.held_out=[5]: must be [FROM,TO], two increasing numbers"),
+        ("data.val_path=a data.held_out=[0,9]", "data.held_out= and data.val_path=: give only one of them"),
         ("data.val_path=a data.train_split=0.5", "data.val_path= and data.train_split=: give only one of them"),
-        ("data.test_path=a data.final_split=0.1", "data.test_path= and data.final_split=: give only one of them"),
         ("trainer.log_every_steps=null", "trainer.log_every_steps: must not be null"),
         ("model.vocab_size=10", "follows from"),
-        ("model.block_size=7", "follows from"),
-        ("optimizer.learning_rate=0,003", "'optimizer.learning_rate=0,003' 1. To use it as a list"),
         ("data=/a/book.txt", "data=/a/book.txt: no such file; choose from"),
-        ("trainer.seed", "trainer.seed: settings are KEY=VALUE, as in"),
         ("trainer.seed =3", "=3: settings are KEY=VALUE, without spaces"),
         ("--lr=3", "--lr=3: settings have no dashes; did you mean optimizer.learning_rate=?"),
         ("~trainer.max_steps", "trainer.max_steps: TrainerConfig (DictConfig) does not support"),

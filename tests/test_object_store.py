@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from conftest import TINY, equal, metrics, some_snapshot, start, succeed
+from conftest import CREDENTIALS, TINY, equal, metrics, some_snapshot, start, succeed
 
 from engine.errors import UserError
 from engine.snapshots.manager import SnapshotManager
@@ -18,8 +18,6 @@ from trainer import TrainerConfig
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
-
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class Network(socketserver.ThreadingTCPServer):

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import ROOT, UNREAD, metrics, start
+from conftest import ROOT, UNREAD, metrics, succeed
 
 import export
 from engine.snapshots.storage import load
@@ -37,8 +37,7 @@ def run(tmp_path, text_file, request):
 
 def test_an_old_snapshot_resumes(run, text_file):
     plain = {"CC": "/nowhere/cc"}  # the kernel of dropout, which is newer, draws other masks
-    result = start(*SETTINGS, f"data.path={text_file}", "trainer.max_steps=8", f"run_dir={run}", env=plain)
-    assert result.returncode == 0, result.stderr
+    result = succeed(*SETTINGS, f"data.path={text_file}", "trainer.max_steps=8", f"run_dir={run}", env=plain)
     assert "resuming from" in result.stdout and "step 6" in result.stdout
     changed = {line.split(": ")[1].split()[0] for line in result.stdout.splitlines() if "changed since" in line}
     assert "trainer.max_steps" in changed  # and the recorded use_amp=false is amp_dtype=float32

@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import subprocess
-import threading
 import unicodedata
 
 import pytest
@@ -92,8 +91,8 @@ def test_a_prompt_file_is_continued_as_it_is(run_dir, tmp_path):
     arguments = [f"run_dir={run_dir}", "max_new_tokens=9"]
     given = sample(*arguments, f"prompt={prompt}").stdout
     read = sample(*arguments, f"prompt_file={tmp_path / 'opening.txt'}").stdout
-    piped = sample(*arguments, "prompt_file=-", input=prompt).stdout
-    assert given == read == piped
+    piped = sample(*arguments, "prompt_file=-", input=prompt)
+    assert given == read == piped.stdout and "[reading - until it ends]" in piped.stderr
     assert given.startswith(prompt) and len(given) == len(prompt) + 9 + 1
 
 
@@ -148,13 +147,12 @@ def test_score_of_the_held_out_text_equals_the_runs_loss(precision, run_dir, tmp
 
 
 @pytest.mark.parametrize("scored", ["text.txt", "{}/text.txt", "**/t*.txt", "other.txt"])
-@pytest.mark.parametrize("paths", ["text.txt", ["text.txt", "more.txt"]])
-def test_score_of_the_training_text_says_so(scored, paths, tmp_path, monkeypatch, capsys):
+def test_score_of_the_training_text_says_so(scored, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("text.txt", "other.txt"):
         (tmp_path / name).write_text(VOCABULARY)
     snapshot = model_snapshot(VOCABULARY)
-    snapshot.config["data"] = {"path": paths}
+    snapshot.config["data"] = {"path": ["text.txt", "more.txt"]}
     sampling.print_score(SampleConfig(score=scored.format(tmp_path)), {"a.pt": snapshot})
     assert ("this is text of the run" in capsys.readouterr().err) == (scored != "other.txt")
 
@@ -235,15 +233,6 @@ def test_an_ensemble_of_other_models_is_refused(what, vocabulary, settings):
     several = {"a.pt": model_snapshot(VOCABULARY), "b.pt": model_snapshot(vocabulary, **settings)}
     with pytest.raises(UserError, match=rf"^snapshots=: b\.pt has another {what} than a\.pt$"):
         sampling.print_score(SampleConfig(score="any.txt"), several)
-
-
-@pytest.mark.parametrize(
-    "text, says", [("a" + "xyz" * 9, "known characters: 1; at least 2 are needed"), ("", "known characters: 0;")]
-)
-def test_a_text_that_cannot_be_scored_is_refused(text, says, scoring):
-    config = scoring(text)
-    with pytest.raises(UserError, match=re.escape(f"score={config.score}: {says}")):
-        score(config, model_snapshot(VOCABULARY))
 
 
 @pytest.mark.parametrize("more", [{}, {"by": "line", "out": "unused"}])
@@ -437,14 +426,6 @@ def test_an_unknown_character_in_another_normal_form_names_the_form(known, given
         drawn(snapshot, prompt="z")
 
 
-@pytest.mark.parametrize("data, text", [({"newlines": "keep"}, "a\r\nb"), ({"newlines": "lf"}, "a\nb")])
-def test_a_prompt_file_is_read_as_the_text_of_the_run(data, text, tmp_path):
-    (tmp_path / "prompt.txt").write_bytes(b"a\r\nb")
-    snapshot = model_snapshot("\n\rab")
-    snapshot.config["data"] = data
-    assert sampling.read_prompt(SampleConfig(prompt_file=str(tmp_path / "prompt.txt")), snapshot)[0] == text
-
-
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
     """The run of a list of names."""
@@ -509,16 +490,6 @@ def test_texts_of_several_lines_are_written_as_json_only(run_dir, tmp_path):
     sample(*arguments, f"out={tmp_path / 'texts.jsonl'}")
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert sample(*arguments).stdout == f"\n{'-' * 40}\n".join(texts) + "\n"
-
-
-def test_a_pipe_that_is_waited_for_is_named(tmp_path, capsys):
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("ab",))
-    writer.start()
-    prompt, _ = sampling.read_prompt(SampleConfig(prompt_file=str(tmp_path / "pipe")), model_snapshot(VOCABULARY))
-    writer.join()
-    assert prompt == "ab"
-    assert capsys.readouterr().err == f"[reading {tmp_path / 'pipe'} until it ends]\n"
 
 
 def test_a_setting_of_another_type_in_a_snapshot_is_one_line():

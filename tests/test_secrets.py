@@ -5,7 +5,7 @@ import http.server
 import threading
 
 import pytest
-from conftest import UNREAD, start
+from conftest import UNREAD, start, succeed
 
 from engine.portable import is_installed
 from engine.snapshots.storage import load
@@ -29,8 +29,7 @@ def test_secrets_are_neither_shown_nor_written_nor_compared(host, settings, tmp_
     printed = []
     for number, steps in ((1, 2), (2, 4)):  # resumes with another signature
         url = f"'http://me:SECRET{number}@{host}/text.txt?X-Sig=SECRET{number}'"
-        result = start(*settings, f"data.path={url}", f"trainer.max_steps={steps}", "report=true", cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
+        result = succeed(*settings, f"data.path={url}", f"trainer.max_steps={steps}", "report=true", cwd=tmp_path)
         printed.append(result.stdout)
     shown = f"http://***@{host}/text.txt?***"
     assert "changed since the snapshot: data" not in printed[1] and f"text        {shown}: 1,800" in printed[1]
@@ -38,17 +37,23 @@ def test_secrets_are_neither_shown_nor_written_nor_compared(host, settings, tmp_
     missing = start(*settings, f"data.path='http://{host}/no.txt?SECRET'", "run_dir=none", cwd=tmp_path)
     assert missing.returncode == 1 and "/no.txt?***: cannot be read: 404" in missing.stderr
     sweep = f"data.path='http://{host}/text.txt?SECRET','http://SECRET@{host}/text.txt'"
-    result = start("-m", *settings, sweep, "run_name=sweep", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = succeed("-m", *settings, sweep, "run_name=sweep", cwd=tmp_path)
     copied = ("copied=true", "num_samples=1", "max_new_tokens=5", f"run_dir={tmp_path / 'run'}")
     refused = start(*copied, script="sample.py")
     assert refused.returncode == 1 and f"{shown}: the run recorded this without" in refused.stderr
     given = start(*copied, f"text={text_file}", script="sample.py")
     assert given.returncode == 0 and "of this is copied" in given.stderr
+    exported = start(
+        f"snapshot=http://{host}/run/gpt_snapshot.pt?SECRET", f"out={tmp_path / 'model'}", script="export.py"
+    )
+    scored = start(f"score=http://{host}/run/config.yaml?SECRET", f"run_dir={tmp_path / 'run'}", script="sample.py")
+    assert exported.returncode == scored.returncode == 0 and "skipped" in scored.stderr, exported.stderr
     if is_installed("wandb"):  # which records the command line
-        tracked = start(*settings, f"data.path={url}", "run_dir=wandb", "trainer.trackers=[wandb]", cwd=tmp_path)
-        assert tracked.returncode == 0 and (tmp_path / "wandb" / "wandb").is_dir(), tracked.stderr
-    assert not any("SECRET" in text for text in (*printed, missing.stderr, result.stdout, refused.stderr))
+        succeed(*settings, f"data.path={url}", "run_dir=wandb", "trainer.trackers=[wandb]", cwd=tmp_path)
+        assert (tmp_path / "wandb" / "wandb").is_dir()
+    assert not any(
+        "SECRET" in text for text in (*printed, missing.stderr, result.stdout, refused.stderr, scored.stderr)
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if "SECRET" in str(path) or b"SECRET" in path.read_bytes()]

@@ -33,30 +33,34 @@ SRUN = JOB | STEP | variables("PROCID=3 LOCALID=1 NODEID=1")  # the last task of
 UNEVEN = SRUN | variables("STEP_NODELIST=node[01-03,07],gpu5 STEP_NUM_TASKS=8 STEP_TASKS_PER_NODE=2(x3),1(x2)")
 
 
-def adopted(environment: dict[str, str], changed: str = "", **others: str) -> tuple[str | None, ...]:
+def adopted(environment: dict[str, str], changed: str) -> tuple[str | None, ...]:
     """torchrun's variables, from those of SLURM."""
-    environment = environment | variables(changed) | others
+    environment = environment | variables(changed)
     slurm.export_torchrun_env(environment)
     return tuple(environment.get(name) for name in NAMES)
 
 
-def test_srun_variables_become_torchruns():
-    assert adopted(SRUN) == ("3", "4", "1", "2", "node07", "14242")
-    for rank, node, local_rank, local_size in (("5", 2, "1", "2"), ("6", 3, "0", "1"), ("7", 4, "0", "1")):
-        task = f"PROCID={rank} NODEID={node} LOCALID={local_rank}"
-        assert adopted(UNEVEN, task)[:5] == (rank, "8", local_rank, local_size, "node01")
+FIRST_HOSTS = {"gpu5,node[01-03,07]": "gpu5", "node[7]": "node7", "n-1.cluster,n-2.cluster": "n-1.cluster"}
+FIRST_HOSTS |= {"rack[2-3]node[04,06]": "rack2node04", "c[001-128]-ib0": "c001-ib0"}
+TORCHRUN = dict(zip(NAMES, ("5", "8", "1", "4", "node07", "29400"), strict=True))
 
 
-def test_without_several_srun_tasks_there_is_one_process():
-    # No SLURM, a batch script without srun, salloc, an interactive step (srun --pty)
-    for environment in ({}, JOB | FIRST_TASK, JOB, JOB | ONE_TASK):
-        assert adopted(environment) == (None,) * 6
-
-
-def test_torchrun_under_srun_and_a_chosen_address_take_precedence():
-    torchrun = dict(zip(NAMES, ("5", "8", "1", "4", "node07", "29400"), strict=True))
-    assert adopted(SRUN | torchrun) == tuple(torchrun.values())
-    assert adopted(SRUN, MASTER_ADDR="10.0.0.7", MASTER_PORT="29500")[4:] == ("10.0.0.7", "29500")
+@pytest.mark.parametrize(
+    "environment, changed, expected",
+    [
+        (SRUN, "", "3 4 1 2 node07 14242"),
+        (UNEVEN, "PROCID=5 NODEID=2 LOCALID=1", "5 8 1 2 node01 "),
+        (UNEVEN, "PROCID=6 NODEID=3 LOCALID=0", "6 8 0 1 node01 "),
+        (UNEVEN, "PROCID=7 NODEID=4 LOCALID=0", "7 8 0 1 node01 "),
+        *((SRUN, f"STEP_NODELIST={nodes}", f"3 4 1 2 {first} ") for nodes, first in FIRST_HOSTS.items()),
+        (SRUN | TORCHRUN, "", "5 8 1 4 node07 29400"),  # torchrun under srun
+        (SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}, "", "3 4 1 2 10.0.0.7 29500"),
+        # One process: no SLURM, a batch script without srun, salloc, an interactive step (srun --pty)
+        *((environment, "", "- - - - - -") for environment in ({}, JOB | FIRST_TASK, JOB, JOB | ONE_TASK)),
+    ],
+)
+def test_srun_variables_become_torchruns_unless_it_is_chosen_or_there_is_one_process(environment, changed, expected):
+    assert " ".join(value or "-" for value in adopted(environment, changed)).startswith(expected)
 
 
 def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
@@ -64,20 +68,6 @@ def test_jobs_and_steps_have_their_own_ports_outside_the_ephemeral_range():
     ports = {adopted(SRUN, f"JOB_ID={job} STEP_ID={step}")[5] for job, step in starts}
     assert len(ports) == len(starts)
     assert all(1024 <= int(port) < 32768 for port in ports)
-
-
-@pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("gpu5,node[01-03,07]", "gpu5"),
-        ("node[7]", "node7"),
-        ("n-1.cluster,n-2.cluster", "n-1.cluster"),
-        ("rack[2-3]node[04,06]", "rack2node04"),
-        ("c[001-128]-ib0", "c001-ib0"),
-    ],
-)
-def test_rank_0_is_on_the_first_host_of_the_list(nodes, first):
-    assert adopted(SRUN, f"STEP_NODELIST={nodes}")[4] == first
 
 
 @pytest.mark.parametrize(

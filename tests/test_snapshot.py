@@ -106,18 +106,15 @@ FOREIGN = "not a snapshot of this application: "
         (with_pickle(b"\x80\x02]."), f"{FOREIGN}.*list"),
         (saved(format=1), "snapshot format 1; this application reads 4, 5, 6"),
         (saved(extra=1), f"{FOREIGN}.*unexpected keyword argument 'extra'"),
-        (saved(step="7"), FOREIGN),
         (saved(model_state=[]), FOREIGN),
         (saved(model_state={1: 2}), FOREIGN),
         (saved(config={"data": {"separator": 5}}), FOREIGN),
         (saved(model_state={"weight": torch.zeros(2, device="meta")}), FOREIGN),
         (saved(model_state={"weight": torch.zeros(2).to_sparse()}), FOREIGN),
-        (saved(vocabulary=None), FOREIGN),
         (saved(config={"trainer": [], "model": {}}), FOREIGN),
         (saved(optimizer_state={"b": 1}), FOREIGN),
         (saved(shards={"folder": "f", "files": {"x": 1}}), FOREIGN),
         (saved(shards={"folder": 3, "files": {}}), FOREIGN),
-        (saved(shards={"files": {}}), FOREIGN),
     ],
 )
 def test_another_type_of_file_is_refused(content, says):
@@ -154,8 +151,8 @@ def test_garbage_with_a_valid_digest_is_refused():
 
 def test_only_a_change_that_would_alter_the_run_is_refused():
     saved = some_snapshot()
-    saved.config = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 5}}
-    now = {"model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 9}}
+    saved.config = {"data": {"path": "a.txt"}, "model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 5}}
+    now = {"data": {"path": "b.txt"}, "model": {"n_layer": 2}, "trainer": {"batch_size": 8, "max_steps": 9}}
 
     def resume(config: dict, text_digest: str) -> None:
         defaults = {"model.n_layer": 1, "model.gain": 1.0}

@@ -161,18 +161,21 @@ def test_a_process_killed_after_any_call_of_a_save_leaves_a_good_snapshot(tmp_pa
     assert calls > 15 and outcomes == sorted(outcomes) and set(outcomes) == {4, 5}
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace", "link"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "link", "_put"])
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, path, monkeypatch, call):
     files = SnapshotStorage(path)
     write(files, 1)
     write(files, 2)
-
+    put = files._put
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, no_space)
+        if call == "_put":  # a disk that loses some of it
+            patch.setattr(files, "_put", lambda path, content: put(path, content[:-1]))
+        else:
+            patch.setattr(os, call, no_space)
         if call == "link":  # there are file systems that have none
             write(files, 3)
         else:
-            with pytest.raises(OSError, match="No space left on device"):
+            with pytest.raises(OSError, match=r"No space left on device|differs from what was written"):
                 write(files, 3)
     assert equal(load(path), some_snapshot(3 if call == "link" else 2))
     assert names(tmp_path) == ["s.prev.pt", "s.pt"]
@@ -325,33 +328,12 @@ def test_the_best_snapshot_is_the_lowest_loss_that_was_written(path, monkeypatch
     assert (load(path).best_step, load(snapshots.storage.best_path).step) == (3, 3)
 
 
-@pytest.mark.parametrize("weight, loss, bad", [(1.0, math.nan, "loss"), (math.inf, 1.0, "weights")])
-def test_a_state_that_is_not_finite_is_not_saved(path, weight, loss, bad):
-    snapshots = manager(path)
-    for step, first, then in ((1, 1.0, 1.0), (2, weight, loss)):
-        snapshot = dataclasses.replace(some_snapshot(step), parameters=["b"], loss=1.0, loss_step=step)
-        snapshot.model_state["b"][0] = first
-        assert snapshots.save(snapshot, True, loss=then) == (bad if step == 2 else None)
-        snapshots.wait(State())
-    assert load(path).step == load(snapshots.storage.best_path).step == 1
-
-
 def test_a_save_that_fails_while_another_error_ends_the_run_is_logged(path, monkeypatch, caplog):
     snapshots = manager(path)
     monkeypatch.setattr(snapshots.storage, "_put", lambda *_: 1 / 0)
     snapshots.save(some_snapshot(1), True, loss=1.0)
     snapshots.close()
     assert "step 1: the snapshot was not written" in caplog.text
-
-
-def test_a_write_that_reads_back_different_is_noticed(path, monkeypatch):
-    files = SnapshotStorage(path)
-    write(files, 1)
-    put = files._put
-    monkeypatch.setattr(files, "_put", lambda path, content: put(path, content[:-1]))
-    with pytest.raises(OSError, match="differs from what was written"):
-        write(files, 2)
-    assert load(path).step == 1
 
 
 @pytest.mark.parametrize(

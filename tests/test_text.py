@@ -22,7 +22,7 @@ import chaos
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, UNREAD, command, metrics, read_until, run_python, small_disk, succeed, wait_until
+from conftest import ROOT, UNREAD, command, read_until, run_python, small_disk, succeed, wait_until
 from omegaconf import OmegaConf
 
 import main
@@ -184,16 +184,12 @@ def test_archives_are_read_by_members_that_are_text(tmp_path, caplog):
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         for name in ("folder/b", "a", "folder/._b", "__MACOSX/c", "picture"):
             archive.writestr(name, name[-1] if name != "picture" else b"\0\xff")
-    with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "text.zst", "text")
     with pytest.raises(UserError, match=r"text\.zst: unpack it first"):
         read(str(tmp_path / "text.zst"))
     fsspec.filesystem("memory").pipe_file("/two.zip", (tmp_path / "two.zip").read_bytes())
     assert read(str(tmp_path / "two.zip")) == read("memory://two.zip") == "ab"
     assert caplog.text.count("two.zip: 2 hidden files and links are left out") == 2
-    assert read(str(tmp_path / "two.tar.gz")) == "whatever"
     assert read(f"zip://folder/*::{tmp_path / 'two.zip'}") == "b"
-    assert read(f"tar://text::{tmp_path / 'two.tar.gz'}") == "whatever"
 
 
 def test_the_cache_of_a_text_in_an_archive_depends_on_archive_and_content(tmp_path):
@@ -344,8 +340,11 @@ def test_only_the_default_text_falls_back_to_pydoc_and_a_run_keeps_it(tmp_path, 
     assert run.data.path == PYDOC and "this run was started on pydoc:topics" in caplog.text
 
 
-def test_shakespeare_has_the_configured_sha256(shakespeare):
-    data = CharDataset(DataConfig(path=str(shakespeare)))
+def test_shakespeare_has_the_configured_sha256():
+    paths = [ROOT / "data" / "input.txt", ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"]
+    if not (found := [path for path in paths if path.exists()]):
+        pytest.skip(f"tiny Shakespeare is at neither of {', '.join(map(str, paths))}")
+    data = CharDataset(DataConfig(path=str(found[0])))
     assert data.digest == OmegaConf.load(ROOT / "conf" / "data" / "shakespeare.yaml").sha256
     assert (len(data.data), data.vocab_size) == (1_115_394, 65)
 
@@ -565,17 +564,6 @@ def test_a_killed_encoding_is_repeated(tmp_path, spawn):
     process.terminate()
     out, _ = process.communicate(timeout=60)
     assert out.count("encoding    ") == 1 and "SIGTERM: stopped after step" in out
-
-
-def test_several_files_train_and_resume_as_one(tmp_path):
-    text = "To be, or not to be, that is the question. " * 40
-    (tmp_path / "1.txt").write_text(text[:500])
-    (tmp_path / "2.gz").write_bytes(gzip.compress(text[500:].encode()))
-    (tmp_path / "whole.txt").write_text(text)
-    for steps, path in (2, f"[{tmp_path / '1.txt'},{tmp_path / '2.gz'}]"), (3, str(tmp_path / "whole.txt")):
-        run = [f"data.path={path}", f"trainer.max_steps={steps}", f"run_dir={tmp_path / 'run'}"]
-        succeed(*UNREAD, "data.block_size=16", "data.separator=none", *run)
-    assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -153,7 +153,6 @@ def test_the_model_and_settings_of_another_program_are_trained_and_stored_but_no
     "optimizer, data, says",
     [
         ("adamw", {"train_split": 0.5}, r"data\.train_split was 0\.8, is 0\.5"),
-        ("adamw", {"truncate": 0.5}, r"data\.truncate was 1\.0, is 0\.5"),
         ("muon", {}, r"optimizer\.class was AdamW, is Muon"),
     ],
 )
@@ -206,16 +205,16 @@ def test_a_run_with_a_time_limit_ends_by_its_steps_or_by_the_clock_with_its_whol
     lines = metrics(tmp_path)
     assert [(line["step"], line["split"]) for line in lines[-2:]] == [(taken, "train"), (taken, "val")]
     assert lines[-2]["lr"] <= 1e-2 * 0.26
-    resumed = make(parts, tmp_path, max_steps=total, eval_every_steps=20, max_minutes=3.0)
-    resumed.train()
-    assert resumed.state.step == taken and resumed._is_over()
 
 
 def test_a_steady_run_with_a_time_limit_is_resumed_bit_for_bit_and_counts_on(parts, tmp_path):
     limited = {"max_minutes": 10.0, "max_steps": 8}
     whole = make(parts, tmp_path / "a", **limited)
     whole.train()
-    stop(make(parts, tmp_path / "b", **limited), "micro-batch", 5)
+    stop(make(parts, tmp_path / "b", **limited), "start", 0)  # before the clock has started
+    again = make(parts, tmp_path / "b", **limited)
+    assert again.state.limit_s is None and again.state.step == 0
+    stop(again, "micro-batch", 5)
     saved = latest(tmp_path / "b")
     assert saved.limit_s == pytest.approx(600, abs=30) and saved.seconds > 0
     resumed = make(parts, tmp_path / "b", **limited)
@@ -224,15 +223,6 @@ def test_a_steady_run_with_a_time_limit_is_resumed_bit_for_bit_and_counts_on(par
     assert torch.equal(weights(whole), weights(resumed)) and resumed.state.seconds > saved.seconds
     longer = make(parts, tmp_path / "b", **limited | {"max_minutes": 20.0})
     assert longer.state.limit_s == pytest.approx(2 * saved.limit_s)
-
-
-def test_a_run_stopped_before_its_clock_started_has_its_time_limit_when_it_resumes(parts, tmp_path):
-    limited = {"max_minutes": 10.0, "max_steps": 8}
-    stop(make(parts, tmp_path, **limited), "start", 0)
-    resumed = make(parts, tmp_path, **limited)
-    assert resumed.state.limit_s is None and resumed.state.step == 0
-    resumed.train()
-    assert resumed.state.limit_s == pytest.approx(600, abs=30)
 
 
 def test_a_rescued_snapshot_is_the_best_again(parts, tmp_path, monkeypatch):
@@ -333,26 +323,7 @@ def audited(parts) -> CharDataset:
     return parts[0]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_window_is_visited_once_an_epoch_in_the_same_order_at_any_world_size(audited, size, accumulation):
-    epochs, batch = 2, 20  # of which 3 ranks have unequal shares
-    config = TrainerConfig(max_epochs=epochs, batch_size=batch, micro_batch_size=-(-batch // (size * accumulation)))
-    plan = Plan.make(config, len(audited), audited.block_size, size)
-    steps = plan.total_steps
-    seen = []
-    ranks = [MicroBatches(audited, 7, plan, rank) for rank in range(size)]
-    for step in range(steps):
-        for rank in ranks:
-            for i in range(accumulation):
-                seen.extend(rank[step * accumulation + i][0].tolist())
-    n = len(audited)
-    assert sorted(seen[-n:]) == sorted(seen[-2 * n : -n]) == list(range(n))
-    assert seen[-n:] != seen[-2 * n : -n]
-    assert np.array_equal(seen, window_order(steps * (n - batch) + np.arange(steps * batch), n, 7, plan.block_size))
-
-
-@pytest.mark.parametrize("steps", [11, 25, 40])
+@pytest.mark.parametrize("steps", [11, 25, 40, 80])
 def test_a_run_ends_with_a_whole_pass_over_the_text_and_an_extended_one_takes_other_windows(audited, steps):
     config = TrainerConfig(max_epochs=None, max_steps=steps, batch_size=20)
     n, size = len(audited), audited.block_size
@@ -367,6 +338,7 @@ def test_a_run_ends_with_a_whole_pass_over_the_text_and_an_extended_one_takes_ot
     offset = seen[-1] % size
     last_pass = [*range(offset, n, size)]
     assert sorted(seen[-len(last_pass) :]) == last_pass
+    assert steps < 80 or sorted(seen[-n:]) == [*range(n)]  # and with a whole epoch
 
 
 def test_the_order_of_a_huge_plan_is_computed_in_pieces(audited, monkeypatch):
@@ -479,15 +451,18 @@ def test_micro_batches_partition_a_step_and_are_weighted_by_their_windows(audite
         config = TrainerConfig(batch_size=batch, micro_batch_size=limit)
         plan = Plan.make(config, len(audited), audited.block_size, size)
         ranks = [MicroBatches(audited, 7, plan, rank) for rank in range(size)]
-        cuts = [ranks[rank][i] for rank in range(size) for i in range(plan.accumulation)]
-        weights = [Fraction(weight).limit_denominator(batch) for _, _, weight in cuts]
-        sizes = [weight * batch / size for weight in weights]
-        # An empty one computes on a window all the same.
-        assert [max(1, count) for count in sizes] == [len(windows) for windows, _, _ in cuts]
-        order = window_order(plan.first_position + np.arange(batch), len(audited), 7, plan.block_size)
-        assert [w for windows, _, weight in cuts if weight for w in windows.tolist()] == order.tolist()
-        assert max(sizes) == plan.micro_batch_size <= (limit or batch)
-        assert max(sizes) - min(sizes) <= 1 and sum(weights) == size
+        for step in (0, ORDER_STEPS + 1):
+            first = step * plan.accumulation
+            cuts = [ranks[rank][first + i] for rank in range(size) for i in range(plan.accumulation)]
+            weights = [Fraction(weight).limit_denominator(batch) for _, _, weight in cuts]
+            sizes = [weight * batch / size for weight in weights]
+            # An empty one computes on a window all the same.
+            assert [max(1, count) for count in sizes] == [len(windows) for windows, _, _ in cuts]
+            positions = plan.first_position + step * batch + np.arange(batch)  # the same at any world size
+            order = window_order(positions, len(audited), 7, plan.block_size)
+            assert [w for windows, _, weight in cuts if weight for w in windows.tolist()] == order.tolist()
+            assert max(sizes) == plan.micro_batch_size <= (limit or batch)
+            assert max(sizes) - min(sizes) <= 1 and sum(weights) == size
 
 
 # --- the step ---
@@ -572,7 +547,9 @@ def test_a_run_that_diverges_keeps_its_good_snapshots(parts, tmp_path, amp_dtype
         multiply_loss(trainer, lambda step: math.nan if step >= 4 else 1)
     else:
         after_step(trainer, lambda step: trainer.parameters[0].data[0, 0].add_(math.inf if step == 4 else 0))
-    with pytest.raises(UserError, match="training has diverged"):
+    is_skipped = (amp_dtype, at) == ("float16", "loss")  # as a step that overflows is
+    says = "" if is_skipped else f"the {at} to be saved: not finite.* "
+    with pytest.raises(UserError, match=f"{says}training has diverged"):
         trainer.train()
     assert latest(tmp_path).step == 3 and load(str(tmp_path / "gpt_snapshot.prev.pt")).step == 2
     make(parts, tmp_path, max_steps=30, amp_dtype=amp_dtype).train()
@@ -586,14 +563,6 @@ def test_float16_saves_no_weights_with_which_some_losses_overflow(parts, tmp_pat
     with pytest.raises(UserError, match="training has diverged"):
         trainer.train()
     assert latest(tmp_path).step == 3
-
-
-def test_a_trainer_without_a_held_out_part_does_not_end_well_with_nan(parts, tmp_path):
-    trainer = make((parts[0], None), tmp_path, max_steps=4, eval_every_steps=None)
-    after_step(trainer, lambda step: trainer.parameters[0].data.add_(3e38 if step == 4 else 0))
-    with pytest.raises(UserError, match=r"step 4: .* not finite .* diverged"):
-        trainer.train()
-    assert not (tmp_path / "gpt_snapshot.pt").exists()
 
 
 # --- evaluation ---
