@@ -169,7 +169,7 @@ def load_text(config: Config, recorded: dict[str, Any] | None) -> CharDataset:
     text in its `recorded` settings.
     """
     before = recorded.get("data", {}) if recorded else {}
-    if before.get("held_out") and config.data.held_out is None:
+    if before.get("held_out") and config.data.val_path is None and config.data.held_out in (None, before["held_out"]):
         config.data = dataclasses.replace(config.data, held_out=before["held_out"], train_split=before["train_split"])
     if before and "max_bytes" not in before:  # an older run, which had none of these settings
         config.data = dataclasses.replace(config.data, separator=config.data.separator or "none", newlines="keep")
@@ -248,7 +248,7 @@ def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] 
     settings `recorded` before, and rises; with another batch than the recipe's, more passes at the same learning rate.
     """
     plan, step, optimizer = trainer.plan, trainer.state.step, config.optimizer
-    earlier = copy.copy(config.trainer)
+    earlier = copy.copy(config.trainer)  # without its checks: a time limit may have ended the run before
     before = recorded.get("trainer", {}) if recorded and step else {}
     earlier.max_steps, earlier.max_epochs = before.get("max_steps"), before.get("max_epochs")
     steps_before = planned_steps(earlier, plan.windows)
@@ -273,11 +273,10 @@ def log_consequences(config: Config, trainer: Trainer, recorded: dict[str, Any] 
     others = [override for key, override in typed.items() if key != "trainer.batch_size"]
     usual = hydra.compose(composed.job.config_name, others).trainer.batch_size
     if usual not in (None, plan.batch_size):
-        passes = plan.passes
         log.warning(
             "trainer.batch_size=%d, in the recipe %d: the learning rate stays %g, and the text is passed over %.3g "
             "times, not %.3g; see optimizer.learning_rate and trainer.max_steps",
-            plan.batch_size, usual, config.optimizer.learning_rate, passes, passes * usual / plan.batch_size,
+            plan.batch_size, usual, config.optimizer.learning_rate, plan.passes, plan.passes * usual / plan.batch_size,
         )  # fmt: skip
 
 

@@ -105,7 +105,8 @@ class Trainer:
         self.run_config = masked(as_plain(configs | (run_config or {})))
         self.snapshots = snapshots or SnapshotManager(config, run_dir)
         self.plan = Plan.make(config, len(train_dataset), train_dataset.block_size, distributed.size())
-        self.state, earlier = State(), dict[str, Any]()
+        self.state = State()
+        earlier: dict[str, Any] = {}
         if found := self.snapshots.found:
             defaults = defaults_of(configs | {"optimizer": OptimizerConfig})
             changes = check_can_resume(found, self.snapshots.path, self.run_config, defaults, train_dataset.digest)
@@ -162,9 +163,9 @@ class Trainer:
         `UserError` on every rank if a loss or gradient is not finite, or the last snapshot cannot be written. Earlier
         snapshots are kept.
         """
-        state, config, self.on_start = self.state, self.config, on_start
-        if deadline is None and config.max_minutes is not None:  # resumed before the clock had started
-            deadline = time.monotonic() + 60 * config.max_minutes
+        state, minutes = self.state, self.config.max_minutes
+        if deadline is None and minutes is not None:  # resumed before the clock had started
+            deadline = time.monotonic() + 60 * minutes
         self.clock.deadline = deadline
         advance(state, self.plan.total_steps, self.requests.share)
         self.snapshots.recover_best(state)
@@ -173,7 +174,7 @@ class Trainer:
             return state.loss
         self.optimizer.zero_grad()
         self.model.train()
-        with self._running():
+        with self._running(on_start):
             while True:
                 is_evaluated = self._evaluation_is_due(self._is_over())
                 if is_evaluated:
@@ -195,13 +196,18 @@ class Trainer:
         return self.state.progress >= 1 or (self.state.is_evaluated and is_out_of_patience)
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, on_start: Callable[[], None]) -> Iterator[None]:
         """A context for the loop: opens and closes the files of the run, and serves requests to stop."""
         state, snapshots = self.state, self.snapshots
+
+        def open_files() -> None:
+            snapshots.open(state, HISTORY)
+            self.log.open(snapshots.run_dir, flatten(self.run_config), on_start)
+
         with self.requests, memory.report_exhausted(self.plan), self.precision.determinism():
             try:
                 with name_failed_ranks(lambda: f"after step {state.step}"):  # told before the files are closed
-                    distributed.run_on_rank_0(self._open_files)
+                    distributed.run_on_rank_0(open_files)
                     self.log.start(self.precision)
                     yield
             except Stopped as stopped:
@@ -212,10 +218,6 @@ class Trainer:
                 self.batches.close()
                 snapshots.close()  # also after an error: finish a save in progress
                 self.log.close()
-
-    def _open_files(self) -> None:
-        self.snapshots.open(self.state, HISTORY)
-        self.log.open(self.snapshots.run_dir, flatten(self.run_config), self.on_start)
 
     def _restore_missing_files(self) -> None:
         """Writes deleted files of the run again. Raises `UserError` on every rank if another run has started in its
@@ -380,10 +382,11 @@ class Trainer:
         """Waits until this step is saved; tries again every `pause_s` until a signal gives up. Then writes it to the
         system's temporary folder, and raises `UserError`.
         """
-        self.requests.begin_last_save()
+        requests, snapshots = self.requests, self.snapshots
+        requests.begin_last_save()
         save = functools.partial(self._save, is_numbered=True, is_last=True)
-        if not self.snapshots.finish(self.state, save, self.requests.gives_up, tries, pause_s):
-            self.snapshots.rescue(self._snapshot())
+        if not snapshots.wait_until_saved(self.state, save, requests.gives_up, tries, pause_s):
+            snapshots.rescue(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
         """The state of the run after this step, with its tensors, which may be sharded."""

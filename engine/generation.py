@@ -168,5 +168,6 @@ def draw_samples(model: torch.nn.Module, vocabulary: str, encoding: str, separat
     idx = torch.tensor([prompt] * num_texts, device=next(model.parameters()).device)
     with enough_threads(model, num_texts):
         out = generate(model, idx, num_characters, temperature=0.8, do_sample=True, seed=1337)
+    # A model may have more ids than characters, for its speed.
     drawn = ("".join(vocabulary[i : i + 1] or "?" for i in row[len(prompt) :]) for row in out.tolist())
     return [to_text(text, encoding) for text in drawn]

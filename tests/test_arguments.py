@@ -101,6 +101,7 @@ parse = functools.partial(arguments.parse, Config)
         (report.main, "run_dir=nowhere", "nowhere: no run has logged anything there"),
         (report.main, "check .", ".: not an argument; there are run_dir="),
         (report.main, "check out=a", "out=a: check writes no page; leave it out"),
+        (sample.main, "run_dir=runs/y", "there is no snapshot at runs/y/gpt_snapshot.pt; the newest run is runs/x"),
         (report.main, "run_dirs=nowhere/*", "nowhere/*: no run has logged anything there"),
         (report.main, "", "no run under runs/ has logged"),
     ],
@@ -109,11 +110,15 @@ def test_bad_input_gets_one_line_and_changes_nothing(main, given, says, tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("engine.portable.restore_sigpipe", lambda: None)  # it would be pytest's
     (tmp_path / "file").write_text("mine")
+    if "runs/" in given:
+        (tmp_path / "runs" / "x").mkdir(parents=True)
+        for name in ("metrics.jsonl", ".lock"):
+            (tmp_path / "runs" / "x" / name).write_text("{}")
     (tmp_path / "a.pt").write_bytes(model_snapshot("\nabm").to_bytes())
     with pytest.raises((UserError, OSError)) as caught:
         main(given.split())
     assert says in str(caught.value) and "\n" not in str(caught.value)
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "file"]
+    assert sorted(set(os.listdir(tmp_path)) - {"runs"}) == ["a.pt", "file"]
     assert (tmp_path / "file").read_text() == "mine"
 
 

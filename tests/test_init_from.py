@@ -280,7 +280,8 @@ def test_a_text_that_has_grown_is_held_out_where_it_was_and_a_copy_is_recognized
     assert f"held out    characters {first:,} to {size:,}, as of the pretrained model" in said
     assert "may have the held-out text" not in said
     assert [metrics(tmp_path / name, "val")[-1]["tokens"] for name in "abc"] == [size - first - 1] * 3
-    assert "step 8/8" in succeed(*again, "trainer.max_steps=8").stdout
+    assert "step 8/8" in succeed(*again, "trainer.max_steps=8", f"data.held_out=[{first},{size}]").stdout
+    assert "another run: data.held_out was " in start(*again, "data.held_out=[1,100]").stderr
     assert "99 held out" in succeed(*again[:-2], f"run_dir={tmp_path / 'd'}", again[-1], "data.held_out=[1,100]").stdout
 
 

@@ -463,8 +463,10 @@ def test_what_overrides_entail_is_said(tmp_path, text_file):
     recipe = ["experiment=shakespeare_quick", "data=text", f"data.path={text_file}", f"run_dir={tmp_path / 'run'}"]
     small = ["model.n_embd=32", "model.n_head=2", "model.ngram_rows=0", "data.block_size=8", "trainer.device=cpu"]
     small += ["trainer.batch_size=128"]
-    result = succeed(*recipe, *small, "trainer.max_steps=8", "optimizer.warmup_steps=9")
-    assert "warning: optimizer.warmup_steps=9: the run has only 8" in result.stdout
+    epochs = "trainer.max_steps=null", "trainer.max_epochs=1"
+    result = succeed(*recipe, *small, *epochs, "optimizer.warmup_steps=99")
+    steps = latest(tmp_path / "run").step
+    assert f"warning: optimizer.warmup_steps=99: the run has only {steps}" in result.stdout
     assert "trainer.batch_size=128, in the recipe 16: the learning rate stays 0.011" in result.stdout
     result = succeed(*recipe, *small, "trainer.max_steps=40", "optimizer.warmup_steps=0")
-    assert re.search("warning: the learning rate rises from .*: it follows 40 steps, no longer 8", result.stdout)
+    assert re.search(f"warning: the learning rate rises from .*: it follows 40 steps, no longer {steps}", result.stdout)

@@ -189,7 +189,7 @@ def test_wandb_gets_the_metrics_within_the_run_directory(tmp_path):
     run_dir, offline = tmp_path / "run", {"WANDB_MODE": "offline"}
     result = succeed(*TINY, "trainer.trackers=[wandb]", f"run_dir={run_dir}", cwd=tmp_path, env=offline)
     (run,) = wandb_rows(run_dir).values()
-    assert run[-1][0] == 6
+    assert run[-1][0] == 6 and {"train/loss", "val/loss"} <= {key for _, row in run for key in row}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert not (run_dir / "tensorboard").exists()
     assert "wandb:" not in result.stdout

@@ -205,6 +205,9 @@ def test_a_run_with_a_time_limit_ends_by_its_steps_or_by_the_clock_with_its_whol
     lines = metrics(tmp_path)
     assert [(line["step"], line["split"]) for line in lines[-2:]] == [(taken, "train"), (taken, "val")]
     assert lines[-2]["lr"] <= 1e-2 * 0.26
+    resumed = make(parts, tmp_path, max_steps=total, eval_every_steps=20, max_minutes=3.0)
+    resumed.train()
+    assert resumed.state.step == taken and resumed._is_over()
 
 
 def test_a_steady_run_with_a_time_limit_is_resumed_bit_for_bit_and_counts_on(parts, tmp_path):
@@ -563,6 +566,15 @@ def test_float16_saves_no_weights_with_which_some_losses_overflow(parts, tmp_pat
     with pytest.raises(UserError, match="training has diverged"):
         trainer.train()
     assert latest(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("amp_dtype", ["float16", "float32"])
+def test_a_run_does_not_end_well_with_a_last_loss_that_is_not_finite(parts, tmp_path, amp_dtype):
+    trainer = make((parts[0], None), tmp_path, max_steps=4, eval_every_steps=None, amp_dtype=amp_dtype)
+    after_step(trainer, lambda step: multiply_loss(trainer, lambda step: math.nan) if step == 4 else None)
+    with pytest.raises(UserError, match=r"step 4: .* not finite .* diverged"):
+        trainer.train()
+    assert not (tmp_path / "gpt_snapshot.pt").exists()
 
 
 # --- evaluation ---

@@ -63,7 +63,7 @@ class RunLog:
     # --- start and end ---
 
     def open(self, run_dir: str, hyperparameters: dict[str, Any], on_start: Callable[[], None] = lambda: None) -> None:
-        """Opens the files, on rank 0; `on_start` writes others."""
+        """Opens the files, on rank 0; `on_start` writes others, again at each `reopen` and after an OSError."""
         state, self.on_start = self.state, on_start
         self.metrics = MetricsFile(run_dir, state.step, state.is_evaluated, state.metrics_lines)
         for name in self.config.trackers:

@@ -75,7 +75,7 @@ def evaluation_is_due(state: State, plan: Plan, every_steps: int | None) -> bool
 
 
 def change_time_limit(state: State, minutes: float | None) -> None:
-    """Sets the time limit of a run that resumes: another one than before scales the seconds in proportion, as sizing
+    """Sets the time limit of a run. If it resumes, another one than before scales the seconds in proportion, as sizing
     does the steps.
     """
     if state.limit_s is not None and minutes != state.minutes:

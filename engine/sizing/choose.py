@@ -244,9 +244,13 @@ def choose_steps(
     reserved = evaluation_s + save_seconds(config) + FINISH_S  # after training
     seconds = seconds_left(deadline) - reserved
     left = seconds - gpu_seconds(config, seconds / step_s) - initial_s
-    interval = trainer.eval_every_steps or math.inf  # if given: evaluations are as often, and at least halfway
-    number = (MIN_EVALUATIONS if trainer.eval_every_steps else number_of_evaluations(left / evaluation_s)) - 1
-    fitting = int(min((left - number * evaluation_s) / step_s, left / (step_s + evaluation_s / interval)))
+    if trainer.eval_every_steps is None:
+        number = number_of_evaluations(left / evaluation_s) - 1
+        fitting = int((left - number * evaluation_s) / step_s)
+    else:  # at the interval, and at least halfway
+        number = MIN_EVALUATIONS - 1
+        with_evaluations_s = step_s + evaluation_s / trainer.eval_every_steps
+        fitting = int(min((left - number * evaluation_s) / step_s, left / with_evaluations_s))
     if fitting < 1 and trainer.max_steps is not None:  # of these, the clock decides
         return deadline - reserved
     if fitting < 1:

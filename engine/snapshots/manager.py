@@ -204,7 +204,7 @@ class SnapshotManager:
         if saved.is_best:
             state.best_loss, state.best_step = saved.loss, saved.step
 
-    def finish(
+    def wait_until_saved(
         self, state: State, save: Callable[[], None], gives_up: Callable[[float], bool], tries: int, pause_s: float
     ) -> bool:
         """Waits until the step of `state` is saved, which `save()` starts unless that is in progress; tries again every
@@ -229,8 +229,6 @@ class SnapshotManager:
         every rank, which says how to resume from it.
         """
         failed = f"{self.path}: the snapshot of step {snapshot.step} was not written: {self.last_error}"
-        if self.config.snapshot_format == "sharded":
-            raise UserError(failed)
         copied = snapshot.map_tensors(self._to_host)
 
         def write() -> str:

@@ -184,8 +184,15 @@ class Documents:
             return
         encoding = "utf-8" if self.config.encoding == "bytes" else self.config.encoding  # JSON is text
         characters = self._characters(source, encoding)
-        count = itertools.count()  # its next number is that of the lines read so far
-        lines = (line for line, _ in zip(lines_of(characters), count, strict=False))
+        number = 0
+
+        def counted() -> Iterator[str]:
+            nonlocal number
+            for line in lines_of(characters):
+                number += 1
+                yield line
+
+        lines = counted()
         try:
             if kind == "json":
                 whole = json.loads("".join(characters))
@@ -197,7 +204,6 @@ class Documents:
         except UserError:
             raise
         except (ValueError, csv.Error, RecursionError) as error:
-            number = next(count)
             line = f", line {number}" * bool(number)
             hint = "; a record a line is data.format=jsonl" * (kind == "json" and "Extra data" in str(error))
             raise UserError(f"{source.name}{line}: not {kind.upper()}: {one_line(error)}{hint}") from error

@@ -359,9 +359,9 @@ def copy_stream(pieces: Iterator[bytes], folder: str, extension: str, setting: s
         with atomic_write(copy, "wb") as target:
             target.writelines(hashed(pieces, digest))
             size = target.tell()
+        if not size:
+            os.remove(copy)
+            return None
         named = os.path.join(folder, digest.hexdigest()[:32] + extension)
         os.replace(copy, named)
-        if not size:
-            os.remove(named)
-            return None
     return named
