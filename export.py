@@ -88,7 +88,7 @@ def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
     snapshot = dataclasses.replace(snapshot, model_state=page.round_to_float16(snapshot.model_state))
     try:
         model = load_model(snapshot, "cpu", strict=True)
-        settings = dataclasses.asdict(model.config)
+        settings = known_settings(model, "the page has")
         ids = probe_ids(model.config.vocab_size, model.config.block_size)
         return {
             "name": snapshot.config.get("run_name", "run"),
@@ -100,6 +100,15 @@ def page_model(snapshot: Snapshot, path: str) -> dict[str, Any]:
         }
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def known_settings(model: GPT, where: str) -> dict[str, Any]:
+    """The model's settings. Raises `UserError` for an option that model.py alone has: there is none `where`."""
+    settings = dataclasses.asdict(model.config)
+    for field in dataclasses.fields(model.config):
+        if field.name not in EXPORTED | NOT_ARCHITECTURE and settings[field.name] != field.default:
+            raise UserError(f"model.{field.name}={settings[field.name]}: {where} no such setting")
+    return settings
 
 
 def facts(snapshot: Snapshot, model: GPT) -> list[tuple[str, str]]:
@@ -128,11 +137,7 @@ def export(snapshot: Snapshot, path: str, out: str) -> str:
     what `compare` says. Raises `UserError` if Transformers has no such model or gives other logits.
     """
     model = load_model(snapshot, "cpu", strict=True)
-    settings = dataclasses.asdict(model.config)
-    for field in dataclasses.fields(model.config):
-        name, value = field.name, settings[field.name]
-        if name not in EXPORTED | NOT_ARCHITECTURE and value != field.default:
-            raise UserError(f"model.{name}={value}: Transformers' models have no such setting")
+    settings = known_settings(model, "Transformers' models have")
     files = to_files(settings, snapshot.model_state, snapshot.vocabulary, snapshot.encoding)
     files["README.md"] = model_card(snapshot, model, path, Path(out).name).encode(errors="replace")
     with tempfile.TemporaryDirectory(prefix=".export-", dir=os.path.dirname(os.path.abspath(out))) as temporary:

@@ -272,6 +272,8 @@ def test_an_added_model_field_is_refused_unless_it_has_its_default(out, monkeypa
     model.config.norm = "mine"
     with pytest.raises(UserError, match=r"^model\.norm=mine: Transformers' models have no such setting"):
         export.export(snapshot, "a.pt", f"{out}-other")
+    with pytest.raises(UserError, match=r"^a\.pt: model\.norm=mine: the page has no such setting"):
+        export.page_model(snapshot, "a.pt")
 
 
 @pytest.mark.parametrize("option, kind", [("token_shift", "token shift"), ("ngram_rows", "n-gram embeddings")])

@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass for each group, and `Config`, which joins them.
 
 Each field is declared once, in one line: type, default, unit and meaning. A value that is impossible raises `UserError`
-naming the field. `conf/` has only values that differ from the defaults.
+naming the field. `conf/` has the values of recipes.
 
 A resumed run must keep the data and the model, except the fields in `FREE`, and may change the rest, except those in
 `FIXED`: with a change midway, no configuration would reproduce the run. Those in `IRRELEVANT` change the loss at a step

@@ -95,8 +95,8 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0) -> tuple[Tensor, Tensor]:
     """Capped logits (..., V) in float32, and their mean cross-entropy in nats over the `targets`
-    (...), int64, that are not `IGNORE`. Do not take the gradient of the loss with respect to the returned
-    logits: the kernel computes both from uncapped ones.
+    (...), int64, that are not `IGNORE`. Both have gradients with respect to the uncapped logits; the loss has none with
+    respect to the returned ones.
     """
     # The kernel takes integral caps only; its error grows with the cap.
     has_cap = 0 <= softcap <= 100 and softcap == int(softcap)
