@@ -6,7 +6,7 @@ convert it to the plain tensor that a snapshot holds and back.
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.nn as nn
@@ -31,10 +31,10 @@ def build(make: Callable[[], nn.Module], strategy: str, dtype: torch.dtype) -> n
     if strategy == "ddp" or distributed.size() == 1:
         return wrap(make(), strategy)
     with torch.device("meta"):
-        model: Any = make()  # nn.Module has no `init_weights`
+        model = make()
     shard(model, dtype)
     model.to_empty(device=distributed.device())
-    model.init_weights()
+    cast(Callable[[], None], model.init_weights)()  # nn.Module has none
     return model
 
 
